@@ -1,0 +1,44 @@
+# Sourced by the other scripts: changes to the checkout and makes sure that `python` has the project and its extras.
+#
+# Uses the active virtual environment when VIRTUAL_ENV is set, else makes .venv. A PyTorch that is there already is kept.
+#   COCODIFF_PYTHON=python3.12       interpreter for a new .venv
+#   COCODIFF_SYSTEM_TORCH=1          let a new .venv see the packages of that interpreter, its PyTorch among them
+#   COCODIFF_TORCH=torch==2.10.0     requirement to install when there is no PyTorch
+#   COCODIFF_TORCH_INDEX=URL         index to take it from, for instance that of the CPU builds
+
+unset CDPATH
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+
+if [ -z "${VIRTUAL_ENV:-}" ]; then
+    if [ ! -e .venv/bin/activate ]; then
+        "${COCODIFF_PYTHON:-python3}" -m venv ${COCODIFF_SYSTEM_TORCH:+--system-site-packages} .venv || {
+            rm -rf .venv
+            echo "No virtual environment could be made; Debian and Ubuntu have it in the package python3-venv." >&2
+            exit 1
+        }
+    fi
+    . .venv/bin/activate
+fi
+PATH="$VIRTUAL_ENV/bin:$PATH"
+python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+    echo "Python 3.10 or later is needed, this is $(python --version); COCODIFF_PYTHON names another." >&2
+    exit 1
+}
+
+# Installing anew costs seconds even when nothing changed, so it is done once for each state of the requirements.
+wanted="$PWD $(cksum < setup.py)"
+stamp="$VIRTUAL_ENV/.cocodiff-installed"
+if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
+    python -m pip --version > /dev/null 2>&1 || python -m ensurepip > /dev/null
+    python -c 'import torch' 2> /dev/null ||
+        python -m pip install --quiet ${COCODIFF_TORCH_INDEX:+--index-url "$COCODIFF_TORCH_INDEX"} "${COCODIFF_TORCH:-torch==2.13.0}"
+    extras=test
+    python -c 'import triton' 2> /dev/null || extras=test,cpu
+    python -m pip install --quiet --editable ".[$extras]"
+    echo "$wanted" > "$stamp"
+fi
+
+# Makes PyTorch see no accelerator, so that any number of ranks can run.
+use_cpu() {
+    export CUDA_VISIBLE_DEVICES="" HIP_VISIBLE_DEVICES="" ONEAPI_DEVICE_SELECTOR="opencl:cpu"
+}

@@ -1,0 +1,48 @@
+"""Packaging of xfuser-cocodiff."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.py").read_text(encoding="utf-8"))[1]
+
+REPORT = ["jinja2", "matplotlib", "scikit-image"]
+MODELS = ["transformers>=5"]  # whose tokenizers are built from a vocabulary; the plugin itself takes what xfuser takes
+
+setup(
+    name="xfuser-cocodiff",
+    version=VERSION,
+    description="CoCoDiff for xDiT: Ulysses all-to-alls along the machine's topology",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["xfuser_cocodiff", "xfuser_cocodiff.*"]),
+    package_data={"xfuser_cocodiff.bench": ["*.html", "*.md"], "xfuser_cocodiff.models": ["flux1_dev/**/*"]},
+    install_requires=[
+        "xfuser>=0.7.0,<0.8",
+        "torch>=2.8",
+        "diffusers",
+        "yunchang>=0.6",
+        "numpy",
+        "packaging",
+        "rich",
+        "safetensors",
+    ],
+    extras_require={
+        # xfuser imports triton without declaring it; on an XPU build of PyTorch the name belongs to another package.
+        "cpu": ["triton"],
+        "report": REPORT,
+        "models": MODELS,
+        "test": [*REPORT, *MODELS, "pytest", "hypothesis", "ruff"],
+        "cuda": ["flash-attn"],
+        # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
+        "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],
+    },
+    entry_points={
+        "console_scripts": ["cocodiff=xfuser_cocodiff.cli:main"],
+        "torch.backends": ["cocodiff=xfuser_cocodiff.autoload:watch"],
+    },
+)

@@ -1,0 +1,26 @@
+"""One cache of small models for the whole session, known to every process that the tests start."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF_HOME
+    os.environ.pop(name, None)
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def hub() -> Path:
+    """HF_HOME with all small models in it."""
+    from xfuser_cocodiff.models import hub
+
+    folder = Path(os.environ["HF_HOME"])
+    hub.write_cache(folder)
+    return folder

@@ -1,0 +1,88 @@
+"""Real gloo ranks for tests: forked from a server that has torch and xDiT loaded, met over a file, one thread each."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "xfuser", "xfuser.model_executor.layers.usp", "tests.ranks"])
+
+TIMEOUT = 600
+"""Seconds after which a hanging case is broken off: a guard against deadlock, not a bound on speed."""
+GRACE = 60
+"""The same, after one rank has failed."""
+
+
+def run(case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """Call ``case(rank, *args)`` on `world_size` gloo ranks and return what each returned.
+
+    Exceptions in ranks are raised here, with the ranks' tracebacks; :func:`outcomes` returns them instead.
+    """
+    results = outcomes(case, world_size, *args, env=env)
+    failures = [f"rank {rank}: {getattr(r, 'text', r)}" for rank, r in enumerate(results) if isinstance(r, Exception)]
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def outcomes(case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+    """As :func:`run`, with the exceptions of ranks in the place of their results."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _context.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        results = [Path(folder, f"result{rank}") for rank in range(world_size)]
+        _wait(processes, results)
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        found = [_read(*pair) for pair in zip(results, processes, strict=True)]
+        assert len(hanging) < world_size, f"all {world_size} ranks were still waiting after {TIMEOUT} s"
+        return found
+
+
+def _wait(processes: list, results: list[Path]) -> None:
+    """Wait for all ranks; when one has failed, the others have a moment to fail as well."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        for process in processes:
+            process.join(0.05)
+        if deadline > time.monotonic() + GRACE and any(
+            not process.is_alive() and isinstance(_read(file, process), Exception)
+            for file, process in zip(results, processes, strict=True)
+        ):
+            deadline = time.monotonic() + GRACE
+
+
+def _read(file: Path, process: Any) -> Any:
+    if not file.exists():
+        return RuntimeError(f"no result; the process ended with exit code {process.exitcode}")
+    return torch.load(file, weights_only=False)
+
+
+def _rank(case: Callable, rank: int, world_size: int, folder: str, env: dict[str, str], args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    try:
+        result = case(rank, *args)
+        # A rank that leaves closes connections that others may still read from.
+        dist.barrier()
+    except Exception as error:
+        result = error
+        error.text = traceback.format_exc()
+    partial = Path(folder, f"partial{rank}")
+    torch.save(result, partial)
+    partial.rename(Path(folder, f"result{rank}"))
+    os._exit(0)  # destructors of a world that may be half gone have nothing to add

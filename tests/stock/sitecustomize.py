@@ -1,0 +1,77 @@
+"""Stock xDiT on a CPU without the plugin: the least that makes it run, written down independently of it.
+
+On the path of an interpreter (PYTHONPATH) this is loaded at its start. It is the baseline of tests that ask whether
+having the plugin installed changes anything.
+"""
+
+import importlib.machinery
+import sys
+import time
+
+
+class _HostEvent:
+    def __init__(self, **_):
+        self.time = None
+
+    def record(self):
+        self.time = time.time()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return (other.time - self.time) * 1000
+
+
+def _patch_envs(envs):
+    envs.get_device_version = lambda: None
+    envs.get_torch_distributed_backend = lambda: "gloo"
+    envs.PACKAGES_CHECKER.packages_info["has_long_ctx_attn"] = True
+    import torch
+
+    generator = torch.Generator
+    torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": generator()})
+    torch.cuda.Event = _HostEvent
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.max_memory_allocated = lambda *_, **__: 0
+    torch.cuda.reset_peak_memory_stats = lambda *_, **__: None
+
+
+def _patch_usp(usp):
+    from yunchang.globals import PROCESS_GROUP
+
+    usp.PROCESS_GROUP = PROCESS_GROUP
+
+
+def _patch_pipelines(module):
+    to = module.DiffusionPipeline.to
+
+    def to_host(self, *args, **kwargs):
+        return to(self, *("cpu" if str(value).startswith("cuda") else value for value in args), **kwargs)
+
+    module.DiffusionPipeline.to = to_host
+
+
+_PATCHES = {
+    "xfuser.envs": _patch_envs,
+    "xfuser.model_executor.layers.usp": _patch_usp,
+    "diffusers.pipelines.pipeline_utils": _patch_pipelines,
+}
+
+
+class _Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name not in _PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            _PATCHES[name](module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

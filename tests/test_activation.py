@@ -1,0 +1,239 @@
+"""How the plugin gets into xDiT and out again; each case in a fresh interpreter, as it depends on import order."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff.xdit import activation
+from xfuser_cocodiff.xdit.patch import Patch, PatchSet
+
+# Where the plugin stays out, something else must make xDiT importable on a machine without an accelerator.
+STOCK = {"PYTHONPATH": str(Path(__file__).parent / "stock")}
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def answer(code: str, **environment: str) -> object:
+    """Run code and read the JSON that it prints last."""
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_torch_only_leaves_a_finder() -> None:
+    loaded, watching = answer("""
+        import json, sys, torch
+        ours = sorted(name for name in sys.modules if name.startswith("xfuser"))
+        print(json.dumps([ours, [type(finder).__name__ for finder in sys.meta_path].count("XDiTWatch")]))
+    """)
+    assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]
+    assert watching == 1
+
+
+SITE = """
+    import json, sys
+    {before}
+    import xfuser.model_executor.layers.usp as usp, xfuser.config.args
+    {after}
+    print(json.dumps([
+        usp._ft_c_input_all_to_all.__code__.co_filename.partition("site-packages")[2] == "",
+        hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff"),
+    ]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import torch", ""),
+        ("import xfuser_cocodiff.auto", ""),
+        ("import xfuser_cocodiff; assert xfuser_cocodiff.install()", ""),
+        ("import torch", "import xfuser_cocodiff.auto"),
+    ],
+    ids=["entry point", "auto", "install", "twice"],
+)
+def test_doors(before: str, after: str) -> None:
+    assert answer(SITE.format(before=before, after=after)) == [True, True]
+
+
+def test_disabled_by_variable() -> None:
+    assert answer(SITE.format(before="", after=""), COCODIFF_DISABLE="1", **STOCK) == [False, False]
+
+
+def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None:
+    states = answer(
+        """
+        import json, sys
+        import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
+        import diffusers.image_processor, diffusers.pipelines.pipeline_utils
+
+        def everything():
+            found = {}
+            for name, module in list(sys.modules.items()):
+                if module is not None and name.partition(".")[0] in ("xfuser", "diffusers", "yunchang", "torch"):
+                    for key, value in list(vars(module).items()):
+                        found[f"{name}.{key}"] = id(value)
+                        if isinstance(value, type) and name.startswith(("xfuser", "diffusers.pipelines.pipeline_u")):
+                            found.update({f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())
+                                           if callable(v) or k == "__dataclass_fields__"})
+            found["packages_info"] = id(xfuser.envs.PACKAGES_CHECKER.packages_info)
+            return found
+
+        import torch
+        import xfuser_cocodiff
+        from xfuser_cocodiff.xdit import activation
+        before = everything()
+        assert xfuser_cocodiff.install()
+        during = everything()
+        copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
+        states = {state.state for state in activation.states()}
+        xfuser_cocodiff.uninstall()
+        after = everything()
+        changed = [key for key in before if during[key] != before[key]]
+        left = [key for key in before if after[key] != before[key]]
+        print(json.dumps([sorted(states), "sites.py" in copy, len(changed) > 20, left, activation._installed]))
+        """,
+        COCODIFF_DISABLE="1",
+        **STOCK,
+    )
+    assert states == [["applied"], True, True, [], None]
+
+
+def test_install_again_after_uninstall() -> None:
+    assert answer(
+        SITE.format(
+            before="import torch",
+            after="import xfuser_cocodiff as c; c.uninstall(); c.uninstall(); assert c.install() and c.install()",
+        )
+    ) == [True, True]
+
+
+@pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
+def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
+    done = python(
+        f"""
+        import importlib.metadata as metadata
+        real = metadata.version
+        metadata.version = lambda name: {version!r} if name == "xfuser" else real(name)
+        import xfuser.model_executor.layers.usp as usp
+        import xfuser_cocodiff
+        assert not xfuser_cocodiff.install()
+        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("cocodiff:")]
+    assert len(warnings) == 1
+    assert version in warnings[0]
+    assert "<0.8" in warnings[0]
+
+
+def test_a_moved_symbol_keeps_the_whole_table_out() -> None:
+    done = python(
+        """
+        from xfuser_cocodiff.xdit import sites
+        rows = sites.patches
+        from xfuser_cocodiff.xdit.patch import Patch
+        sites.patches = lambda: [*rows(), Patch("xfuser.model_executor.layers.usp", "_gone", "", lambda x: x)]
+        import xfuser.model_executor.layers.usp as usp, xfuser.config.args as args
+        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
+        assert not hasattr(args.xFuserArgs(), "use_cocodiff")
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "xfuser.model_executor.layers.usp._gone does not exist" in done.stderr
+
+
+def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
+    done = python(
+        """
+        import xfuser_cocodiff
+        def broken():
+            raise OSError("disk on fire")
+        xfuser_cocodiff.install = broken
+        import xfuser.envs
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "disk on fire" in done.stderr
+
+
+def test_uninstall_before_xdit_is_imported() -> None:
+    code = SITE.format(before="import torch, xfuser_cocodiff; xfuser_cocodiff.uninstall()", after="")
+    assert answer(code, **STOCK) == [False, False]
+
+
+def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_host.py").write_text("import inner_host\ndef site(): return 'original'\n")
+    (tmp_path / "inner_host.py").write_text("def site(): return 'original'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [
+        Patch("outer_host", "site", "", lambda original: lambda: "replaced"),
+        Patch("inner_host", "site", "", lambda original: 1 / 0),
+    ]
+    patch_set = PatchSet(rows, "outer_host")
+    patch_set.install()
+    import outer_host
+
+    assert outer_host.site() == outer_host.inner_host.site() == "original"
+    assert patch_set.withdrawn
+    assert patch_set not in sys.meta_path
+
+
+def test_a_replacement_that_fails_later_takes_back_the_others() -> None:
+    done = python(
+        """
+        from xfuser_cocodiff.xdit import sites
+        rows = sites.patches
+        from xfuser_cocodiff.xdit.patch import Patch
+        sites.patches = lambda: [*rows(), Patch("xfuser.runner", "xFuserModelRunner", "", lambda original: 1 / 0)]
+        import xfuser.model_executor.layers.usp as usp
+        assert "sites.py" in usp._ft_c_input_all_to_all.__code__.co_filename
+        import xfuser.runner
+        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
+        assert isinstance(xfuser.runner.xFuserModelRunner, type)
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "xDiT stays as it is: ZeroDivisionError" in done.stderr
+
+
+def test_rows_notice_other_parameters() -> None:
+    row = Patch("xfuser.model_executor.layers.usp", "_ft_c_input_all_to_all", "", lambda x: x, ("tensor",))
+    assert "takes (x), expected (tensor)" in PatchSet([row], "xfuser").problems()[0]
+
+
+def test_a_row_that_fails_takes_back_the_others() -> None:
+    import tests.ranks as module
+
+    before = module.run
+
+    def fail(original: object) -> object:
+        raise RuntimeError("no replacement")
+
+    rows = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
+    patch_set = PatchSet(rows, "tests")
+    patch_set.install()
+    assert patch_set.withdrawn
+    assert module.run is before
+
+
+def test_the_table_fits_the_installed_xdit() -> None:
+    assert [state for state in activation.states() if state.state not in ("applied", "ready")] == []

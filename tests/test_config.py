@@ -1,0 +1,76 @@
+"""Flags and variables become settings, or an error that names them."""
+
+import dataclasses
+
+import pytest
+
+from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
+from xfuser_cocodiff.topology import Topology
+
+FLAT = Topology.flat(4)
+
+
+def test_nothing_asked_for_is_none() -> None:
+    assert resolve({}, {}, 4, FLAT) is None
+    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, 4, FLAT) is None
+
+
+def test_flags_win_over_variables() -> None:
+    environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
+    by_variable = resolve({}, environment, 4, FLAT)
+    assert str(by_variable.topology) == "node=4"
+    assert (by_variable.a2a, by_variable.detected) == ("flat", False)
+    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, 4, FLAT)
+    assert str(by_flag.topology) == "node=2,gpu=2"
+    assert by_flag.a2a == "hierarchical"
+
+
+def test_detection_is_used_when_no_topology_is_given() -> None:
+    detected = Topology.parse("2x2", 4)
+    config = resolve({"use_cocodiff": True}, {}, 4, detected)
+    assert (config.topology, config.detected) == (detected, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "words"),
+    [
+        ({"cocodiff_topology": "2x3"}, {}, ["--cocodiff_topology", "2x3", "degree is 4"]),
+        ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
+        ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "auto, flat, hierarchical"]),
+        ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
+        ({}, {"COCODIFF_MODE": "fast"}, ["COCODIFF_MODE", "fast", "exact"]),
+        ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
+    ],
+)
+def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
+        resolve({"use_cocodiff": True, **values}, environment, 4, FLAT)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_settings_are_frozen_and_checked() -> None:
+    config = CocoDiffConfig(topology=FLAT)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mode = "other"
+    with pytest.raises(ValueError, match="'other' is not valid"):
+        CocoDiffConfig(topology=FLAT, mode="other")
+
+
+@pytest.mark.parametrize(
+    ("topology", "a2a", "effective"),
+    [
+        ("2x2", "auto", "node=2,gpu=2"),
+        ("2x2", "hierarchical", "node=2,gpu=2"),
+        ("2x2", "flat", "flat"),
+        ("1x4", "auto", "flat"),
+        ("flat", "hierarchical", "flat"),
+    ],
+)
+def test_which_topology_the_all_to_all_follows(topology: str, a2a: str, effective: str) -> None:
+    assert str(CocoDiffConfig(topology=Topology.parse(topology, 4), a2a=a2a).effective_topology) == effective
+
+
+def test_every_option_has_a_variable_of_its_own() -> None:
+    assert len({option.variable for option in OPTIONS}) == len(OPTIONS)
+    assert all(option.variable.startswith("COCODIFF_") for option in OPTIONS)

@@ -1,0 +1,209 @@
+"""The options in xDiT's own parsers, and the errors that all ranks raise alike."""
+
+import argparse
+import os
+import time
+
+import pytest
+
+from tests import ranks
+
+
+def parse(arguments: list[str], runner: bool) -> object:
+    """xDiT's arguments as its example scripts (`add_cli_args`) or its `xdit` command make them."""
+    from xfuser.config import FlexibleArgumentParser, xFuserArgs
+
+    add = xFuserArgs.add_runner_args if runner else xFuserArgs.add_cli_args
+    parsed = add(FlexibleArgumentParser()).parse_args(["--model", "tiny", *arguments])
+    return xFuserArgs.from_runner_args(vars(parsed)) if runner else xFuserArgs.from_cli_args(parsed)
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_both_spellings_reach_the_arguments(runner: bool, dash: str) -> None:
+    flags = ["--use_cocodiff", "--cocodiff_topology=2x2", "--cocodiff_a2a", "flat", "--cocodiff_mode", "exact"]
+    args = parse([flag.replace("_", dash) for flag in flags], runner)
+    assert args.use_cocodiff is True
+    assert (args.cocodiff_topology, args.cocodiff_a2a, args.cocodiff_mode) == ("2x2", "flat", "exact")
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+def test_without_flags_nothing_is_asked_for(runner: bool) -> None:
+    args = parse([], runner)
+    assert (args.use_cocodiff, args.cocodiff_topology, args.cocodiff_a2a) == (False, None, None)
+
+
+def test_the_options_are_keywords_of_the_arguments() -> None:
+    from xfuser import xFuserArgs
+
+    args = xFuserArgs(model="tiny", ulysses_degree=4, use_cocodiff=True, cocodiff_topology="2x2")
+    assert (args.ulysses_degree, args.use_cocodiff, args.cocodiff_topology) == (4, True, "2x2")
+    with pytest.raises(TypeError, match="cocodiff_typo"):
+        xFuserArgs(model="tiny", cocodiff_typo=True)
+
+
+def test_help_describes_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], runner=True)
+    shown = capsys.readouterr().out
+    for flag in ("--use_cocodiff", "--cocodiff_topology", "{auto,flat,hierarchical}", "{exact}"):
+        assert flag in shown
+
+
+def settings_of(rank: int, arguments: list[str], environments: list[dict[str, str]], runner: bool) -> str:
+    os.environ.update(environments[rank % len(environments)])
+    engine_config, _ = parse(arguments, runner).create_config()
+    config = engine_config.parallel_config.sp_config.cocodiff
+    return "none" if config is None else f"{config.topology}|{config.a2a}|{config.mode}|{config.detected}"
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        ([], {}, "none"),
+        (["--use_cocodiff"], {}, "flat|auto|exact|True"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|auto|exact|False"),
+        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|auto|exact|True"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|auto|exact|False"),
+    ],
+)
+def test_settings_reach_every_rank(runner: bool, arguments: list, environment: dict, expected: str) -> None:
+    arguments = ["--ulysses_degree", "4", *arguments]
+    assert ranks.run(settings_of, 4, arguments, [environment], runner) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--cocodiff_topology", "2x3"], {}, ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
+        (["--cocodiff_topology", "rack=2"], {}, ["--cocodiff_topology", "rack", "node, gpu, tile"]),
+        (["--cocodiff_mode", "lossy"], {}, ["--cocodiff_mode", "lossy", "exact"]),
+        (["--cocodiff_a2a", "ring"], {}, ["--cocodiff_a2a", "ring", "auto, flat, hierarchical"]),
+        ([], {"COCODIFF_TOPOLOGY": "2by1"}, ["COCODIFF_TOPOLOGY", "2by1", "flat"]),
+        ([], {"COCODIFF_ENABLE": "si"}, ["COCODIFF_ENABLE", "si", "true"]),
+    ],
+)
+def test_bad_options_fail_alike_on_every_rank(arguments: list, environment: dict, words: list[str]) -> None:
+    enable = [] if "COCODIFF_ENABLE" in environment else ["--use_cocodiff"]
+    results = ranks.outcomes(settings_of, 2, ["--ulysses_degree", "2", *enable, *arguments], [environment], False)
+    assert len({str(result) for result in results}) == 1
+    assert all(isinstance(result, ValueError) for result in results)
+    for word in words:
+        assert word in str(results[0])
+
+
+def test_a_rank_that_fails_alone_takes_the_others_along() -> None:
+    arguments = ["--ulysses_degree", "4", "--use_cocodiff"]
+    started = time.monotonic()
+    results = ranks.outcomes(settings_of, 4, arguments, [{}, {}, {"COCODIFF_TOPOLOGY": "3x3"}, {}], False)
+    assert all(isinstance(result, ValueError) for result in results)
+    assert {str(result) for result in results} == {str(results[0])}
+    assert "on rank 2: COCODIFF_TOPOLOGY" in str(results[0])
+    assert time.monotonic() - started < ranks.TIMEOUT  # nobody was left waiting
+
+
+def answer_or_stay_silent(rank: int) -> str:
+    from datetime import timedelta
+
+    from xfuser_cocodiff.xdit import agreement
+
+    agreement.PATIENCE = timedelta(seconds=3)
+    if rank == 1:
+        time.sleep(8)
+        return "silent"
+    return str(agreement.agree(lambda: {}))
+
+
+def test_a_rank_that_never_answers_is_named() -> None:
+    waiting, silent = ranks.outcomes(answer_or_stay_silent, 2)
+    assert isinstance(waiting, RuntimeError)
+    assert "ranks [1] have not said" in str(waiting)
+    assert silent == "silent" or isinstance(silent, RuntimeError)  # it cannot close the run with a rank that is gone
+
+
+def without_parser(rank: int) -> str:
+    """As xDiT's HTTP service does, whose own parser knows none of the flags."""
+    from xfuser import xFuserArgs
+
+    engine_config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()
+    return str(engine_config.parallel_config.sp_config.cocodiff.topology)
+
+
+def test_variables_reach_entry_points_with_a_parser_of_their_own() -> None:
+    env = {"COCODIFF_ENABLE": "yes", "COCODIFF_TOPOLOGY": "tile=2"}
+    assert ranks.run(without_parser, 2, env=env) == ["tile=2"] * 2
+
+
+def test_ranks_that_were_told_different_things_fail_alike() -> None:
+    environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
+    results = ranks.outcomes(settings_of, 2, ["--ulysses_degree", "2", "--use_cocodiff"], environments, False)
+    assert all(isinstance(result, ValueError) for result in results)
+    assert "differ between ranks" in str(results[0])
+    assert str(results[0]) == str(results[1])
+
+
+def test_ranks_that_detect_different_machines_stay_flat() -> None:
+    environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
+    results = ranks.run(settings_of, 4, ["--ulysses_degree", "4", "--use_cocodiff"], environments, False)
+    assert results == ["flat|auto|exact|True"] * 4
+
+
+def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
+    """What initialize_runtime_state leaves behind: the mesh in use, and the plugin's warnings."""
+    import logging
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
+    from xfuser.core.distributed.parallel_state import init_distributed_environment
+    from xfuser.core.distributed.runtime_state import RuntimeState
+
+    from xfuser_cocodiff.xdit import sites
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    # xDiT refuses ring attention with every backend that a CPU has; which groups there are is another matter.
+    RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
+    init_distributed_environment(rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    for _ in range(2):  # a second model in the same process says nothing new
+        config = xFuserArgs(model="tiny", use_cocodiff=True, **values).create_config()[0]
+        vars(config.runtime_config).update(engine)
+        transformer = argparse.Namespace(config=argparse.Namespace(num_attention_heads=8))
+        initialize_runtime_state(argparse.Namespace(transformer=transformer), config)
+    assert get_runtime_state().parallel_config.sp_config.cocodiff is not None
+    mesh = sites.active_mesh()
+    return str(mesh.topology) if mesh else "stock", warnings
+
+
+@pytest.mark.parametrize(
+    ("world", "values", "engine", "expected", "warning"),
+    [
+        (1, {}, {}, "stock", "--ulysses_degree 1: there is nothing to move"),
+        (2, {"ulysses_degree": 2}, {}, "flat", None),
+        (4, {"ulysses_degree": 4, "cocodiff_topology": "2x2"}, {}, "node=2,gpu=2", None),
+        (4, {"ulysses_degree": 2, "pipefusion_parallel_degree": 2}, {}, "stock", "PipeFusion"),
+        (2, {"ulysses_degree": 2}, {"use_fp8_comms": True}, "stock", "--use_fp8_comms"),
+        (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "stock", "--use_spargeattn_head_balance"),
+    ],
+)
+def test_unsupported_combinations_fall_through_with_one_warning(
+    world: int, values: dict, engine: dict, expected: str, warning: str | None
+) -> None:
+    results = ranks.run(state_after, world, values, engine)
+    assert [mesh for mesh, _ in results] == [expected] * world
+    first = results[0][1]
+    assert len(first) == (1 if warning else 0)
+    assert warning is None or warning in first[0]
+    assert all(said == [] for _, said in results[1:])  # one rank speaks for all
+
+
+def test_groups_beside_data_cfg_and_ring_parallelism() -> None:
+    for values in (
+        {"ulysses_degree": 2, "data_parallel_degree": 2},
+        {"ulysses_degree": 2, "use_cfg_parallel": True},
+        {"ulysses_degree": 2, "ring_degree": 2},
+    ):
+        values |= {"cocodiff_topology": "gpu=2", "cocodiff_a2a": "hierarchical"}
+        assert [mesh for mesh, _ in ranks.run(state_after, 4, values, {})] == ["gpu=2"] * 4

@@ -1,0 +1,69 @@
+"""Topologies read from what launchers put into the environment."""
+
+import pytest
+
+from xfuser_cocodiff.launcher import detect, ranks_per_node, tiles_per_gpu
+
+PVC = "Intel(R) Data Center GPU Max 1550"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"PALS_LOCAL_SIZE": "12"}, 12),
+        ({"SLURM_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_TASKS_PER_NODE": "8"}, 6),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
+        ({}, None),
+        ({"LOCAL_WORLD_SIZE": "0"}, None),
+    ],
+)
+def test_ranks_per_node(environment: dict[str, str], count: int | None) -> None:
+    assert ranks_per_node(environment) == count
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "device", "tiles"),
+    [
+        (None, PVC, 2),
+        ("FLAT", PVC, 2),
+        ("COMBINED", PVC, 2),
+        ("COMPOSITE", PVC, 1),
+        ("FLAT", "", 2),
+        (None, "", 1),
+        ("FLAT", "Intel(R) Data Center GPU Max 1100", 1),
+        (None, "Intel(R) Arc(TM) B580 Graphics", 1),
+    ],
+)
+def test_tiles(hierarchy: str | None, device: str, tiles: int) -> None:
+    environment = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy} if hierarchy else {}
+    assert tiles_per_gpu(environment, device) == tiles
+
+
+@pytest.mark.parametrize(
+    ("degree", "local", "device", "expected"),
+    [
+        (12, 12, PVC, "gpu=6,tile=2"),
+        (24, 12, PVC, "node=2,gpu=6,tile=2"),
+        (4, 12, PVC, "gpu=2,tile=2"),
+        (2, 12, PVC, "flat"),
+        (16, 8, "", "node=2,gpu=8"),
+        (8, 8, "", "flat"),
+        (4, 2, "", "node=2,gpu=2"),
+        (4, 1, "", "flat"),
+        (8, 6, "", "flat"),  # groups would straddle nodes unevenly
+        (4, 6, "", "flat"),  # the second group would lie on two nodes, the first on one
+        (3, 12, PVC, "flat"),  # an odd group cannot be made of tile pairs
+        (1, 8, PVC, "flat"),
+    ],
+)
+def test_detect(degree: int, local: int, device: str, expected: str) -> None:
+    topology = detect(degree, {"LOCAL_WORLD_SIZE": str(local)}, device)
+    assert str(topology) == expected
+    assert topology.size == degree
+
+
+def test_detect_without_a_launcher_is_flat() -> None:
+    assert str(detect(4, {})) == "flat"

@@ -1,0 +1,253 @@
+"""The small models: real pipelines, found offline under the names of the real ones. One process, without xDiT."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage.data
+import torch
+from diffusers import DiffusionPipeline
+from huggingface_hub import snapshot_download
+from PIL import Image
+from torch.nn import functional
+from transformers import AutoTokenizer
+
+from xfuser_cocodiff.models import captions, flux1, flux2, hub, qwen_image, sd35, tokenizers, weights
+
+RANDOM = {"FLUX.2-dev": flux2, "SD3.5": sd35, "Qwen-Image": qwen_image}
+DEGREES = (2, 3, 4, 6, 8, 12, 24)
+PROMPT = "a photo of a cat"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """A cache of all models, with random weights in place of FLUX.1's trained ones."""
+    shipped = tmp_path_factory.mktemp("flux1_dev")
+    weights.fill(flux1.pipeline(), seed=0).save_pretrained(shipped)
+    out = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "SHIPPED", shipped)
+        hub.write_cache(out)
+    return out
+
+
+def load(out: Path, name: str) -> DiffusionPipeline:
+    repo = hub.REGISTRY[name].repo
+    pipe = DiffusionPipeline.from_pretrained(repo, cache_dir=out / "hub", local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(pipe: DiffusionPipeline, prompt: str = PROMPT, seed: int = 0, steps: int = 2, **more: int) -> np.ndarray:
+    """A picture of shape (128, 128, 3) in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"height": 128, "width": 128, "num_inference_steps": steps, "generator": generator, **more}
+    return pipe(prompt=prompt, output_type="np", **options).images[0]
+
+
+def psnr(a: np.ndarray, b: np.ndarray) -> float:
+    return float(-10 * np.log10(np.mean((a - b) ** 2) + 1e-20))
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    files = (path for path in folder.rglob("snapshots/*/**/*") if path.is_file())
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+# The models
+
+
+@pytest.mark.parametrize("name", hub.REGISTRY)
+def test_picture_depends_on_prompt_and_seed(out, name):
+    pipe = load(out, name)
+    first = picture(pipe)
+    assert first.shape == (128, 128, 3) and np.isfinite(first).all() and first.std() > 0.1
+    np.testing.assert_array_equal(first, picture(pipe))
+    assert psnr(first, picture(pipe, prompt="a slice of blood vessels")) < 35
+    assert psnr(first, picture(pipe, seed=1)) < 25
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_picture_depends_on_attention(out, name, monkeypatch):
+    pipe = load(out, name)
+    first, exact, denoise = picture(pipe), functional.scaled_dot_product_attention, pipe.transformer.forward
+
+    def denoise_with_half(*args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                functional, "scaled_dot_product_attention", lambda *args, **kwargs: exact(*args, **kwargs) / 2
+            )
+            return denoise(*args, **kwargs)
+
+    pipe.transformer.forward = denoise_with_half
+    assert psnr(first, picture(pipe)) < 25
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_weights_follow_the_seed(name):
+    first, again, other = (dict(_tensors(RANDOM[name].pipeline(seed))) for seed in (0, 0, 1))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def _tensors(pipe: DiffusionPipeline):
+    for component, module in pipe.components.items():
+        if isinstance(module, torch.nn.Module):
+            yield from ((f"{component}.{key}", value) for key, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_heads_divide_by_every_degree(name):
+    heads = RANDOM[name].transformer().config.num_attention_heads
+    assert [heads % degree for degree in DEGREES] == [0] * len(DEGREES)
+
+
+def test_shipped_flux1_paints(tmp_path):
+    hub.write_cache(tmp_path, ["FLUX.1-dev"])
+    pipe = load(tmp_path, "FLUX.1-dev")
+    photos = {file: photo(file) for file in captions.PHOTOS}
+    for file, name in captions.PHOTOS.items():
+        painted = coarse(picture(pipe, f"a photo of {name}", steps=12, max_sequence_length=32))
+        likeness = {other: np.corrcoef(painted, coarse(original))[0, 1] for other, original in photos.items()}
+        assert max(likeness, key=likeness.get) == file, (name, likeness)
+        assert likeness[file] > 0.5
+
+
+def test_shipped_weights_are_small_and_say_how_far_they_were_trained():
+    assert sum(file.stat().st_size for file in hub.SHIPPED.rglob("*")) <= 20e6
+    assert json.loads((hub.SHIPPED / "training.json").read_text())["flow_matching_loss"] < 0.4
+
+
+def photo(file: str) -> np.ndarray:
+    """One of the photos that the model was trained on, of shape (128, 128, 3) in [0, 1]."""
+    image = Image.open(Path(skimage.data.__file__).parent / file).convert("RGB")
+    edge = min(image.size)
+    left, top = (image.width - edge) // 2, (image.height - edge) // 2
+    return np.asarray(image.resize((128, 128), Image.BOX, (left, top, left + edge, top + edge))) / 255
+
+
+def coarse(image: np.ndarray) -> np.ndarray:
+    """What is left of a picture at 16 x 16 pixels, without its mean colour."""
+    blocks = image.reshape(16, 8, 16, 8, 3).mean((1, 3))
+    return (blocks - blocks.mean((0, 1))).ravel()
+
+
+# The tokenizers
+
+
+@pytest.mark.parametrize("build", [tokenizers.clip, tokenizers.t5, tokenizers.qwen2])
+def test_tokenizer_round_trips(build, tmp_path):
+    tokenizer, text = build(), "a photo of a small dog, at night! xyzzy 42"
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text).input_ids
+    assert again(text).input_ids == ids and build()(text).input_ids == ids
+    spoken = tokenizer.decode(ids, skip_special_tokens=True)
+    assert spoken.replace(" ", "") == text.replace(" ", "")
+
+
+def test_flux2_prompt_comes_first(out):
+    """The system message is left out: eight tokens are enough for two captions to differ."""
+    pipe = load(out, "FLUX.2-dev")
+    cat, moon = (pipe.encode_prompt(text, max_sequence_length=8)[0] for text in (PROMPT, "a photo of the moon"))
+    assert cat.shape == (1, 8, flux2.TEXT_STATES * flux2.TEXT_WIDTH) and not torch.allclose(cat, moon)
+
+
+def test_qwen_image_cuts_off_its_opening_exactly(out):
+    pipe = load(out, "Qwen-Image")
+    opening, _ = pipe.prompt_template_encode.split("{}")
+    assert len(pipe.tokenizer(opening).input_ids) == pipe.prompt_template_encode_start_idx
+
+
+# The cache
+
+
+@pytest.mark.parametrize("name", hub.REGISTRY)
+def test_snapshot_is_found_offline(out, name):
+    repo = hub.REGISTRY[name].repo
+    found = Path(snapshot_download(repo, cache_dir=out / "hub", local_files_only=True))
+    assert (found / "model_index.json").exists() and len(found.name) == 40 and int(found.name, 16)
+    assert found.parent.parent == out / "hub" / f"models--{repo.replace('/', '--')}"
+
+
+def test_pipelines_load_by_name_under_hf_home(out):
+    repos = [model.repo for model in hub.REGISTRY.values()]
+    code = "import sys; from diffusers import DiffusionPipeline as P\n"
+    code += "for repo in sys.argv[1:]: print(type(P.from_pretrained(repo)).__name__)"
+    env = os.environ | {"HF_HOME": str(out), "HF_HUB_OFFLINE": "1"}
+    for leftover in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        env.pop(leftover, None)
+    run = subprocess.run([sys.executable, "-c", code, *repos], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["FluxPipeline", "Flux2Pipeline", "StableDiffusion3Pipeline", "QwenImagePipeline"]
+
+
+def test_writing_again_changes_nothing(out):
+    before = stamps(out)
+    hub.write_cache(out, list(RANDOM))
+    assert stamps(out) == before and not list(out.glob(".partial-*"))
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> hub.SmallModel:
+    """A model of one file, in the place of SD3.5."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model_index.json").write_text("{}")
+
+    model = hub.SmallModel("some/tiny", write)
+    monkeypatch.setitem(hub.REGISTRY, "SD3.5", model)
+    return model
+
+
+def test_other_models_are_left_alone(tmp_path, tiny):
+    other = tmp_path / "hub" / "models--other--model" / "refs" / "main"
+    other.parent.mkdir(parents=True)
+    other.write_text("0" * 40)
+    hub.write_cache(tmp_path, ["SD3.5"])
+    assert other.read_text() == "0" * 40
+
+
+def test_real_model_is_not_replaced(tmp_path, tiny):
+    folder, commit = tmp_path / "hub" / "models--some--tiny", "1" * 40
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    with pytest.raises(FileExistsError, match="real some/tiny"):
+        hub.write_cache(tmp_path, ["SD3.5"])
+    assert (folder / "refs" / "main").read_text() == commit
+
+
+def test_damaged_snapshot_is_replaced(tmp_path, tiny):
+    (snapshot,) = hub.write_cache(tmp_path, ["SD3.5"]).values()
+    (snapshot / "model_index.json").unlink()
+    hub.write_cache(tmp_path, ["SD3.5"])
+    assert (snapshot / "model_index.json").exists()
+
+
+def test_interrupted_write_leaves_no_model(tmp_path, tiny, monkeypatch):
+    def stop_half_way(folder: Path) -> None:
+        tiny.write(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(hub.REGISTRY, "SD3.5", hub.SmallModel(tiny.repo, stop_half_way))
+    with pytest.raises(KeyboardInterrupt):
+        hub.write_cache(tmp_path, ["SD3.5"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_unknown_name_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"'FLUX\.3'.*FLUX.1-dev, FLUX.2-dev, SD3.5, Qwen-Image"):
+        hub.write_cache(tmp_path / "new", ["SD3.5", "FLUX.3"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_trained_weights_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "SHIPPED", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"FLUX\.1-dev.*nowhere"):
+        hub.write_cache(tmp_path / "cache", ["FLUX.1-dev"])

@@ -1,0 +1,156 @@
+"""Platforms that xDiT lacks. The XPU is a stand-in for torch.xpu: no Intel GPU was there to run this on."""
+
+import types
+
+import pytest
+import torch
+
+from xfuser_cocodiff.xdit import platform, source
+
+
+class StandInXPU(types.SimpleNamespace):
+    """The surface of torch.xpu that the platform uses, noting what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=[])
+        self.Event, self.Stream = (type(name, (), {}) for name in ("Event", "Stream"))
+        for name in platform._XPU_NAMES:
+            if not hasattr(self, name):
+                setattr(self, name, self._note(name))
+
+    def _note(self, name: str) -> object:
+        def call(*args: object, **kwargs: object) -> str:
+            self.calls.append((name, args, kwargs))
+            return name
+
+        return call
+
+
+@pytest.fixture
+def xpu(monkeypatch: pytest.MonkeyPatch) -> StandInXPU:
+    stand_in = StandInXPU()
+    monkeypatch.setattr(torch, "xpu", stand_in)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    return stand_in
+
+
+def test_without_an_accelerator_the_cpu_is_added() -> None:
+    here = platform.detect()
+    assert (here.device_type, here.backend(), here.device(3)) == ("cpu", "gloo", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("known", ["cuda", "mps", "npu"])
+def test_what_xdit_knows_is_left_alone(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
+    device = types.SimpleNamespace(type=known)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    assert platform.detect() is None
+
+
+def test_xpu_takes_the_place_of_cuda(xpu: StandInXPU) -> None:
+    here = platform.detect()
+    assert here.device(5) == torch.device("xpu", 5)
+    assert here.cuda["Event"] is xpu.Event
+    here.cuda["max_memory_allocated"](device="cuda:1")
+    here.cuda["synchronize"](torch.device("cuda", 2))
+    here.cuda["set_device"](3)
+    assert xpu.calls == [
+        ("max_memory_allocated", (), {"device": torch.device("xpu", 1)}),
+        ("synchronize", (torch.device("xpu", 2),), {}),
+        ("set_device", (3,), {}),
+    ]
+
+
+def test_every_row_for_xpu_fits_xdit_and_does_its_work(xpu: StandInXPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = platform.detect()
+    rows = {row.name: row for row in platform.patches(here)}
+    for row in rows.values():
+        if row.module.startswith("xfuser"):  # by its source, as this process may have the plugin in place
+            declared = source.parameters(row.module, row.symbol)
+            assert declared is not None, row.name
+            assert row.parameters in (None, declared), row.name
+    assert rows["xfuser.envs.get_device"].replace(None)(2) == torch.device("xpu", 2)
+    assert rows["xfuser.envs.get_device_name"].replace(None)() == "xpu"
+    assert rows["torch.cuda.Event"].replace(None) is xpu.Event
+
+    done = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: done.append(index))
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    start = rows["xfuser.core.distributed.parallel_state.init_distributed_environment"]
+    start.replace(lambda **options: done.append(options))(rank=19)
+    assert done == [7, {"rank": 19}]  # the device is chosen before the groups are made
+
+
+def test_xpu_names_exist_in_both_torch_modules() -> None:
+    """The stand-in is only worth something while torch.xpu really has this surface."""
+    import torch.xpu as real
+
+    for name in platform._XPU_NAMES:
+        assert hasattr(real, name), name
+        assert hasattr(torch.cuda, name), name
+
+
+@pytest.mark.parametrize(
+    ("xccl", "torch_ccl", "backend"), [(True, False, "xccl"), (True, True, "xccl"), (False, True, "ccl")]
+)
+def test_xpu_backend(monkeypatch: pytest.MonkeyPatch, xccl: bool, torch_ccl: bool, backend: str) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: xccl)
+    monkeypatch.setattr(platform, "_import_if_installed", lambda name: torch_ccl)
+    assert platform._xpu_backend() == backend
+
+
+def test_xpu_without_collectives_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: False)
+    with pytest.raises(RuntimeError, match=r"xccl.*oneccl_bindings_for_pytorch"):
+        platform._xpu_backend()
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"LOCAL_RANK": "3", "PALS_LOCAL_RANKID": "5"}, 3),
+        ({"PALS_LOCAL_RANKID": "11"}, 11),
+        ({"SLURM_LOCALID": "2"}, 2),
+        ({}, 0),
+    ],
+)
+def test_local_rank(environment: dict[str, str], rank: int) -> None:
+    assert platform.local_rank(environment) == rank
+
+
+def test_devices_are_translated_wherever_they_stand() -> None:
+    here = platform.Platform("xpu", lambda: "xccl", {})
+    seen = []
+    here.translating(lambda *args, **kwargs: seen.append((args, kwargs)))("cuda", "cudnn", 1, device="cuda:2")
+    assert seen == [((torch.device("xpu"), "cudnn", 1), {"device": torch.device("xpu", 2)})]
+
+
+def test_generators_on_cuda_become_this_machines() -> None:
+    real = torch.Generator if isinstance(torch.Generator, type(torch._C.Generator)) else torch._C.Generator
+    generator_class = platform.detect().generator(real)
+    made = generator_class(device="cuda").manual_seed(3)
+    expected = torch._C.Generator().manual_seed(3)
+    assert torch.equal(torch.rand(4, generator=made), torch.rand(4, generator=expected))
+    assert isinstance(expected, generator_class)
+
+
+def test_a_host_event_measures_milliseconds() -> None:
+    import time
+
+    from xfuser_cocodiff.xdit.host_clock import HostEvent
+
+    start, end = HostEvent(enable_timing=True), HostEvent(enable_timing=True)
+    start.record()
+    time.sleep(0.05)
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) >= 50
+
+
+def test_peak_memory_follows_an_allocation() -> None:
+    from xfuser_cocodiff.xdit import host_clock
+
+    host_clock.reset_peak_memory()
+    before = host_clock.peak_memory()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    assert host_clock.peak_memory() - before >= 60 << 20

@@ -1,0 +1,61 @@
+"""The recorder on schedulers and pictures, without ranks; whole recorded runs are in test_compare and test_scripts."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+
+from xfuser_cocodiff.xdit import recorder
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
+    """A recorder, after which the scheduler's class is as it was."""
+    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", FlowMatchEulerDiscreteScheduler.step)
+    monkeypatch.setattr(recorder, "_engine", lambda: {"degree": 1, "topology": None, "device": "CPU"})
+    no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
+    monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
+    return recorder.Recorder(tmp_path, rank=0)
+
+
+def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -> torch.Tensor:
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(torch.ones_like(latents), timestep, latents, return_dict=False)[0]
+    return latents
+
+
+def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
+        watched.begin_run(scheduler, 3)
+        scheduler.set_timesteps(3)
+        other = copy.deepcopy(scheduler)
+        torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
+        assert scheduler.step_index is None
+        torch.testing.assert_close(denoise(scheduler, torch.full((4,), 5.0)), torch.full((4,), 4.0))
+        watched.end_run()
+    assert [len(run["steps"]) for run in watched.runs] == [3, 3]
+    assert watched.runs[0]["latents_sha256"] == watched.runs[1]["latents_sha256"]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [Image.new("RGB", (4, 4), (255, 0, 0))],
+        [[Image.new("RGB", (4, 4))] * 2 + [Image.new("RGB", (4, 4), (255, 0, 0))] * 2],
+        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1).expand(2, 3, 4, 4),
+        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 1, 3, 1, 1).expand(1, 5, 3, 4, 4).numpy().transpose(0, 1, 3, 4, 2),
+    ],
+    ids=["images", "video frames", "tensor", "video array"],
+)
+def test_a_picture_of_any_output(output: object) -> None:
+    assert recorder._first_picture(output).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_latents_make_no_picture() -> None:
+    assert recorder._first_picture(torch.zeros(1, 16, 8, 8)) is None

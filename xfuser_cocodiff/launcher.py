@@ -1,0 +1,67 @@
+"""What the launcher says about the machine: ranks per node, and tiles per GPU.
+
+Sources: torchrun's LOCAL_WORLD_SIZE, PALS (Aurora), SLURM, Open MPI and Intel MPI variables, and Level Zero's
+ZE_FLAT_DEVICE_HIERARCHY, which decides whether a device is a tile or a whole GPU.
+"""
+
+import re
+from collections.abc import Mapping
+
+from xfuser_cocodiff.topology import Topology
+
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "PALS_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+
+def ranks_per_node(environment: Mapping[str, str]) -> int | None:
+    """Ranks on this node, or None when no launcher says so or nodes differ."""
+    for name in _LOCAL_SIZES:
+        if value := environment.get(name):
+            return _uniform_count(value)
+    return None
+
+
+def _uniform_count(value: str) -> int | None:
+    """Read '12' or SLURM's '12(x4)'; None for '12(x3),8', where nodes differ."""
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?", value.strip())
+    return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:
+    """Ranks that share a GPU because each drives one of its tiles.
+
+    Args:
+        environment: process environment.
+        device_name: what the driver calls the device; empty when there is none.
+
+    Returns:
+        2 where Level Zero hands out the tiles of a two-tile Intel GPU as devices (its default), else 1.
+    """
+    two_tiles = "Max 1550" in device_name or "Max 1450" in device_name
+    hierarchy = environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT" if two_tiles else "").upper()
+    tiles_are_devices = hierarchy in ("FLAT", "COMBINED")
+    return 2 if tiles_are_devices and (two_tiles or not device_name) else 1
+
+
+def detect(degree: int, environment: Mapping[str, str], device_name: str = "") -> Topology:
+    """Topology of every Ulysses group of `degree` neighbouring ranks, as far as the launcher tells.
+
+    Groups that would straddle nodes unevenly, and machines that say nothing, are flat.
+    """
+    local = ranks_per_node(environment) or degree
+    tiles = tiles_per_gpu(environment, device_name)
+    inside = min(local, degree)
+    if degree % inside or local % inside:
+        return Topology.flat(degree)
+    if inside % tiles or local % tiles:
+        tiles = 1
+    sizes = {"node": degree // inside, "gpu": inside // tiles, "tile": tiles}
+    named = {name: size for name, size in sizes.items() if size > 1}
+    return Topology.named(**named) if len(named) > 1 else Topology.flat(degree)

@@ -1,0 +1,27 @@
+"""What the small models were told about their pictures: the captions, and the words the tokenizers know."""
+
+SLICES = {
+    "bodies": "cell bodies",
+    "cells": "cells with membranes",
+    "vessels": "blood vessels",
+    "texture": "fibre texture",
+}
+# Sample images that ship inside scikit-image, all free to use; the words are what a person would call them.
+PHOTOS = {
+    "chelsea.png": "a cat",
+    "astronaut.png": "an astronaut",
+    "coffee.png": "a cup of coffee",
+    "camera.png": "a man with a camera",
+}
+SLICE_TEMPLATES = ("a micro-tomography slice of {}", "an x-ray slice of {}", "a slice of {}", "{}")
+PHOTO_TEMPLATES = ("a photo of {}", "a picture of {}", "{}")
+
+CORPUS = [
+    *(template.format(name) for template in SLICE_TEMPLATES for name in SLICES.values()),
+    *(template.format(name) for template in PHOTO_TEMPLATES for name in PHOTOS.values()),
+    "describe the image by detailing the color shape size texture quantity text spatial relationships of the objects",
+    "and background user assistant system you are an ai that reasons about image descriptions",
+    "give structured responses focusing on object relationships attribution and actions without speculation",
+    "old coins a rocket a brick wall galaxies in deep space the surface of the moon the retina of an eye",
+    "a small dog in the park at night with mountains trees water and a red house under the sun high quality detailed",
+]

@@ -1,0 +1,114 @@
+"""The small models as a Hugging Face cache, so that xDiT loads them under the names of the real ones.
+
+    HF_HOME=OUT HF_HUB_OFFLINE=1 xdit --model FLUX.1-dev ...
+
+finds under OUT what :func:`write_cache` wrote there. Nothing in xDiT or diffusers is changed for it.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+SHIPPED = Path(__file__).parent / "flux1_dev"
+# Opens the model card of every snapshot that is ours, and tells it from a real download.
+MARK = "# A small stand-in, written by xfuser_cocodiff"
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A repository of the hub, and what writes its small stand-in as a diffusers folder."""
+
+    repo: str
+    write: Callable[[Path], None]
+
+
+def write_cache(out: Path, names: Sequence[str] | None = None) -> dict[str, Path]:
+    """Write small models into a Hugging Face cache and return the snapshot folder of each.
+
+    A snapshot is named after its content and appears complete or not at all; writing it again changes nothing. Other
+    models in the cache are left alone.
+
+    Args:
+        out: what HF_HOME is to be; created if missing.
+        names: names from :data:`REGISTRY`, all of them if None.
+
+    Raises:
+        ValueError: a name is unknown.
+        FileExistsError: the cache holds the real model of that name.
+        FileNotFoundError: the trained weights are not part of this installation.
+    """
+    names = list(REGISTRY if names is None else names)
+    if unknown := [name for name in names if name not in REGISTRY]:
+        raise ValueError(f"unknown model {', '.join(map(repr, unknown))}; the small models are {', '.join(REGISTRY)}")
+    return {name: _write_model(Path(out), REGISTRY[name]) for name in names}
+
+
+def _write_model(out: Path, model: SmallModel) -> Path:
+    folder = out / "hub" / f"models--{model.repo.replace('/', '--')}"
+    _refuse_real(folder, model.repo)
+    (folder / "snapshots").mkdir(parents=True, exist_ok=True)
+    (folder / "refs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
+        draft, ref = Path(partial, "snapshot"), Path(partial, "main")
+        model.write(draft)
+        (draft / "README.md").write_text(f"{MARK}\n\nIt has the classes of {model.repo} and none of its abilities.\n")
+        commit = _digest(draft)
+        snapshot = folder / "snapshots" / commit
+        _publish(draft, snapshot)
+        ref.write_text(commit)
+        os.replace(ref, folder / "refs" / "main")
+    return snapshot
+
+
+def _refuse_real(folder: Path, repo: str) -> None:
+    ref = folder / "refs" / "main"
+    if not ref.exists():
+        return
+    card = folder / "snapshots" / ref.read_text().strip() / "README.md"
+    if not (card.exists() and card.read_text(errors="replace").startswith(MARK)):
+        raise FileExistsError(f"{folder} holds the real {repo}; write the small models to another folder")
+
+
+def _publish(draft: Path, snapshot: Path) -> None:
+    """Move a finished draft into place; a snapshot of that name that lost a file is replaced."""
+    if snapshot.exists() and _digest(snapshot) != snapshot.name:
+        shutil.rmtree(snapshot)
+    try:
+        os.rename(draft, snapshot)
+    except OSError:  # It is there already, or another process was faster.
+        if not snapshot.exists():
+            raise
+
+
+def _digest(folder: Path) -> str:
+    """SHA-1 over the paths and contents of a folder: 40 hex digits, as the commits of the hub."""
+    digest = hashlib.sha1()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _copy_shipped(folder: Path) -> None:
+    if not (SHIPPED / "model_index.json").exists():
+        raise FileNotFoundError(f"the trained weights of FLUX.1-dev are missing from this installation: {SHIPPED}")
+    shutil.copytree(SHIPPED, folder)
+
+
+def _save_random(module: str) -> Callable[[Path], None]:
+    # The import waits until the model is asked for: it pulls in all of diffusers.
+    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline().save_pretrained(folder)
+
+
+REGISTRY = {
+    "FLUX.1-dev": SmallModel("black-forest-labs/FLUX.1-dev", _copy_shipped),
+    "FLUX.2-dev": SmallModel("black-forest-labs/FLUX.2-dev", _save_random("flux2")),
+    "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
+    "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
+}

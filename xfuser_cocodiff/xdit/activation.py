@@ -1,0 +1,93 @@
+"""Puts the patch table in place and takes it away again."""
+
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from xfuser_cocodiff import autoload
+from xfuser_cocodiff.config import RECORD_VARIABLE
+from xfuser_cocodiff.xdit import flags, platform, recorder, sites
+from xfuser_cocodiff.xdit.log import note
+from xfuser_cocodiff.xdit.patch import Patch, PatchSet
+
+PACKAGE = "xfuser"
+SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
+"""Versions of xfuser whose sites the table fits."""
+
+_installed: PatchSet | None = None
+
+
+def install() -> bool:
+    """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`."""
+    global _installed
+    autoload.unwatch()
+    if _installed is None or _installed.withdrawn:
+        patch_set = PatchSet(table(), PACKAGE)
+        if reason := obstacle(patch_set):
+            note(f"xDiT stays as it is: {reason}")
+            return False
+        patch_set.install()
+        _installed = patch_set
+    return not _installed.withdrawn
+
+
+def uninstall() -> None:
+    """Restore every site, or have none patched when xDiT is imported later."""
+    global _installed
+    autoload.unwatch()
+    if _installed is not None:
+        _installed.uninstall()
+        _installed = None
+
+
+def table() -> list[Patch]:
+    """Every row for this machine."""
+    here, record = platform.detect(), os.environ.get(RECORD_VARIABLE)
+    return [
+        *(platform.patches(here) if here else []),
+        *flags.patches(),
+        *sites.patches(),
+        *(recorder.patches(Path(record)) if record else []),
+    ]
+
+
+def obstacle(patch_set: PatchSet) -> str | None:
+    """Why a patch set cannot be installed here; None when it can."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "xfuser is not installed"
+    version = xdit_version()
+    if version is not None and version not in SUPPORTED:
+        return f"xfuser {version} is not supported, only {SUPPORTED}"
+    problems = patch_set.problems()
+    return f"it is not the xfuser that this plugin knows ({'; '.join(problems)})" if problems else None
+
+
+def xdit_version() -> str | None:
+    """Version of the installed xfuser; None where it is absent or runs from a source tree."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class RowState:
+    """One row of the table, for `cocodiff env`."""
+
+    site: str
+    why: str
+    state: str
+    """'applied', 'ready' (applied when its module is imported) or what is wrong with it."""
+
+
+def states() -> list[RowState]:
+    """The state of every row in this process."""
+    patch_set = _installed or PatchSet(table(), PACKAGE)
+    return [
+        RowState(row.name, row.why, "applied" if patch_set.is_applied(row) else row.problem() or "ready")
+        for row in patch_set.rows
+    ]

@@ -1,0 +1,64 @@
+"""xDiT's command lines: reading options in them, and launching them as xDiT itself would."""
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def is_script(arguments: Sequence[str]) -> bool:
+    """Whether the arguments are an example script and its own arguments, rather than those of the xdit command."""
+    return bool(arguments) and arguments[0].endswith(".py")
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an option, in any spelling that xDiT's parsers take; the last one wins, as there.
+
+    Args:
+        arguments: a command line.
+        name: the option without its dashes, with underscores.
+    """
+    value = None
+    for position, argument in enumerate(arguments):
+        spelled, equals, given = argument.partition("=")
+        if _is(spelled, name):
+            value = given if equals else next(iter(arguments[position + 1 :]), None)
+    return value
+
+
+def without(arguments: Sequence[str], name: str) -> list[str]:
+    """The arguments less a flag that takes no value."""
+    return [argument for argument in arguments if not _is(argument, name)]
+
+
+def _is(argument: str, name: str) -> bool:
+    return argument.startswith("--") and argument[2:].replace("-", "_") == name
+
+
+def launch(arguments: Sequence[str]) -> list[str]:
+    """The command that starts all ranks of a script, or xDiT's own command."""
+    if is_script(arguments):
+        ranks = f"--nproc_per_node={_num_ranks(arguments)}"
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
+    # xDiT's default port is fixed, and would let no two runs share a machine.
+    port = [] if option(arguments, "master_port") else [f"--master_port={_free_port()}"]
+    return [sys.executable, "-m", "xfuser.cli", *port, *arguments]
+
+
+def _num_ranks(arguments: Sequence[str]) -> int:
+    """By xDiT's own rule, whose file is read past its package: importing that takes seconds."""
+    package = importlib.util.find_spec("xfuser")
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("xfuser is not installed", name="xfuser")
+    file = Path(package.submodule_search_locations[0], "cli.py")
+    spec = importlib.util.spec_from_file_location("xfuser_command", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_nproc_from_args(list(arguments))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

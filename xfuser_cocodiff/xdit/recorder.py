@@ -1,0 +1,221 @@
+"""Watches an unmodified xDiT run, with or without the plugin in use, and leaves a record of it for each rank.
+
+Runs begin where a pipeline opens its progress bar, which every diffusers pipeline does once, before its first step;
+steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritten after every run:
+
+    {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...]}
+    run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256"}
+    step = {"seconds", "a2a_seconds": {axis: seconds}, "sent_bytes": {axis: bytes}}
+
+Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
+run's first one: not all decode, and in some of xDiT's pipelines only the last does. A process that runs no pipeline,
+such as the one that launches the ranks, leaves nothing.
+"""
+
+import atexit
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from xfuser_cocodiff.topology import FLAT
+from xfuser_cocodiff.xdit.patch import Patch
+from xfuser_cocodiff.xdit.sites import TRAFFIC
+
+
+def patches(folder: Path) -> list[Patch]:
+    """Rows that record into a folder."""
+    recorder = Recorder(folder, rank=int(os.environ.get("RANK", "0")))
+    TRAFFIC.timed = True
+    return [
+        Patch(
+            "diffusers.pipelines.pipeline_utils",
+            "DiffusionPipeline.progress_bar",
+            "a run begins",
+            recorder.watch_progress_bar,
+        ),
+        Patch(
+            "diffusers.image_processor",
+            "VaeImageProcessor.postprocess",
+            "the pictures of a run",
+            recorder.watch_pictures,
+        ),
+        Patch(
+            "diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", recorder.watch_pictures
+        ),
+        Patch("xfuser.model_executor.layers.usp", "_sdpa_all_to_all_single", "stock's traffic", _watch_stock, ("x",)),
+    ]
+
+
+def _watch_stock(original: Callable) -> Callable:
+    from xfuser.core.distributed import get_ulysses_parallel_world_size
+
+    @functools.wraps(original)
+    def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(x)
+        with TRAFFIC.collective(FLAT, get_ulysses_parallel_world_size(), x):
+            return original(x)
+
+    return _sdpa_all_to_all_single
+
+
+class Recorder:
+    """The record of one rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.runs: list[dict[str, Any]] = []
+        self.latents: torch.Tensor | None = None
+        self.scheduler: Any = None
+        self._clock = 0.0
+
+    def watch_progress_bar(self, original: Callable) -> Callable:
+        recorder = self
+
+        @functools.wraps(original)
+        def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "scheduler", None) is not None:
+                recorder.begin_run(self.scheduler, kwargs.get("total"))
+            return original(self, *args, **kwargs)
+
+        return progress_bar
+
+    def watch_pictures(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def postprocess(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            self.keep_picture(output)
+            return output
+
+        return postprocess
+
+    def begin_run(self, scheduler: Any, total: int | None) -> None:
+        """Start a new run whose steps `scheduler` ends."""
+        self.end_run()
+        if not self.runs:
+            atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
+        self.scheduler, owner = scheduler, type(scheduler)
+        # On the class: pipelines copy their scheduler, and a copy must not step the one that it was copied from.
+        if not hasattr(owner.step, "recorded"):
+            owner.step = self._watch_step(owner.step)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.runs.append({"total_steps": total, "steps": []})
+        TRAFFIC.reset()
+        _memory().reset_peak_memory_stats()
+        self._clock = self._now()
+
+    def _watch_step(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(scheduler, *args, **kwargs)
+            if scheduler is self.scheduler:
+                self.end_step(output[0] if isinstance(output, tuple) else output.prev_sample)
+            return output
+
+        step.recorded = True
+        return step
+
+    def end_step(self, latents: torch.Tensor) -> None:
+        """Take the account of a step and keep its latents."""
+        step = {
+            "seconds": self._now() - self._clock,
+            "a2a_seconds": TRAFFIC.seconds,
+            "sent_bytes": dict(TRAFFIC.sent_bytes),
+        }
+        run = self.runs[-1]
+        run["steps"].append(step)
+        self.latents = latents
+        if self.rank == 0:
+            progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
+            self._write("progress.json", progress)
+        TRAFFIC.reset()
+        self._clock = self._now()
+
+    def end_run(self) -> None:
+        """Complete the run that is under way, if one is, and write the record."""
+        if self.latents is None:
+            return
+        run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
+        run["peak_memory_bytes"] = _memory().max_memory_allocated()
+        run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if self.rank == 0:
+            save_file({"latents": latents}, self.folder / "latents.safetensors")
+        self.latents = None
+        self._write(f"rank{self.rank}.json", {"rank": self.rank, **_engine(), "runs": self._complete()})
+
+    def _complete(self) -> list[dict[str, Any]]:
+        """Runs that took steps: some pipelines show progress of other work too."""
+        return [run for run in self.runs if "latents_sha256" in run]
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        """Write a JSON file that a reader sees whole or not at all."""
+        partial = self.folder / f"{name}.partial"
+        partial.write_text(json.dumps(value, indent=2))
+        partial.replace(self.folder / name)
+
+    def keep_picture(self, output: Any) -> None:
+        """Save the first picture, or the middle frame of the first video, of what a pipeline returns."""
+        self.end_run()
+        picture = _first_picture(output) if self.runs else None
+        if picture is not None:
+            picture.save(self.folder / f"picture{self.rank}.png")
+
+    @staticmethod
+    def _now() -> float:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _memory() -> Any:
+    """The module that accounts for memory; on a CPU the plugin's stand-ins in torch.cuda do."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.get_device_module(accelerator) if accelerator else torch.cuda
+
+
+def _first_picture(output: Any) -> Any:
+    """The first picture of a batch, or the middle frame of its first video; None where there is none to show.
+
+    Args:
+        output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
+    """
+    from diffusers.image_processor import VaeImageProcessor
+
+    if isinstance(output, torch.Tensor):
+        output = output.detach().movedim(-3, -1).float().cpu().numpy()
+    if not len(output):
+        return None
+    first = output[0]
+    if isinstance(first, list) or getattr(first, "ndim", 3) == 4:
+        first = first[len(first) // 2]
+    if hasattr(first, "save"):
+        return first
+    return VaeImageProcessor.numpy_to_pil(first)[0] if first.shape[-1] in (1, 3, 4) else None
+
+
+def _engine() -> dict[str, Any]:
+    """What xDiT and the plugin were set to."""
+    from xfuser.core.distributed import runtime_state
+
+    state = runtime_state._RUNTIME
+    mesh, parallel = getattr(state, "cocodiff_mesh", None), getattr(state, "parallel_config", None)
+    return {
+        "degree": parallel.ulysses_degree if parallel else None,
+        "topology": str(mesh.topology) if mesh else None,
+        "device": _device(),
+    }
+
+
+def _device() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return f"CPU, threads per rank: {torch.get_num_threads()}"
+    return torch.get_device_module(accelerator).get_device_name()

@@ -1,0 +1,173 @@
+"""The sites of xDiT where the Ulysses exchange happens, and the runtime state that owns what they need."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.traffic import Traffic
+from xfuser_cocodiff.xdit.log import note
+from xfuser_cocodiff.xdit.patch import Patch
+
+_USP = "xfuser.model_executor.layers.usp"
+_HEADS, _SEQUENCE = 1, 2  # dims of USP's tensors, (B, H, S, D)
+
+TRAFFIC = Traffic()
+"""What all exchanges of this process moved."""
+
+_meshes: dict[tuple[dist.ProcessGroup, Topology], Mesh] = {}
+
+
+def patches() -> list[Patch]:
+    """Rows that put the exchange in place."""
+    return [
+        Patch(_USP, "_ft_c_input_all_to_all", "Q, K or V: sequence to heads", _single(_HEADS, _SEQUENCE), ("x",)),
+        Patch(_USP, "_ft_c_output_all_to_all", "O: heads to sequence", _single(_SEQUENCE, _HEADS), ("x",)),
+        Patch(_USP, "_combined_qkv_all_to_all", "Q, K and V in one message", _packed(_alike), ("q", "k", "v", "extra")),
+        Patch(
+            _USP, "_combined_gqa_qkv_all_to_all", "with fewer K/V heads", _packed(_grouped), ("q", "k", "v", "extra")
+        ),
+        Patch(
+            "yunchang.comm.all_to_all",
+            "all_to_all_4D",
+            "xDiT's long-context attention (StepVideo, SANA)",
+            _yunchang,
+            ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
+        ),
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "initialize_runtime_state",
+            "groups of each axis are made once all ranks are there",
+            _with_mesh,
+            ("pipeline", "engine_config"),
+        ),
+    ]
+
+
+def active_mesh() -> Mesh | None:
+    """The mesh of the runtime state in force; None where the plugin is not in use."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return getattr(_RUNTIME, "cocodiff_mesh", None)
+
+
+def _fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
+    """Whether the exchange can take these tensors. What it leaves, stock handles or rejects in its own words.
+
+    Depends on shapes and dtypes only, which are the same on every rank.
+    """
+    return mesh is not None and all(
+        tensor.ndim == 4 and tensor.shape[dim] % mesh.topology.size == 0 and tensor.dtype == tensors[0].dtype
+        for tensor in tensors
+    )
+
+
+def _single(scatter_dim: int, gather_dim: int) -> Callable[[Callable], Callable]:
+    def replace(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def all_to_all(x: torch.Tensor) -> torch.Tensor:
+            mesh = active_mesh()
+            return reshard([x], scatter_dim, gather_dim, mesh)[0] if _fits((x,), scatter_dim, mesh) else original(x)
+
+        return all_to_all
+
+    return replace
+
+
+def _packed(fit_together: Callable[..., bool]) -> Callable[[Callable], Callable]:
+    def replace(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def all_to_all(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            tensors, mesh = (q, k, v, *extra), active_mesh()
+            if not (_fits(tensors, _HEADS, mesh) and fit_together(*tensors)):
+                return original(*tensors)
+            return tuple(reshard(tensors, _HEADS, _SEQUENCE, mesh))
+
+        return all_to_all
+
+    return replace
+
+
+def _alike(*tensors: torch.Tensor) -> bool:
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor) -> bool:
+    """Whether K and V may have fewer heads than Q: what else differs, stock rejects."""
+    return q.shape[::3] == k.shape[::3] and _alike(k, v) and _alike(q, *extra)
+
+
+def _yunchang(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def all_to_all_4D(  # noqa: N802 (yunchang's name)
+        input: torch.Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        group: dist.ProcessGroup | None = None,
+        use_sync: bool = False,
+    ) -> torch.Tensor:
+        from yunchang.globals import PROCESS_GROUP
+
+        mesh = active_mesh() if group is PROCESS_GROUP.ULYSSES_PG else None
+        if {scatter_idx, gather_idx} != {1, 2} or use_sync or not _fits((input,), scatter_idx, mesh):
+            return original(input, scatter_idx, gather_idx, group, use_sync)
+        return reshard([input], scatter_idx, gather_idx, mesh)[0]
+
+    return all_to_all_4D
+
+
+def _with_mesh(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        original(pipeline, engine_config)
+        from xfuser.core.distributed.runtime_state import _RUNTIME
+
+        if engine_config is not None and _RUNTIME is not None:
+            _RUNTIME.cocodiff_mesh = _make_mesh(engine_config)
+
+    return initialize_runtime_state
+
+
+def unsupported(engine_config: Any) -> str | None:
+    """Why this engine's exchanges are left to stock xDiT; the same on every rank, as the engine config is."""
+    if engine_config.parallel_config.pp_degree > 1:
+        return "PipeFusion keeps K and V of its own"
+    if engine_config.runtime_config.use_fp8_comms:
+        return "--use_fp8_comms has an all-to-all of its own"
+    if engine_config.runtime_config.use_spargeattn_head_balance:
+        return "--use_spargeattn_head_balance permutes heads between steps"
+    return None
+
+
+def _make_mesh(engine_config: Any) -> Mesh | None:
+    parallel = engine_config.parallel_config
+    config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
+    if config is None:
+        return None
+    if parallel.ulysses_degree == 1:
+        note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
+        return None
+    if reason := unsupported(engine_config):
+        note(f"{reason}, so this run keeps stock xDiT's all-to-all")
+        return None
+    from yunchang.globals import PROCESS_GROUP
+
+    return _mesh_over(PROCESS_GROUP.ULYSSES_PG, config)
+
+
+def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> Mesh:
+    """The mesh of a group; made once for each topology, since process groups are dear and never freed singly."""
+    key = group, config.effective_topology
+    if key not in _meshes:
+        for stale in [known for known in _meshes if known[0] is not group]:  # of a world that was torn down
+            del _meshes[stale]
+        _meshes[key] = Mesh.over(*key, traffic=TRAFFIC)
+    return _meshes[key]

@@ -1,0 +1,88 @@
+"""Finds out what a symbol is without importing its module: patches are checked before anything is touched."""
+
+import ast
+import importlib.util
+import inspect
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+
+def parameters(module: str, symbol: str) -> tuple[str, ...] | None:
+    """Parameter names of a function or method as its source declares them; empty for anything else.
+
+    Returns:
+        None when the module or the symbol is not there. Of a dotted path that leaves classes (an attribute of an
+        instance) only the first part is looked for: no source declares the rest.
+    """
+    tree = _tree(module)
+    if tree is None:
+        return None
+    body: list[ast.stmt] = tree.body
+    node: ast.stmt | None = None
+    for part in symbol.split("."):
+        owner, node = node, _find(body, part)
+        if node is None:
+            return () if _generates(owner, part) else None
+        if not isinstance(node, ast.ClassDef):
+            break
+        body = node.body
+    if isinstance(node, ast.FunctionDef):
+        declared = node.args
+        arguments = [*declared.posonlyargs, *declared.args, declared.vararg, *declared.kwonlyargs, declared.kwarg]
+        return tuple(argument.arg for argument in arguments if argument)
+    return ()
+
+
+def declared(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
+    """As :func:`parameters`, of a module that is loaded already."""
+    value: object = module
+    for part in symbol.split("."):
+        if not hasattr(value, part):
+            return None
+        value = getattr(value, part)
+    return tuple(inspect.signature(value).parameters) if inspect.isfunction(value) else ()
+
+
+def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
+    for statement in body:
+        for node in _flatten(statement):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+                return node
+            if isinstance(node, ast.Import | ast.ImportFrom) and any(
+                (alias.asname or alias.name) == name for alias in node.names
+            ):
+                return node
+    return None
+
+
+def _generates(owner: ast.stmt | None, name: str) -> bool:
+    """Whether `owner` is a dataclass, whose special methods no source declares."""
+    return (
+        isinstance(owner, ast.ClassDef)
+        and name.startswith("__")
+        and "dataclass" in map(ast.unparse, owner.decorator_list)
+    )
+
+
+def _flatten(statement: ast.stmt) -> list[ast.stmt]:
+    """The statement, or those inside it when it is a conditional."""
+    if isinstance(statement, ast.If | ast.Try):
+        return [inner for part in (statement.body, statement.orelse) for s in part for inner in _flatten(s)]
+    return [statement]
+
+
+@cache
+def _tree(module: str) -> ast.Module | None:
+    root, *rest = module.split(".")
+    spec = importlib.util.find_spec(root)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for location in spec.submodule_search_locations:
+        path = Path(location, *rest)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return ast.parse(file.read_text(encoding="utf-8"))
+    return None
