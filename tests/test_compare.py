@@ -1,0 +1,196 @@
+"""`cocodiff compare`: what it launches and how it ends, with a tiny script, and one real run of xDiT."""
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.bench import child, compare, report
+from xfuser_cocodiff.models import flux1
+from xfuser_cocodiff.xdit import command
+
+
+def test_options_are_read_in_every_spelling() -> None:
+    line = ["--ulysses_degree", "2", "--num-iterations=4", "--use-cocodiff", "--prompt", "a cat", "--use_cocodiff"]
+    assert command.option(line, "ulysses_degree") == "2"
+    assert command.option(line, "num_iterations") == "4"
+    assert command.option(line, "seed") is None
+    assert command.option(["--seed", "1", "--seed=2"], "seed") == "2"
+    assert command.without(line, "use_cocodiff") == line[:3] + line[4:6]
+
+
+def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
+    environment = {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat", "COCODIFF_DISABLE": "1", "HOME": "h"}
+    line = ["--ulysses_degree=2", "--use-cocodiff", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
+    stock, exact = compare.contend(line, environment, tmp_path, 5)
+    assert (stock.name, exact.name) == ("stock", "exact")
+    assert stock.environment == {"COCODIFF_A2A": "flat", "HOME": "h"}
+    assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1"}
+    plain = ["--ulysses_degree=2", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
+    assert stock.arguments == [*plain, "--num_iterations=5", f"--output_directory={tmp_path}/output/stock"]
+    assert exact.arguments[: len(plain) + 2] == [*plain, "--use_cocodiff", "--num_iterations=5"]
+
+
+SCRIPT = """
+    import json, os, pathlib, sys, time
+    folder, rank = pathlib.Path(os.environ["COCODIFF_RECORD"]), int(os.environ["RANK"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        (folder / "progress.json").write_text(json.dumps({"run": 1, "step": 1, "total_steps": 1}))
+    if "--hang" in sys.argv:
+        time.sleep(600)
+    if "--fail" in sys.argv:
+        raise ValueError("no such scheduler")
+    steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 10}}]
+    digest = "plugin" if "--use_cocodiff" in sys.argv and "--differ" in sys.argv else "stock"
+    run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
+    engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
+    time.sleep(0.5)
+    if "--silent" not in sys.argv:
+        (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a comparison of a script that leaves records as if it had run a pipeline."""
+    file = tmp_path / "example.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+
+    def line(*arguments: str, repeats: int = 1) -> list[str]:
+        options = ["compare", "--out", str(tmp_path / "out"), "--repeats", str(repeats), "--"]
+        return [*options, str(file), "--ulysses_degree", "2", *arguments]
+
+    return line
+
+
+def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp_path: Path, capsys) -> None:
+    line = script(repeats=2)
+    assert cli.main([*line[:1], "--json", str(tmp_path / "copy.json"), *line[1:]]) == 0
+    found = json.loads((tmp_path / "copy.json").read_text())
+    assert [(run["name"], run["step_seconds"]) for run in found["runs"]] == [("stock", [0.1] * 2), ("exact", [0.1] * 2)]
+    assert "--use_cocodiff" not in found["runs"][0]["command"]
+    assert found["runs"][1]["command"].endswith("--use_cocodiff")
+    said = capsys.readouterr().out
+    assert "bit for bit" in said
+    # Turns change.
+    order = [said.index(f"{turn}: started") for turn in ("stock 1", "exact 1", "exact 2", "stock 2")]
+    assert order == sorted(order)
+    assert "stock 1: run 1" in said
+
+
+def test_not_bit_equal_is_status_1(script: Callable) -> None:
+    assert cli.main(script("--differ")) == 1
+
+
+def test_a_failed_launch_is_status_2_and_says_why(script: Callable, capsys) -> None:
+    assert cli.main(script("--fail")) == 2
+    said = capsys.readouterr().err
+    assert "the stock 1 launch failed with exit status 1: ValueError: no such scheduler" in said
+    assert 'raise ValueError("no such scheduler")' in said
+
+
+def test_a_launch_without_records_is_status_2(script: Callable, capsys) -> None:
+    assert cli.main(script("--silent")) == 2
+    assert "no rank recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_stops_every_process(script: Callable, tmp_path: Path, how: signal.Signals, status: int) -> None:
+    # Shells start what runs in the background with SIGINT ignored, and tests may run there.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang")], preexec_fn=heed)
+    progress = tmp_path / "out/records/stock-1/progress.json"
+    while child.read_progress(progress) is None:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(how)
+    assert process.wait(60) == status
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert str(tmp_path).encode() not in file.read_bytes()
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare"], "arguments are missing"),
+        (["compare", "--"], "arguments are missing"),
+        (["compare", "--", "--model", "M"], "--ulysses_degree is missing"),
+        (["compare", "--", "--model", "M", "--ulysses_degree", "two"], "'two' is not a whole number"),
+        (["compare", "--", "--ulysses_degree=2", "--num_iterations=0"], "leave nothing to compare"),
+        (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "there is no script nowhere.py"),
+    ],
+)
+def test_bad_usage_is_status_2(arguments: list[str], words: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_xdits_arguments_without_dashes_are_pointed_out(capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["compare", "--model", "M"])
+    assert left.value.code == 2
+    assert "-- <xdit arguments" in capsys.readouterr().err
+
+
+def test_degree_one_works_and_says_so(script: Callable, capsys) -> None:
+    line = script()
+    assert cli.main([*line[:-1], "1"]) == 0
+    said = capsys.readouterr().out
+    assert "there is nothing to move" in said
+    assert "there was nothing to move" in said
+
+
+def test_missing_libraries_are_named_before_anything_runs(script: Callable, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(report, "LIBRARIES", ("jinja2", "no_such_library"))
+    assert cli.main(script()) == 2
+    assert "no_such_library: pip install 'xfuser-cocodiff[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_is_quick_to_import() -> None:
+    code = "import sys, xfuser_cocodiff.cli; print([m for m in ('torch', 'rich', 'jinja2') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
+    """A small FLUX.1 at degree 2: exact is bit-equal to stock, and every figure is there."""
+    folder = tmp_path / "hf/hub/models--black-forest-labs--FLUX.1-dev"
+    flux1.pipeline().save_pretrained(folder / "snapshots" / ("0" * 40))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0" * 40)
+    for name, value in {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 2 --prompt cat"
+    out = tmp_path / "out"
+    topology = ["--cocodiff_topology", "gpu=2", "--cocodiff_a2a", "hierarchical"]
+    found = compare.compare([*line.split(), *topology], out, 2, Console(quiet=True))
+    stock, exact = found["runs"]
+    assert exact["latents"] == stock["latents"]
+    assert exact["latents"]["bit_equal"]
+    assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture0.png"}
+    assert (stock["topology"], exact["topology"]) == (None, "gpu=2")
+    # 6 blocks; Q, K, V and O; 256 + 512 tokens of which each rank has half, and sends the half that is not its own.
+    sent = 6 * 4 * 768 // 2 * 128 // 2 * torch.bfloat16.itemsize
+    assert stock["bytes"] == {"flat": sent}
+    assert exact["bytes"] == {"gpu": sent}
+    for side in (stock, exact):
+        assert len(side["step_seconds"]) == 2
+        assert 0 < side["a2a_seconds"] < side["step_seconds_spread"]["max"]
+        assert side["peak_memory_bytes"] > 10**8
+    assert report.write({**found, "command": "cocodiff"}, out).exists()

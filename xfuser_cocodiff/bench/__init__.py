@@ -1,0 +1,1 @@
+"""Measuring the plugin against stock xDiT, and telling what came of it."""

@@ -1,0 +1,137 @@
+"""Runs a command of the user with stock xDiT and with the plugin, and compares what both recorded."""
+
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from xfuser_cocodiff.bench import child, host
+from xfuser_cocodiff.bench.figures import Outcome, figures
+from xfuser_cocodiff.config import OPTIONS
+from xfuser_cocodiff.xdit import command
+
+STOCK = "stock"
+EXACT = "exact"
+_VARIABLES = {option.field: option.variable for option in OPTIONS}
+
+
+class UsageError(ValueError):
+    """The command line makes no comparison."""
+
+
+@dataclass
+class Contender:
+    """One side of the comparison."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folders: list[Path] = field(default_factory=list)
+    """Of the records, one per launch so far."""
+    launched: list[str] = field(default_factory=list)
+    """The command of its last launch."""
+
+    def launch(self, out: Path, console: Console) -> None:
+        """Run once more, recording into a fresh folder of `out`."""
+        label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
+        folder = out / "records" / label.replace(" ", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        self.folders.append(folder)
+        self.launched = command.launch(self.arguments)
+        log = out / "logs" / f"{folder.name}.log"
+        child.run(label, self.launched, self.environment, folder, log, console)
+
+
+def compare(arguments: Sequence[str], out: Path, repeats: int, console: Console) -> dict[str, Any]:
+    """Run a command stock and with the plugin.
+
+    Args:
+        arguments: of the xdit command, or an example script and its arguments.
+        out: folder for records, logs and pictures; created if missing.
+        repeats: runs to measure on each side, unless the arguments say ``--num_iterations``.
+        console: where progress is shown.
+
+    Returns:
+        The record; paths in it are relative to `out`.
+
+    Raises:
+        UsageError: nothing can be compared with these arguments.
+        LaunchError: xDiT failed.
+        RecordError: xDiT ran, but not as expected.
+    """
+    degree, script = check(arguments), command.is_script(arguments)
+    repeats = repeats if script else _number(arguments, "num_iterations", repeats)
+    if repeats < 1:
+        raise UsageError(f"{repeats} repeats leave nothing to compare")
+    if degree == 1:
+        console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
+    contenders = contend(arguments, os.environ, out, repeats)
+    console.print(f"{' and '.join(contender.name for contender in contenders)}, repeats of each: {repeats}")
+    for turn in range(repeats if script else 1):
+        # Turns change, so that neither side always runs first.
+        for contender in contenders[:: 1 if turn % 2 == 0 else -1]:
+            contender.launch(out, console)
+    outcomes = [Outcome.read(contender.folders, 1 if script else repeats) for contender in contenders]
+    runs = [
+        {
+            "name": contender.name,
+            "model": command.option(arguments, "model"),
+            "degree": degree,
+            "command": shlex.join(contender.launched),
+            **figures(outcome, outcomes[0], out),
+        }
+        for contender, outcome in zip(contenders, outcomes, strict=True)
+    ]
+    return {**host.header(), "repeats": repeats, "launches": "one per repeat" if script else "one", "runs": runs}
+
+
+def check(arguments: Sequence[str]) -> int:
+    """The Ulysses degree of a command.
+
+    Raises:
+        UsageError: there is no command, or nothing in it that the plugin could change.
+    """
+    if not arguments:
+        raise UsageError("xDiT's arguments are missing: put them, or a script and its arguments, after --")
+    if command.is_script(arguments) and not Path(arguments[0]).is_file():
+        raise UsageError(f"there is no script {arguments[0]}")
+    if command.option(arguments, "ulysses_degree") is None:
+        raise UsageError(
+            "--ulysses_degree is missing after --: the plugin works on Ulysses attention, so there is nothing to "
+            "compare without it; try --ulysses_degree 2"
+        )
+    return _number(arguments, "ulysses_degree", 1)
+
+
+def _number(arguments: Sequence[str], name: str, default: int) -> int:
+    value = command.option(arguments, name)
+    try:
+        return default if value is None else int(value)
+    except ValueError:
+        raise UsageError(f"--{name}: {value!r} is not a whole number") from None
+
+
+def contend(arguments: Sequence[str], environment: Mapping[str, str], out: Path, repeats: int) -> list[Contender]:
+    """Stock, and the plugin in the mode asked for: the same command, but for one flag."""
+    shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
+    off = {name: value for name, value in shared.items() if name != _VARIABLES["use_cocodiff"]}
+    plain = command.without(arguments, "use_cocodiff")
+    mode = command.option(arguments, "cocodiff_mode") or environment.get(_VARIABLES["cocodiff_mode"]) or EXACT
+    sides = [Contender(STOCK, plain, off), Contender(mode, [*plain, "--use_cocodiff"], shared)]
+    if not command.is_script(arguments):
+        for side in sides:
+            side.arguments += _missing(arguments, side.name, out, repeats)
+    return sides
+
+
+def _missing(arguments: Sequence[str], name: str, out: Path, repeats: int) -> list[str]:
+    """What xDiT needs to be told besides; what the user said stands."""
+    folder = out / "output" / name
+    wanted = {"num_iterations": repeats, "warmup_calls": 1, "output_directory": folder}
+    folder.mkdir(parents=True, exist_ok=True)
+    return [f"--{key}={value}" for key, value in wanted.items() if command.option(arguments, key) is None]

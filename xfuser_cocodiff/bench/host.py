@@ -1,0 +1,36 @@
+"""What every record says about where it was made."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+from xfuser_cocodiff import __version__
+
+SCHEMA = 1
+
+
+def header() -> dict[str, Any]:
+    """What every record opens with, less the command, which only the caller knows."""
+    packages = ("torch", "xfuser", "diffusers")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "schema": SCHEMA,
+        "command": None,
+        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "host": {
+            "cores": cores,
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "plugin": __version__,
+            **{name: _version(name) for name in packages},
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

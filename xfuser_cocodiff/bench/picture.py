@@ -1,0 +1,82 @@
+"""Pictures of a comparison: the amplified difference of two results, and where the time of a step goes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xfuser_cocodiff.bench.fidelity import read_picture
+
+INK = "#7d7d7d"
+"""Of text and lines: readable on white and on black, since one chart serves both."""
+REST_COLOUR = "#b8bec6"
+AXIS_COLOURS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
+MILLISECONDS = 1000
+
+
+def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
+    """Save how two pictures differ, amplified by the largest whole factor that keeps it in range.
+
+    Returns:
+        The amplification, 0 where the pictures are equal; None, and nothing is drawn, where their sizes differ.
+    """
+    ours, theirs = read_picture(reference), read_picture(other)
+    if ours.shape != theirs.shape:
+        return None
+    from PIL import Image
+
+    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
+    largest = int(difference.max())
+    factor = 255 // largest if largest else 0
+    Image.fromarray((difference * factor).astype(np.uint8)).save(out)
+    return factor
+
+
+def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
+    """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
+
+    Args:
+        runs: of a compare record.
+        out: an SVG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 8, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with pyplot.rc_context({**style, "axes.edgecolor": INK, "svg.hashsalt": "cocodiff"}):
+        figure, axes = pyplot.subplots(figsize=(7.2, 1.1 + 0.55 * len(runs)), layout="constrained")
+        for position, run in enumerate(runs):
+            _draw_bar(axes, position, run)
+        axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per step")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(left=False)
+        figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
+        figure.savefig(out, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
+    step, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
+    left = 0.0
+    for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
+        width = MILLISECONDS * seconds
+        axes.barh(position, width, 0.6, left, color=AXIS_COLOURS.get(axis, INK), label=f"all-to-all: {axis}")
+        left += width
+    axes.barh(position, max(step - left, 0), 0.6, left, color=REST_COLOUR, label=rest_name(run))
+    axes.errorbar(step, position, xerr=[[step - low], [high - step]], color=INK, capsize=4, linewidth=1.2)
+
+
+def _legend(axes: Any) -> list[Any]:
+    """One entry per colour, the rest last as in the bars."""
+    entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
+    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith("all-to-all"))
+
+
+def rest_name(run: dict[str, Any]) -> str:
+    """What the part of a step outside all-to-alls is to be called; all of it where they could not be timed."""
+    return "step" if run["a2a_seconds_by_axis"] is None else "everything else"

@@ -1,0 +1,107 @@
+"""Reads what the ranks of a launch recorded, and makes the figures of a run from it.
+
+A launch holds runs (pipeline calls); the runs that are compared are its repeats. Here a repeat is a list over ranks.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+Repeat: TypeAlias = list[dict[str, Any]]
+"""One run as each rank saw it, by rank; the layout is that of :mod:`xfuser_cocodiff.xdit.recorder`."""
+
+
+class RecordError(RuntimeError):
+    """A launch left no record that can be used."""
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What every rank of a launch left, by rank.
+
+    Raises:
+        RecordError: there is nothing, or the ranks disagree on how many runs there were.
+    """
+    ranks = sorted((json.loads(file.read_text()) for file in folder.glob("rank*.json")), key=lambda one: one["rank"])
+    if not ranks:
+        raise RecordError(
+            f"{folder}: no rank recorded a denoising step. Is xfuser-cocodiff installed where the command runs, "
+            "and does it call a diffusers pipeline?"
+        )
+    counts = {len(one["runs"]) for one in ranks}
+    if len(counts) != 1 or [one["rank"] for one in ranks] != list(range(len(ranks))):
+        raise RecordError(f"{folder}: the ranks' records do not belong together ({len(ranks)} ranks, runs: {counts})")
+    return ranks
+
+
+def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
+    """The last `count` runs of a launch; those before them warmed it up.
+
+    Raises:
+        RecordError: there were fewer.
+    """
+    found = len(ranks[0]["runs"])
+    if found < count:
+        raise RecordError(f"expected {count} runs of the pipeline, recorded {found}")
+    return [[one["runs"][index] for one in ranks] for index in range(found - count, found)]
+
+
+def all_step_seconds(repeat: Repeat) -> list[float]:
+    """Seconds of each step, on the rank that took longest."""
+    return [max(seconds) for seconds in _by_step(repeat, lambda step: step["seconds"])]
+
+
+def step_seconds(repeat: Repeat) -> float:
+    """Median seconds of a step, less the first one where there are more."""
+    return median(_settled(all_step_seconds(repeat)))
+
+
+def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
+    """Seconds of a step inside all-to-alls, per axis: mean over ranks, median over steps, median over repeats.
+
+    Empty where nothing was seen: at degree 1, but also where the exchange runs inside a compiled graph.
+    """
+    return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
+
+
+def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
+    """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
+    return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}
+
+
+def _per_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
+    axes = sorted({axis for repeat in repeats for run in repeat for step in run["steps"] for axis in step[key]})
+    return {axis: over_repeats(over_steps(_mean_by_step(repeat, key, axis)) for repeat in repeats) for axis in axes}
+
+
+def _mean_by_step(repeat: Repeat, key: str, axis: str) -> list[float]:
+    return [fmean(values) for values in _by_step(repeat, lambda step: step[key].get(axis, 0))]
+
+
+def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float, ...]]:
+    return list(zip(*([value(step) for step in run["steps"]] for run in repeat), strict=True))
+
+
+def _settled(values: list[float]) -> list[float]:
+    return values[1:] or values
+
+
+def peak_memory_bytes(repeats: Sequence[Repeat]) -> int:
+    """Largest peak of any rank."""
+    return max(run["peak_memory_bytes"] for repeat in repeats for run in repeat)
+
+
+def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str, int]]:
+    """Repeats and ranks (counted from 0) whose final latents are not stock's bit for bit."""
+    return [
+        {"repeat": index, "rank": rank}
+        for index, (ours, theirs) in enumerate(zip(stock, other, strict=True))
+        for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True))
+        if mine["latents_sha256"] != its["latents_sha256"]
+    ]
+
+
+def repeatable(repeats: Sequence[Repeat]) -> bool:
+    """Whether every repeat ended in the same latents as the first."""
+    return not any(differing(repeats[:1], [repeat]) for repeat in repeats[1:])
