@@ -103,7 +103,7 @@ def _env(options: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(facts, "", patches)
     if options.json:
-        _write_json(options.json, {**host.header(), **dataclasses.asdict(found)})
+        _write_json(options, {**host.header(), **dataclasses.asdict(found)})
     return 0 if found.plugin == "installed" else 1
 
 
@@ -144,17 +144,14 @@ def _bench(options: argparse.Namespace) -> int:
     low, high = (1000 * pick(record["seconds"]) for pick in (min, max))
     print(f"the entry point takes {1000 * record['median_seconds']:.2f} ms of import torch ({low:.2f} to {high:.2f})")
     if options.json:
-        _write_json(options.json, record)
+        _write_json(options, record)
     return 0
 
 
-def _command() -> str:
-    return shlex.join(["cocodiff", *sys.argv[1:]])
-
-
-def _write_json(file: Path, record: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**record, "command": _command()}, indent=2) + "\n")
+def _write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Write a record where --json says."""
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({**record, "command": options.command}, indent=2) + "\n")
 
 
 def _fail(message: str) -> int:

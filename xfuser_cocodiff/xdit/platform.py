@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def _xpu() -> Platform:
     calls = {
         name: value if isinstance(value, type) else platform.translating(value) for name, value in stand_ins.items()
     }
-    return Platform("xpu", _xpu_backend, calls)
+    return replace(platform, cuda=calls)
 
 
 def _xpu_backend() -> str:
