@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
-LAYERS = ("topology", "launcher", "config", "traffic", "collectives", "exchange", "xdit", "models", "bench", "cli")
+LAYERS = (
+    *("topology", "launcher", "plan", "profile", "planner", "config", "traffic", "roll_call", "collectives"),
+    *("exchange", "probe", "xdit", "models", "bench", "cli"),
+)
 """Top to bottom; a layer may import those before it."""
 OUTSIDE = {"__init__": {"xdit"}, "auto": {"xfuser_cocodiff"}, "autoload": {"xfuser_cocodiff"}}
 """Doors of the package, which stand beside the layers."""

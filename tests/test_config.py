@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
+from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
 
 FLAT = Topology.flat(4)
@@ -19,10 +20,10 @@ def test_flags_win_over_variables() -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
     by_variable = resolve({}, environment, 4, FLAT)
     assert str(by_variable.topology) == "node=4"
-    assert (by_variable.a2a, by_variable.detected) == ("flat", False)
+    assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
     by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, 4, FLAT)
     assert str(by_flag.topology) == "node=2,gpu=2"
-    assert by_flag.a2a == "hierarchical"
+    assert by_flag.plan == Plan.hierarchical(by_flag.topology)
 
 
 def test_detection_is_used_when_no_topology_is_given() -> None:
@@ -36,7 +37,7 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
     [
         ({"cocodiff_topology": "2x3"}, {}, ["--cocodiff_topology", "2x3", "degree is 4"]),
         ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
-        ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "auto, flat, hierarchical"]),
+        ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
         ({}, {"COCODIFF_MODE": "fast"}, ["COCODIFF_MODE", "fast", "exact"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
@@ -55,20 +56,6 @@ def test_settings_are_frozen_and_checked() -> None:
         config.mode = "other"
     with pytest.raises(ValueError, match="'other' is not valid"):
         CocoDiffConfig(topology=FLAT, mode="other")
-
-
-@pytest.mark.parametrize(
-    ("topology", "a2a", "effective"),
-    [
-        ("2x2", "auto", "node=2,gpu=2"),
-        ("2x2", "hierarchical", "node=2,gpu=2"),
-        ("2x2", "flat", "flat"),
-        ("1x4", "auto", "flat"),
-        ("flat", "hierarchical", "flat"),
-    ],
-)
-def test_which_topology_the_all_to_all_follows(topology: str, a2a: str, effective: str) -> None:
-    assert str(CocoDiffConfig(topology=Topology.parse(topology, 4), a2a=a2a).effective_topology) == effective
 
 
 def test_every_option_has_a_variable_of_its_own() -> None:

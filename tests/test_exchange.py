@@ -1,5 +1,9 @@
 """The exchange on real ranks, against a slow reference and its own algebra."""
 
+import dataclasses
+import math
+
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -8,6 +12,7 @@ from hypothesis import strategies as st
 from tests import ranks
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.plan import Plan, candidates
 from xfuser_cocodiff.topology import AXIS_NAMES, Topology
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -28,60 +33,81 @@ def reference(number: int, shape: tuple[int, ...], dtype: torch.dtype, scatter: 
     return torch.cat(shares, gather)
 
 
-def check_reshard(rank: int, sizes: list[int], order: list[int], shapes: list[tuple], dtype: torch.dtype) -> dict:
-    world = dist.get_world_size()
-    mesh = Mesh.over(dist.group.WORLD, Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False))), order)
-    flat = Mesh.over(dist.group.WORLD, Topology.flat(world))
+def check_reshard(rank: int, sizes: list[int], chosen: list[int], shapes: list[tuple], dtype: torch.dtype) -> dict:
+    """Reshard there and back by some of the plans (all, when none is chosen), in one message and one by one."""
+    topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+    mesh, plans = Mesh.over(dist.group.WORLD, topology), candidates(topology)
+    plans += [dataclasses.replace(plan, direct=_some(len(plan.stages))) for plan in plans]
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
-    for scatter, gather in ((1, 2), (2, 1)):
-        got = reshard(tensors, scatter, gather, mesh)
-        alone = [reshard([tensor], scatter, gather, mesh)[0] for tensor in tensors]
-        by_flat = reshard(tensors, scatter, gather, flat)
-        back = reshard(got, gather, scatter, mesh)
-        for number, shape in enumerate(shapes):
-            expected = reference(number, shape, dtype, scatter, gather)
-            assert torch.equal(got[number], expected)
-            assert got[number].is_contiguous()
-            assert torch.equal(alone[number], expected)
-            assert torch.equal(by_flat[number], expected)
-            assert torch.equal(back[number], tensors[number])
+    for plan in [plans[number % len(plans)] for number in chosen] or plans:
+        way = dataclasses.replace(mesh, choose=lambda message_bytes, plan=plan: plan)
+        for scatter, gather in ((1, 2), (2, 1)):
+            got = reshard(tensors, scatter, gather, way)
+            alone = [reshard([tensor], scatter, gather, way)[0] for tensor in tensors]
+            back = reshard(got, gather, scatter, way)
+            for number, shape in enumerate(shapes):
+                expected = reference(number, shape, dtype, scatter, gather)
+                assert torch.equal(got[number], expected), plan
+                assert got[number].is_contiguous(), plan
+                assert torch.equal(alone[number], expected), plan
+                assert torch.equal(back[number], tensors[number]), plan
     return {"bytes": dict(mesh.traffic.sent_bytes), "calls": dict(mesh.traffic.calls)}
+
+
+def _some(count: int) -> tuple[bool, ...]:
+    """Direct sends in every other stage, the first one included."""
+    return tuple(number % 2 == 0 for number in range(count))
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Axis sizes (1, primes and composites among them) of at most 12 ranks, and an order of phases."""
+    """Axis sizes (1, primes and composites among them) of at most 12 ranks, and numbers that stand for plans."""
     sizes = draw(
         st.lists(st.sampled_from([1, 2, 3, 4, 5, 7]), min_size=1, max_size=3).filter(
             lambda sizes: 2 <= torch.Size(sizes).numel() <= 12
         )
     )
-    return sizes, draw(st.permutations(range(len(sizes))))
+    return sizes, draw(st.lists(st.integers(0, 80), min_size=1, max_size=4))
 
 
 @on_ranks
 @given(world=worlds(), dtype=st.sampled_from(DTYPES), data=st.data())
 def test_reshard_equals_its_definition(world: tuple, dtype: torch.dtype, data: st.DataObject) -> None:
-    sizes, order = world
+    sizes, chosen = world
     size = torch.Size(sizes).numel()
     multiples = st.integers(1, 3).map(lambda n: n * size)
     batch, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     shapes = [(batch, data.draw(multiples), data.draw(multiples), depth) for _ in range(data.draw(st.integers(1, 4)))]
-    ranks.run(check_reshard, size, sizes, order, shapes, dtype)
+    ranks.run(check_reshard, size, sizes, chosen, shapes, dtype)
 
 
-def test_bytes_are_those_that_leave_the_rank() -> None:
-    shape, dtype = (2, 24, 12, 8), torch.bfloat16
-    results = ranks.run(check_reshard, 12, [2, 3, 2], [2, 1, 0], [shape], dtype)
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [2, 3, 2]], ids=str)
+def test_every_plan_reshards_alike(sizes: list[int]) -> None:
+    size = math.prod(sizes)
+    ranks.run(check_reshard, size, sizes, [], [(2, size, 2 * size, 3), (2, 2 * size, size, 1)], torch.bfloat16)
+
+
+def bytes_of(rank: int, text: str) -> dict:
+    """What a rank of 2x3x2 counts when it reshards once."""
+    topology = Topology.parse("2x3x2", 12)
+    mesh = Mesh.over(dist.group.WORLD, topology, [Plan.parse(text, topology)])
+    reshard([torch.zeros(2, 24, 12, 8, dtype=torch.bfloat16)], 1, 2, mesh)
+    return {"bytes": dict(mesh.traffic.sent_bytes), "calls": dict(mesh.traffic.calls)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares", "calls"),
+    [
+        ("flat", {"flat": 11 / 12}, 1),
+        ("hierarchical", {"node": 1 / 2, "gpu": 2 / 3, "tile": 1 / 2}, 1),
+        ("hierarchical:node,tile+gpu/4", {"node": 1 / 2, "tile+gpu": 5 / 6}, 4),
+    ],
+)
+def test_bytes_are_those_that_leave_the_rank(plan: str, shares: dict[str, float], calls: int) -> None:
     message = 2 * 24 * 12 * 8 * 2
-    exchanges = 6  # in each direction: together, alone, back
-    for result in results:
-        assert result["bytes"] == {
-            "node": exchanges * message // 2,
-            "gpu": exchanges * message * 2 // 3,
-            "tile": exchanges * message // 2,
-        }
-        assert result["calls"] == dict.fromkeys(("node", "gpu", "tile"), exchanges)
+    for result in ranks.run(bytes_of, 12, plan):
+        assert result["bytes"] == {stage: round(message * share) for stage, share in shares.items()}
+        assert result["calls"] == dict.fromkeys(shares, calls)
 
 
 def count_copies(rank: int) -> list[tuple[int, int]]:
@@ -99,7 +125,8 @@ def count_copies(rank: int) -> list[tuple[int, int]]:
 
     found = []
     for sizes in ([8], [4, 2], [2, 2, 2]):
-        mesh = Mesh.over(dist.group.WORLD, Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False))))
+        topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+        mesh = Mesh.over(dist.group.WORLD, topology, [Plan.hierarchical(topology)])
         tensors = [torch.randn(2, 8, 16, 4) for _ in range(3)]
         with Copies() as copies:
             reshard(tensors, 1, 2, mesh)
@@ -107,9 +134,9 @@ def count_copies(rank: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_no_phase_copies_more_than_once() -> None:
+def test_no_stage_copies_more_than_once() -> None:
     for found in ranks.run(count_copies, 8):
-        # One copy into the first phase, one between phases, one out: stock's flat call has two.
+        # One copy into the first stage, one between stages, one out: stock's flat call has two.
         assert found == [(1, 2), (2, 3), (3, 4)]
 
 

@@ -46,15 +46,18 @@ def test_help_describes_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"], runner=True)
     shown = capsys.readouterr().out
-    for flag in ("--use_cocodiff", "--cocodiff_topology", "{auto,flat,hierarchical}", "{exact}"):
+    for flag in ("--use_cocodiff", *(f"--cocodiff_{name}" for name in ("topology", "a2a", "profile", "timeout"))):
         assert flag in shown
+
+
+ULYSSES_4 = ["--ulysses_degree", "4", "--use_cocodiff"]
 
 
 def settings_of(rank: int, arguments: list[str], environments: list[dict[str, str]], runner: bool) -> str:
     os.environ.update(environments[rank % len(environments)])
     engine_config, _ = parse(arguments, runner).create_config()
     config = engine_config.parallel_config.sp_config.cocodiff
-    return "none" if config is None else f"{config.topology}|{config.a2a}|{config.mode}|{config.detected}"
+    return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}|{config.detected}"
 
 
 @pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
@@ -62,10 +65,10 @@ def settings_of(rank: int, arguments: list[str], environments: list[dict[str, st
     ("arguments", "environment", "expected"),
     [
         ([], {}, "none"),
-        (["--use_cocodiff"], {}, "flat|auto|exact|True"),
-        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|auto|exact|False"),
-        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|auto|exact|True"),
-        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|auto|exact|False"),
+        (["--use_cocodiff"], {}, "flat|None|exact|True"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|exact|False"),
+        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|exact|False"),
     ],
 )
 def test_settings_reach_every_rank(runner: bool, arguments: list, environment: dict, expected: str) -> None:
@@ -79,7 +82,7 @@ def test_settings_reach_every_rank(runner: bool, arguments: list, environment: d
         (["--cocodiff_topology", "2x3"], {}, ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
         (["--cocodiff_topology", "rack=2"], {}, ["--cocodiff_topology", "rack", "node, gpu, tile"]),
         (["--cocodiff_mode", "lossy"], {}, ["--cocodiff_mode", "lossy", "exact"]),
-        (["--cocodiff_a2a", "ring"], {}, ["--cocodiff_a2a", "ring", "auto, flat, hierarchical"]),
+        (["--cocodiff_a2a", "ring"], {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         ([], {"COCODIFF_TOPOLOGY": "2by1"}, ["COCODIFF_TOPOLOGY", "2by1", "flat"]),
         ([], {"COCODIFF_ENABLE": "si"}, ["COCODIFF_ENABLE", "si", "true"]),
     ],
@@ -137,7 +140,10 @@ def test_variables_reach_entry_points_with_a_parser_of_their_own() -> None:
 
 def test_ranks_that_were_told_different_things_fail_alike() -> None:
     environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
-    results = ranks.outcomes(settings_of, 2, ["--ulysses_degree", "2", "--use_cocodiff"], environments, False)
+    arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
+    results = ranks.outcomes(settings_of, 2, arguments, [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "auto"}], False)
+    assert all(isinstance(result, ValueError) for result in results)
+    results = ranks.outcomes(settings_of, 4, [*ULYSSES_4, "--cocodiff_topology", "2x2"], environments, False)
     assert all(isinstance(result, ValueError) for result in results)
     assert "differ between ranks" in str(results[0])
     assert str(results[0]) == str(results[1])
@@ -145,8 +151,9 @@ def test_ranks_that_were_told_different_things_fail_alike() -> None:
 
 def test_ranks_that_detect_different_machines_stay_flat() -> None:
     environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
-    results = ranks.run(settings_of, 4, ["--ulysses_degree", "4", "--use_cocodiff"], environments, False)
-    assert results == ["flat|auto|exact|True"] * 4
+    assert ranks.run(settings_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4
+    asked = [*ULYSSES_4, "--cocodiff_a2a", "hierarchical"]
+    assert ranks.run(settings_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
 
 
 def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:

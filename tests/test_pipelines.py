@@ -52,12 +52,13 @@ class Run:
         from xfuser.core.distributed import initialize_runtime_state
 
         from xfuser_cocodiff.config import CocoDiffConfig
+        from xfuser_cocodiff.plan import Plan
         from xfuser_cocodiff.topology import Topology
 
         model = self.runner.model
         parallel = model.engine_config.parallel_config
         given = Topology.parse(topology, parallel.ulysses_degree) if topology else None
-        parallel.sp_config.cocodiff = CocoDiffConfig(topology=given, a2a="hierarchical") if given else None
+        parallel.sp_config.cocodiff = CocoDiffConfig(topology=given, plan=Plan.hierarchical(given)) if given else None
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
     def __call__(self, **inputs: Any) -> torch.Tensor:

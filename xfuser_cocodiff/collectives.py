@@ -1,29 +1,40 @@
-"""Topology bound to process groups: the flat and the hierarchical (TAPA) all-to-all.
+"""Topology bound to process groups: the all-to-all along the axes of a machine (TAPA), by any plan.
 
-One collective per axis, each along its own dim of the buffer seen as (*axes, payload), equals the flat all-to-all bit
-for bit in any order of the axes; flat is the topology with one axis. Functional collectives throughout: on Intel GPUs
-the in-place all_to_all_single is known to corrupt data (intel/torch-xpu-ops#3021), and torch.compile can trace them.
+One collective per stage, each along its own dim of the buffer seen as (*plan.shape, payload), equals the flat one bit
+for bit in any order of the stages. Functional collectives throughout: on Intel GPUs the in-place all_to_all_single is
+known to corrupt data (intel/torch-xpu-ops#3021), and torch.compile can trace them.
 """
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from xfuser_cocodiff.topology import Axis, Topology
+from xfuser_cocodiff import roll_call
+from xfuser_cocodiff.plan import Plan, Stage, candidates
+from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Traffic
 
+_TAG = 0
+"""Of direct sends: a group never has two stages in flight, so that one tag serves all."""
 
-@dataclass(frozen=True)
-class Phase:
-    """One collective of an all-to-all: along axis number `dim`, among the ranks of `group`."""
 
-    dim: int
-    axis: Axis
-    group: dist.ProcessGroup
+class InFlight(NamedTuple):
+    """A stage that has been started: its result is there after :meth:`Mesh.finish`."""
+
+    plan: Plan
+    number: int
+    """Which of the plan's stages."""
+    sent: torch.Tensor
+    """Kept until the stage is finished, since the network reads it."""
+    received: torch.Tensor
+    works: tuple[dist.Work, ...] = ()
+    """Of direct sends; a collective is waited for through `received`."""
 
 
 @dataclass(frozen=True)
@@ -31,67 +42,126 @@ class Mesh:
     """A topology laid over the ranks of a group, as this rank sees it."""
 
     topology: Topology
-    phases: tuple[Phase, ...]
-    """In the order in which they run: fast, inner axes first."""
+    groups: dict[Stage, dist.ProcessGroup]
+    """For each stage the group of ranks that this rank meets in it."""
+    choose: Callable[[int], Plan]
+    """The plan for a message of so many bytes: the same on every rank."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    timeout: timedelta = default_pg_timeout
+    """How long a direct send waits for its peer; the groups know it for their collectives."""
 
     @classmethod
     def over(
         cls,
         group: dist.ProcessGroup,
         topology: Topology,
-        order: Sequence[int] | None = None,
+        plans: Iterable[Plan] | None = None,
         traffic: Traffic | None = None,
+        timeout: timedelta | None = None,
     ) -> "Mesh":
-        """Make the groups of each axis. Every rank of `group` must call this, in the same order among its groups.
+        """Make the groups of each stage. Every rank of `group` must call this, in the same order among its groups.
 
         Args:
             group: the group to lay the topology over, as large as the topology.
             topology: how its ranks nest.
-            order: axis numbers in the order of the phases; innermost first when not given.
+            plans: those that may be used, the first of which is used until `choose` is replaced; all candidates, the
+                flat one first, when not given.
             traffic: where to count what moves; an account of its own when not given.
+            timeout: how long a collective may take; torch's default when not given.
         """
         ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
         if len(ranks) != topology.size:
             raise ValueError(f"topology {topology} has {topology.size} ranks, the group has {len(ranks)}")
-        order = range(len(topology.axes) - 1, -1, -1) if order is None else order
-        phases = []
-        for dim in order:
-            axis = topology.axes[dim]
-            if axis.size == 1:
-                continue
-            members = [ranks[i] for i in topology.neighbours(here, dim)]
-            # Only the members make the group, so that Ulysses groups need not march in step.
-            whole = len(members) == len(ranks)
-            phases.append(Phase(dim, axis, group if whole else dist.new_group(members, use_local_synchronization=True)))
-        return cls(topology, tuple(phases), traffic or Traffic())
+        plans = list(plans or candidates(topology))
+        groups: dict[Stage, dist.ProcessGroup] = {}
+        for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
+            members = [ranks[i] for i in topology.neighbours(here, *stage)]
+            if len(members) == len(ranks):
+                groups[stage] = group
+                if timeout:
+                    set_timeout(group, timeout)
+            else:  # Only the members make the group, so that Ulysses groups need not march in step.
+                groups[stage] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+        timeout = timeout or default_pg_timeout
+        return cls(topology, groups, lambda message_bytes: plans[0], traffic or Traffic(), timeout)
 
-    @property
-    def first_dim(self) -> int:
-        """Axis number along which a buffer must lie outermost in memory to start without a copy."""
-        return self.phases[0].dim if self.phases else 0
-
-    def all_to_all(self, buffer: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.
 
         Args:
-            buffer: shape (*topology.shape, ...), indexed by destination. No copy is made before the first phase when
-                the axis `first_dim` lies outermost in memory; each further phase costs one.
+            buffer: shape (*plan.shape, payload), indexed by destination. No copy is made before the first stage when
+                its dim lies outermost in memory; each further stage costs one.
+            plan: how; one of those that the mesh was made for.
 
         Returns:
-            The same shape, indexed by source; a view whose memory order is that of the last phase.
+            The same shape, indexed by source; a view whose memory order is that of the last stage.
         """
-        for phase in self.phases:
-            outermost = buffer.movedim(phase.dim, 0).contiguous()
-            buffer = self._along(phase, outermost).movedim(0, phase.dim)
+        if plan.chunks > 1:
+            return self._pipelined(buffer, plan)
+        for number in range(len(plan.stages)):
+            buffer = self.finish(self.start(buffer, plan, number))
         return buffer
 
-    def _along(self, phase: Phase, buffer: torch.Tensor) -> torch.Tensor:
-        # A traced graph runs later than this line: nothing to count or time here then.
-        tracing = torch.compiler.is_compiling()
-        account = self.traffic.collective(phase.axis.name, phase.axis.size, buffer)
-        with contextlib.nullcontext() if tracing else account:
-            received = functional.all_to_all_single(buffer.flatten(), None, None, phase.group)
-            if isinstance(received, functional.AsyncCollectiveTensor):
-                received = received.wait()
-        return received.view(buffer.shape)
+    def _pipelined(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Send chunk after chunk through the stages: while one crosses nodes, the next crosses tiles."""
+        chunks = buffer.chunk(plan.chunks, -1)
+        last = len(plan.stages) - 1
+        flying: dict[int, InFlight] = {}
+        for tick in range(len(chunks) + last):
+            # The most advanced chunk first: it frees its stage for the one behind it.
+            for chunk in range(max(0, tick - last), min(tick + 1, len(chunks))):
+                number = tick - chunk
+                part = self.finish(flying[chunk]) if number else chunks[chunk]
+                flying[chunk] = self.start(part, plan, number)
+        return torch.cat([self.finish(flying[chunk]) for chunk in range(len(chunks))], -1)
+
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
+        """Begin a stage with a buffer (*plan.shape, payload)."""
+        dim, group = plan.dims[number], self.groups[plan.stages[number]]
+        sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
+        if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
+            return InFlight(plan, number, sent, _collective(sent, group))
+        self.traffic.count(plan.labels[number], group.size(), sent)
+        with self.traffic.time(plan.labels[number], sent.device), roll_call.naming_the_lost(group, plan.labels[number]):
+            if plan.direct[number]:
+                return InFlight(plan, number, sent, *_send_directly(sent, group))
+            return InFlight(plan, number, sent, _collective(sent, group))
+
+    def finish(self, flight: InFlight) -> torch.Tensor:
+        """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
+        plan, number, received = flight.plan, flight.number, flight.received
+        if torch.compiler.is_compiling():
+            received = _wait(received)
+        else:
+            label, group = plan.labels[number], self.groups[plan.stages[number]]
+            with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
+                for work in flight.works:
+                    work.wait(self.timeout)
+                received = _wait(received)
+        received, dim = received.view(flight.sent.shape), plan.dims[number]
+        return received.movedim(0, dim) if dim else received
+
+
+def _collective(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return functional.all_to_all_single(sent.flatten(), None, None, group)
+
+
+def _wait(received: torch.Tensor) -> torch.Tensor:
+    return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let a collective of a group take so long and no longer, where the backend (gloo, NCCL) can be told."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _send_directly(sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    """Start to swap shares with every rank of a group, all receives before the first send (see :mod:`plan`)."""
+    size, here = group.size(), group.rank()
+    shares, received = sent.view(size, -1), torch.empty_like(sent)
+    places = received.view(size, -1)
+    # Peers by their distance from this rank, so that not all ranks turn to the same one first.
+    works = [group.recv([places[(here - away) % size]], (here - away) % size, _TAG) for away in range(1, size)]
+    works += [group.send([shares[(here + away) % size]], (here + away) % size, _TAG) for away in range(1, size)]
+    places[here].copy_(shares[here])
+    return received, tuple(works)

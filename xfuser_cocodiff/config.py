@@ -1,12 +1,17 @@
 """What the user asked for: flags and environment become one frozen, validated record."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff import plan
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import NOTATION, Topology
 
-A2A_ALGORITHMS = ("auto", "flat", "hierarchical")
+AUTO = "auto"
 MODES = ("exact",)
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
@@ -40,9 +45,19 @@ OPTIONS = (
         "cocodiff_a2a",
         "COCODIFF_A2A",
         None,
-        "All-to-all: flat is one collective, hierarchical one per axis; auto (the default) is hierarchical where the "
-        "topology has more than one level.",
-        A2A_ALGORITHMS,
+        f"Plan of the all-to-all: {AUTO!r} (the default, the planner's choice for each size), {plan.NOTATION}.",
+    ),
+    Option(
+        "cocodiff_profile",
+        "COCODIFF_PROFILE",
+        None,
+        "What the planner goes by: a file that `cocodiff probe --json` wrote. The links are probed when not given.",
+    ),
+    Option(
+        "cocodiff_timeout",
+        "COCODIFF_TIMEOUT",
+        None,
+        "Seconds after which an all-to-all that a rank does not answer ends the job; torch's default when not given.",
     ),
     Option(
         "cocodiff_mode",
@@ -61,8 +76,14 @@ class CocoDiffConfig:
     topology: Topology
     """Levels of every Ulysses group."""
 
-    a2a: str = "auto"
-    """One of A2A_ALGORITHMS."""
+    plan: Plan | None = None
+    """How the all-to-all runs; None leaves it to the planner."""
+
+    profile: Profile | None = None
+    """What the planner goes by; None lets it probe the links."""
+
+    timeout: float | None = None
+    """Seconds that a collective may take; None is torch's default."""
 
     mode: str = "exact"
     """One of MODES."""
@@ -71,14 +92,7 @@ class CocoDiffConfig:
     """Whether the topology was read from the launcher rather than given."""
 
     def __post_init__(self) -> None:
-        _check_choice("cocodiff_a2a", self.a2a, A2A_ALGORITHMS)
         _check_choice("cocodiff_mode", self.mode, MODES)
-
-    @property
-    def effective_topology(self) -> Topology:
-        """The topology along which the all-to-all runs."""
-        hierarchical = self.a2a == "hierarchical" or (self.a2a == "auto" and self.topology.levels > 1)
-        return self.topology if hierarchical else Topology.flat(self.topology.size)
 
 
 def resolve(
@@ -102,20 +116,55 @@ def resolve(
     use, source = chosen["use_cocodiff"]
     if not _as_bool(use, source):
         return None
-    text, source = chosen["cocodiff_topology"]
-    topology = detected
-    if text is not None:
-        try:
-            topology = Topology.parse(text, degree)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-    settings = {}
-    for name in ("a2a", "mode"):
-        value, source = chosen[f"cocodiff_{name}"]
-        if value is not None:
-            _check_choice(source, value, {"a2a": A2A_ALGORITHMS, "mode": MODES}[name])
-            settings[name] = value
-    return CocoDiffConfig(topology=topology, detected=text is None, **settings)
+    topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
+    mode, source = chosen["cocodiff_mode"]
+    _check_choice(source, mode or "exact", MODES)
+    return CocoDiffConfig(
+        topology=topology,
+        plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
+        profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, topology)),
+        timeout=_read(chosen["cocodiff_timeout"], _seconds),
+        mode=mode or "exact",
+        detected=chosen["cocodiff_topology"][0] is None,
+    )
+
+
+def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:
+    """A value by its parser, whose error then names the source; None where none was given."""
+    value, source = chosen
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _plan(text: str, topology: Topology) -> Plan | None:
+    if text == AUTO:
+        return None
+    try:
+        return Plan.parse(text, topology)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {AUTO!r}") from None
+
+
+def _profile(text: str, topology: Topology) -> Profile:
+    profile = Profile.read(Path(text))
+    if profile.topology != topology:
+        raise ValueError(
+            f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}; "
+            "--cocodiff_topology can say that they are the same"
+        )
+    return profile
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not valid; valid are seconds above 0")
+    return value
 
 
 def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, str]:

@@ -5,6 +5,7 @@ ranks 0 and 1 are the tiles of one GPU, and ranks 0 and 6 sit at the same place 
 arithmetic; nothing communicates.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -95,10 +96,11 @@ class Topology:
             rank = rank * size + coordinate
         return rank
 
-    def neighbours(self, rank: int, dim: int) -> tuple[int, ...]:
-        """Ranks that share all coordinates with `rank` but the one on axis number `dim`, in order along that axis."""
+    def neighbours(self, rank: int, *dims: int) -> tuple[int, ...]:
+        """Ranks that share all coordinates with `rank` but those on the axes numbered `dims`, in the order of ranks."""
         here = self.coordinates(rank)
-        return tuple(self.rank((*here[:dim], i, *here[dim + 1 :])) for i in range(self.shape[dim]))
+        ranges = [range(size) if dim in dims else (here[dim],) for dim, size in enumerate(self.shape)]
+        return tuple(self.rank(place) for place in itertools.product(*ranges))
 
     def __str__(self) -> str:
         if self.axes[0].name == FLAT:

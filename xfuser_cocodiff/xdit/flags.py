@@ -96,7 +96,8 @@ def settings(values: dict[str, Any], degree: int) -> CocoDiffConfig | None:
         return mine()
     if _only_detection_differs(proposals):
         note("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
-        return dataclasses.replace(mine(), topology=Topology.flat(degree))
+        flat = Topology.flat(degree)
+        return resolve(values, os.environ, degree, flat)
     rank = next(rank for rank, proposal in enumerate(proposals) if proposal != proposals[0])
     raise ValueError(
         f"CoCoDiff's options differ between ranks: rank 0 has {proposals[0] or 'none'}, "
@@ -105,9 +106,15 @@ def settings(values: dict[str, Any], degree: int) -> CocoDiffConfig | None:
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
-    first, *others = ({**proposal, "topology": ""} for proposal in proposals)
-    return first.get("detected", False) and all(other == first for other in others)
+    # A plan in words reads differently on another topology, so only whether one was given can be compared.
+    first, *others = ({**one, "topology": "", "plan": one.get("plan") is not None} for one in proposals)
+    same_machine = len({proposal.get("topology") for proposal in proposals}) == 1
+    return first.get("detected", False) and not same_machine and all(other == first for other in others)
 
 
 def _as_json(config: CocoDiffConfig | None) -> dict:
-    return {**dataclasses.asdict(config), "topology": str(config.topology)} if config else {}
+    if config is None:
+        return {}
+    plain = {name: getattr(config, name) for name in ("mode", "timeout", "detected")}
+    profile = config.profile and config.profile.to_json()
+    return {"topology": str(config.topology), "plan": config.plan and str(config.plan), "profile": profile, **plain}

@@ -191,6 +191,11 @@ def device_name() -> str:
     return torch.xpu.get_device_name() if torch.xpu.is_available() else ""
 
 
+def compute_device() -> torch.device:
+    """Where this rank's tensors lie."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def local_rank(environment: Mapping[str, str]) -> int:
     """This rank's number on its node: torchrun's, else PALS's (Aurora), else SLURM's, else 0."""
     for name in ("LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"):

@@ -5,7 +5,7 @@ steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritte
 
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...]}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256"}
-    step = {"seconds", "a2a_seconds": {axis: seconds}, "sent_bytes": {axis: bytes}}
+    step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes}}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
 run's first one: not all decode, and in some of xDiT's pipelines only the last does. A process that runs no pipeline,
@@ -50,18 +50,20 @@ def patches(folder: Path) -> list[Patch]:
         Patch(
             "diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", recorder.watch_pictures
         ),
-        Patch("xfuser.model_executor.layers.usp", "_sdpa_all_to_all_single", "stock's traffic", _watch_stock, ("x",)),
+        Patch("xfuser.model_executor.layers.usp", "_sdpa_all_to_all_single", "stock's traffic", watch_stock, ("x",)),
     ]
 
 
-def _watch_stock(original: Callable) -> Callable:
+def watch_stock(original: Callable) -> Callable:
+    """Count and time stock's collective as the plugin's are."""
     from xfuser.core.distributed import get_ulysses_parallel_world_size
 
     @functools.wraps(original)
     def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return original(x)
-        with TRAFFIC.collective(FLAT, get_ulysses_parallel_world_size(), x):
+        TRAFFIC.count(FLAT, get_ulysses_parallel_world_size(), x)
+        with TRAFFIC.time(FLAT, x.device):
             return original(x)
 
     return _sdpa_all_to_all_single

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import probe
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.exchange import reshard
-from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Traffic
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
+from xfuser_cocodiff.xdit.platform import compute_device
 
 _USP = "xfuser.model_executor.layers.usp"
 _HEADS, _SEQUENCE = 1, 2  # dims of USP's tensors, (B, H, S, D)
@@ -21,7 +22,7 @@ _HEADS, _SEQUENCE = 1, 2  # dims of USP's tensors, (B, H, S, D)
 TRAFFIC = Traffic()
 """What all exchanges of this process moved."""
 
-_meshes: dict[tuple[dist.ProcessGroup, Topology], Mesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup, CocoDiffConfig], Mesh] = {}
 
 
 def patches() -> list[Patch]:
@@ -164,10 +165,10 @@ def _make_mesh(engine_config: Any) -> Mesh | None:
 
 
 def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> Mesh:
-    """The mesh of a group; made once for each topology, since process groups are dear and never freed singly."""
-    key = group, config.effective_topology
+    """The mesh of a group; made once for the same settings, since process groups are dear and never freed singly."""
+    key = group, config
     if key not in _meshes:
         for stale in [known for known in _meshes if known[0] is not group]:  # of a world that was torn down
             del _meshes[stale]
-        _meshes[key] = Mesh.over(*key, traffic=TRAFFIC)
+        _meshes[key] = probe.planned_mesh(group, config, compute_device(), TRAFFIC)
     return _meshes[key]

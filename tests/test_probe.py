@@ -1,0 +1,73 @@
+"""The probe on real ranks: what it finds is the same on all of them, and drives the planner."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from xfuser_cocodiff import planner, probe
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.profile import AxisLink, Profile
+from xfuser_cocodiff.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+def measure(rank: int, text: str) -> Profile:
+    topology = Topology.parse(text, dist.get_world_size())
+    mesh = Mesh.over(dist.group.WORLD, topology)
+    profile = probe.measure(mesh, dist.group.WORLD, CPU)
+    assert not mesh.traffic.calls  # what a probe sends is not the user's traffic
+    return profile
+
+
+def test_all_ranks_hold_the_same_valid_profile() -> None:
+    first, *others = ranks.run(measure, 4, "2x2")
+    assert all(other == first for other in others)
+    assert Profile.from_json(first.to_json()) == first
+    assert [link.name for link in first.links] == ["node", "gpu"]
+    assert first.direct is not None  # gloo
+
+
+def test_topologies_with_little_to_probe() -> None:
+    for text in ("flat", "1x3"):
+        [profile, *_] = ranks.run(measure, 3, text)
+        assert Profile.from_json(profile.to_json()) == profile
+        assert planner.choose(profile, 1000).is_flat
+
+
+def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
+    """Stages that a small and a large exchange went through."""
+    topology = Topology.parse("2x2", 4)
+    config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
+    mesh = probe.planned_mesh(dist.group.WORLD, config, CPU)
+    found = []
+    for tokens in (1, 4096):
+        tensor = torch.randn(1, 4, tokens, 4)
+        there = reshard([tensor], 1, 2, mesh)
+        assert torch.equal(reshard(there, 2, 1, mesh)[0], tensor)
+        found.append(",".join(mesh.traffic.calls))
+        mesh.traffic.reset()
+    return found
+
+
+def test_exchanges_follow_the_planner() -> None:
+    topology = Topology.parse("2x2", 4)
+    links = (AxisLink("node", 1e-3, 1e6), AxisLink("gpu", 1e-3, 1e6))
+    profile = Profile(topology, links, 1e-5, 1e9)
+    assert ranks.run(exchange_by, 4, profile, None) == [["gpu,node", "flat"]] * 4
+    swift = dataclasses.replace(profile, links=tuple(dataclasses.replace(link, latency_seconds=0) for link in links))
+    assert ranks.run(exchange_by, 4, swift, None) == [["flat", "flat"]] * 4
+
+
+def test_exchanges_follow_a_fixed_plan() -> None:
+    assert ranks.run(exchange_by, 4, None, "hierarchical:node,gpu*/2") == [["node,gpu", "node,gpu"]] * 4
+
+
+def test_without_a_profile_the_links_are_probed() -> None:
+    results = ranks.run(exchange_by, 4, None, None)
+    assert all(result == results[0] for result in results)

@@ -1,0 +1,66 @@
+"""A rank that dies or stops: every other rank says which one it was, and none of them hangs."""
+
+import os
+import signal
+import subprocess
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from xfuser_cocodiff import probe, roll_call
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.roll_call import LostRankError
+from xfuser_cocodiff.topology import Topology
+
+CULPRIT = 2
+STOPPED_SECONDS = 12
+
+
+def exchange_until_lost(rank: int, text: str, end: int) -> str:
+    """Exchange again and again; one rank meets its end on the way."""
+    roll_call.PATIENCE_SECONDS = 2.0
+    topology = Topology.parse("2x2", 4)
+    plan = Plan.parse(text, topology)
+    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=4))
+    return _said(rank, end, lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh))
+
+
+def probe_until_lost(rank: int, end: int) -> str:
+    roll_call.PATIENCE_SECONDS = 2.0
+    topology = Topology.parse("2x2", 4)
+    mesh = Mesh.over(dist.group.WORLD, topology, timeout=timedelta(seconds=4))
+    return _said(rank, end, lambda: probe.measure(mesh, dist.group.WORLD, torch.device("cpu")))
+
+
+def _said(rank: int, end: int, work) -> str:
+    for number in range(1000):
+        if number == 3 and rank == CULPRIT:
+            # A stopped process must not keep the test waiting once the others have given it up.
+            subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SECONDS}; kill -KILL {os.getpid()}"])
+            os.kill(os.getpid(), end)
+        work()
+    return "no error"
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
+@pytest.mark.parametrize("plan", ["flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"])
+def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: int) -> None:
+    results = ranks.outcomes(exchange_until_lost, 4, plan, end)
+    for rank, result in enumerate(results):
+        if rank != CULPRIT:
+            assert isinstance(result, LostRankError), result
+            assert f"rank {CULPRIT} is gone or not answering" in str(result)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
+def test_every_rank_names_the_one_that_was_lost_in_a_probe(end: int) -> None:
+    results = ranks.outcomes(probe_until_lost, 4, end)
+    for rank, result in enumerate(results):
+        if rank != CULPRIT:
+            assert isinstance(result, LostRankError), result
+            assert f"rank {CULPRIT} is gone or not answering" in str(result)

@@ -1,0 +1,90 @@
+"""The planner: an alpha-beta cost model of the links, and the plan that it finds fastest for a size.
+
+The same model predicts for a measured machine and, in `cocodiff simulate`, for one that we only know on paper.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from xfuser_cocodiff.plan import Plan, Stage, candidates
+from xfuser_cocodiff.profile import Profile
+
+MARGIN = 0.05
+"""Share of the flat collective's time that another plan must promise to save: predictions have errors of this order."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one stage: on the host, where nothing overlaps, and on the links."""
+
+    host: float
+    wire: float
+
+
+def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: bool = False) -> StageCost:
+    """What a stage costs when every rank holds a message of `message_bytes`, its own share included."""
+    if direct and profile.direct:
+        profile = profile.direct
+    sizes = profile.topology.shape
+    share = message_bytes / math.prod(sizes[dim] for dim in stage)
+    host, wire, inner = profile.launch_seconds, 0.0, 1
+    for dim in reversed(stage):  # a peer belongs to the outermost axis on which it differs
+        link, peers = profile.links[dim], (sizes[dim] - 1) * inner
+        host += peers * link.latency_seconds
+        wire = max(wire, peers * share / link.bytes_per_second)
+        inner *= sizes[dim]
+    return StageCost(host, wire * (profile.contention if len(stage) > 1 else 1))
+
+
+def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
+    """Predicted time of an all-to-all.
+
+    Args:
+        profile: the machine.
+        plan: how the all-to-all runs.
+        message_bytes: what a rank holds before it, its own share included.
+    """
+    costs = [
+        stage_cost(profile, stage, message_bytes / plan.chunks, direct)
+        for stage, direct in zip(plan.stages, plan.direct, strict=True)
+    ]
+    copies = len(plan.stages) - 1 + (2 if plan.chunks > 1 else 0)  # a chunk is cut out of the message and put back
+    host = plan.chunks * sum(cost.host for cost in costs) + copies * message_bytes / profile.copy_bytes_per_second
+    wires = [cost.wire for cost in costs]
+    if plan.chunks == 1:
+        return host + sum(wires)
+    # The first chunk passes all stages; then the slowest stage sets the pace, beside the others.
+    return host + sum(wires) + (plan.chunks - 1) * max(wires) * profile.contention
+
+
+def ranking(profile: Profile, message_bytes: int) -> list[tuple[Plan, float]]:
+    """All plans with their predicted seconds, fastest first; of equals, the simpler one first."""
+    plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
+    return sorted(((plan, seconds(profile, plan, message_bytes)) for plan in plans), key=lambda pair: pair[1])
+
+
+def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: int) -> Plan:
+    """The plan with direct sends in the stages where they are faster."""
+    if profile.direct is None:
+        return plan
+
+    def faster(stage: Stage) -> bool:
+        costs = [stage_cost(profile, stage, message_bytes / plan.chunks, direct) for direct in (False, True)]
+        collective, direct = (cost.host + cost.wire for cost in costs)
+        return direct < (1 - MARGIN) * collective
+
+    return replace(plan, direct=tuple(map(faster, plan.stages)))
+
+
+def choose(profile: Profile, message_bytes: int) -> Plan:
+    """The plan to use: flat, unless another one promises to save more than MARGIN of its time."""
+    best, predicted = ranking(profile, message_bytes)[0]
+    flat = Plan.flat(profile.topology)
+    return best if predicted < (1 - MARGIN) * seconds(profile, flat, message_bytes) else flat
+
+
+def bound_seconds(profile: Profile, message_bytes: float) -> float:
+    """Time in which the busiest axis, at its measured speed, sends the bytes that must cross it under any plan."""
+    flat = Plan.flat(profile.topology).stages[0]
+    ways = [profile, profile.direct] if profile.direct else [profile]
+    return min(stage_cost(way, flat, message_bytes).wire / way.contention for way in ways)

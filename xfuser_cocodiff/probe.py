@@ -1,0 +1,168 @@
+"""The probe: measures what the planner needs to know of the links of a mesh, in well under a second.
+
+Every figure is taken while all ranks communicate, since that is what an all-to-all does, and is that of the slowest
+rank; all ranks of the group end up with the same profile.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff import roll_call
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.plan import Plan, Stage, candidates
+from xfuser_cocodiff.planner import choose, stage_cost
+from xfuser_cocodiff.profile import AxisLink, Profile
+from xfuser_cocodiff.topology import Axis
+from xfuser_cocodiff.traffic import Traffic
+
+_PEER_BYTES = 64
+"""Sent to each peer to see what a collective costs when there is next to nothing to send."""
+_FIRST_BYTES, _LAST_BYTES, _GROWTH = 2**14, 2**26, 4
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
+"""A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
+little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
+_LATENCY_REPEATS, _BANDWIDTH_REPEATS = 7, 3
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
+
+    small: float
+    more_bytes: int
+    more_seconds: float
+
+
+def planned_mesh(
+    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, traffic: Traffic | None = None
+) -> Mesh:
+    """A mesh over a group that runs by the plan of the settings, or else by what the planner chooses for each size.
+
+    Every rank of the group must call this. Whoever measures, all of them end up with the same profile and so choose
+    the same plans.
+    """
+    plans = [config.plan] if config.plan else candidates(config.topology)
+    timeout = timedelta(seconds=config.timeout) if config.timeout else None
+    mesh = Mesh.over(group, config.topology, plans, traffic, timeout)
+    if config.plan:
+        return mesh
+    return follow(mesh, config.profile or measure(mesh, group, device))
+
+
+def follow(mesh: Mesh, profile: Profile) -> Mesh:
+    """The mesh with the planner's choice by a profile."""
+    return dataclasses.replace(mesh, choose=functools.cache(functools.partial(choose, profile)))
+
+
+def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profile:
+    """Measure the profile of a mesh. Every rank of the group must call this.
+
+    Args:
+        mesh: made over `group`, with a group for every axis of its topology and for all of them.
+        group: all ranks of the mesh.
+        device: where the tensors of the all-to-alls lie.
+    """
+    probe = _Probe(dataclasses.replace(mesh, traffic=Traffic()), group, device)
+    profile = _profile(probe, direct=False)
+    # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
+    return dataclasses.replace(profile, direct=_profile(probe, direct=True)) if device.type == "cpu" else profile
+
+
+def _profile(probe: "_Probe", direct: bool) -> Profile:
+    topology = probe.mesh.topology
+    axes = [probe.sample((dim,), direct) if axis.size > 1 else None for dim, axis in enumerate(topology.axes)]
+    flat = Plan.flat(topology).stages[0]
+    whole = probe.sample(flat, direct) if len(flat) > 1 else None
+    launch = _launch_seconds(topology.shape, axes, whole)
+    links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
+    profile = Profile(topology, links, launch, probe.copy_speed())
+    if whole is None:
+        return profile
+    expected = stage_cost(profile, flat, whole.more_bytes).wire
+    return dataclasses.replace(profile, contention=whole.more_seconds / expected)
+
+
+def _link(axis: Axis, sample: _Sample | None, launch: float) -> AxisLink:
+    if sample is None:  # nobody to send to
+        return AxisLink(axis.name, 0.0, 1.0)
+    peers = axis.size - 1
+    return AxisLink(
+        axis.name,
+        latency_seconds=(sample.small - launch) / peers,
+        bytes_per_second=sample.more_bytes * peers / axis.size / sample.more_seconds,
+    )
+
+
+def _launch_seconds(shape: tuple[int, ...], axes: list[_Sample | None], whole: _Sample | None) -> float:
+    """Solve small messages for what a collective costs beside its peers.
+
+    An axis of size s costs launch + (s - 1) latency. The flat collective costs launch once and each latency as often as
+    there are peers that differ on that axis first; everything but the launch is measured.
+    """
+    if whole is None:
+        return 0.0  # one axis: nothing tells launch and latency apart, and no plan depends on it
+    inner, weights, weighted = 1, 0, 0.0
+    for size, sample in zip(reversed(shape), reversed(axes), strict=True):
+        if sample is not None:
+            weights, weighted = weights + inner, weighted + inner * sample.small
+        inner *= size
+    cheapest = min(sample.small for sample in axes if sample is not None)
+    return min(max((weighted - whole.small) / (weights - 1), 0.0), 0.9 * cheapest)
+
+
+class _Probe:
+    """Takes times on all ranks and lets them agree on the slowest."""
+
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.mesh, self.group, self.device = mesh, group, device
+
+    def sample(self, stage: Stage, direct: bool) -> _Sample:
+        """Small messages, then larger ones until they take long enough to show the bandwidth."""
+        size = self.mesh.topology.size
+        small = self._seconds(stage, direct, _PEER_BYTES * size, _LATENCY_REPEATS)
+        message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
+        while (taken := self._seconds(stage, direct, message, _BANDWIDTH_REPEATS)) < enough and message < _LAST_BYTES:
+            message *= _GROWTH
+        more = message - _PEER_BYTES * size
+        return _Sample(small, more, max(taken - small, 1e-9))
+
+    def copy_speed(self) -> float:
+        """Bytes per second at which a message is reordered between two stages."""
+        size = self.mesh.topology.size
+        buffer = torch.empty(size, size, 2**20 // size**2, dtype=torch.uint8, device=self.device).transpose(0, 1)
+        return buffer.nbytes / self._slowest(lambda: buffer.contiguous(), _BANDWIDTH_REPEATS)
+
+    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, repeats: int) -> float:
+        topology = self.mesh.topology
+        peers = math.prod(topology.shape[dim] for dim in stage)
+        message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
+        plan = Plan(topology, (stage,), direct=(direct,))
+        return self._slowest(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), repeats)
+
+    def _slowest(self, work: Callable[[], Any], repeats: int) -> float:
+        times = []
+        for _ in range(repeats + 1):  # the first one opens connections and allocates
+            self._synchronize()
+            started = time.perf_counter()
+            work()
+            self._synchronize()
+            times.append(time.perf_counter() - started)
+        slowest = torch.tensor([statistics.median(times[1:])], dtype=torch.float64, device=self.device)
+        with roll_call.naming_the_lost(self.group, "probe"):
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+        return slowest.item()
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()

@@ -1,0 +1,89 @@
+"""A profile: what is known of the links of a machine, measured by a probe or taken from a data sheet."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.topology import Topology
+
+SLOW_SHARE = 0.5
+"""An axis of less than this share of the fastest one's bandwidth is slow: what must cross both spends most of its time
+there."""
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """The links of one axis, while all ranks use theirs at once, as an all-to-all does."""
+
+    name: str
+    latency_seconds: float
+    """What each further peer on this axis adds to a collective, whatever the size of the message."""
+    bytes_per_second: float
+    """What a rank sends along this axis to all peers together."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the planner knows of a machine."""
+
+    topology: Topology
+    links: tuple[AxisLink, ...]
+    """One per axis of the topology, in its order."""
+    launch_seconds: float
+    """What a collective costs before its first message leaves."""
+    copy_bytes_per_second: float
+    """Speed at which a rank reorders a message between two stages."""
+    contention: float = 1.0
+    """How many times longer the links take when several axes are busy at once: 1 where they share nothing, less where
+    one collective keeps them busier than each axis alone does."""
+    direct: "Profile | None" = None
+    """The same machine by direct sends; None where the backend's collective leaves nothing to gain by them."""
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first, along which a rank sends at less than SLOW_SHARE of the fastest one."""
+        moving = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
+        fastest = max((link.bytes_per_second for link in moving), default=0.0)
+        return tuple(link.name for link in moving if link.bytes_per_second < SLOW_SHARE * fastest)
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as JSON values; the inverse of :meth:`from_json`."""
+        direct = self.direct and self.direct.to_json()
+        return {**asdict(self), "topology": str(self.topology), "ranks": self.topology.size, "direct": direct}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Profile":
+        """Read what :meth:`to_json` made.
+
+        Raises:
+            ValueError: something is missing, or a figure is not one.
+        """
+        try:
+            topology = Topology.parse(values["topology"], int(values["ranks"]))
+            links = tuple(AxisLink(**link) for link in values["links"])
+            figures = {name: float(values[name]) for name in ("launch_seconds", "copy_bytes_per_second", "contention")}
+            direct = values["direct"] and cls.from_json(values["direct"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a profile: {type(error).__name__} {error}") from None
+        if [link.name for link in links] != [axis.name for axis in topology.axes]:
+            raise ValueError(f"not a profile: its links are not those of the topology {topology}")
+        speeds = [figures["copy_bytes_per_second"], figures["contention"], *(link.bytes_per_second for link in links)]
+        times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
+        if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
+            raise ValueError("not a profile: speeds must be positive, and times not negative")
+        return cls(topology, links, **figures, direct=direct)
+
+    @classmethod
+    def read(cls, file: Path) -> "Profile":
+        """Read a file that `cocodiff probe --json` wrote.
+
+        Raises:
+            ValueError: it cannot be read, or holds no profile.
+        """
+        try:
+            values = json.loads(file.read_text())
+            return cls.from_json(values["profile"])
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file} holds no profile that `cocodiff probe --json` wrote: {error}") from None
