@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.profile import Profile
 
-MARGIN = 0.05
-"""Share of the flat collective's time that another plan must promise to save: predictions have errors of this order."""
+MARGIN = 0.08
+"""Share of its time that a plan must promise to save for every stage beyond the first one, and for chunks: predictions
+have errors of this order, and more so the more parts they add up."""
+DIRECT_MARGIN = 0.05
+"""The same for direct sends in place of a collective."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,22 @@ def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
 
 
 def ranking(profile: Profile, message_bytes: int) -> list[tuple[Plan, float]]:
-    """All plans with their predicted seconds, fastest first; of equals, the simpler one first."""
+    """All plans with their predicted seconds, the one to use first.
+
+    They are in the order of their times, where each counts for as much more as it must promise to save.
+    """
     plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
-    return sorted(((plan, seconds(profile, plan, message_bytes)) for plan in plans), key=lambda pair: pair[1])
+    timed = [(plan, seconds(profile, plan, message_bytes)) for plan in plans]
+    return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _complexity(pair[0])))
+
+
+def choose(profile: Profile, message_bytes: int) -> Plan:
+    """The plan to use for a message."""
+    return ranking(profile, message_bytes)[0][0]
+
+
+def _complexity(plan: Plan) -> int:
+    return len(plan.stages) - 1 + (plan.chunks > 1)
 
 
 def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: int) -> Plan:
@@ -71,16 +87,9 @@ def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: int) -> Pla
     def faster(stage: Stage) -> bool:
         costs = [stage_cost(profile, stage, message_bytes / plan.chunks, direct) for direct in (False, True)]
         collective, direct = (cost.host + cost.wire for cost in costs)
-        return direct < (1 - MARGIN) * collective
+        return direct < (1 - DIRECT_MARGIN) * collective
 
     return replace(plan, direct=tuple(map(faster, plan.stages)))
-
-
-def choose(profile: Profile, message_bytes: int) -> Plan:
-    """The plan to use: flat, unless another one promises to save more than MARGIN of its time."""
-    best, predicted = ranking(profile, message_bytes)[0]
-    flat = Plan.flat(profile.topology)
-    return best if predicted < (1 - MARGIN) * seconds(profile, flat, message_bytes) else flat
 
 
 def bound_seconds(profile: Profile, message_bytes: float) -> float:
