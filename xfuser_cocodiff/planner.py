@@ -26,8 +26,7 @@ class StageCost:
 
 def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: bool = False) -> StageCost:
     """What a stage costs when every rank holds a message of `message_bytes`, its own share included."""
-    if direct and profile.direct:
-        profile = profile.direct
+    profile = _way(profile, direct)
     sizes = profile.topology.shape
     share = message_bytes / math.prod(sizes[dim] for dim in stage)
     host, wire, inner = profile.launch_seconds, 0.0, 1
@@ -57,7 +56,13 @@ def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
     if plan.chunks == 1:
         return host + sum(wires)
     # The first chunk passes all stages; then the slowest stage sets the pace, beside the others.
-    return host + sum(wires) + (plan.chunks - 1) * max(wires) * profile.contention
+    contention = max(_way(profile, direct).contention for direct in plan.direct)
+    return host + sum(wires) + (plan.chunks - 1) * max(wires) * contention
+
+
+def _way(profile: Profile, direct: bool) -> Profile:
+    """What is known of collectives, or of direct sends where that is known."""
+    return profile.direct if direct and profile.direct else profile
 
 
 def ranking(profile: Profile, message_bytes: int) -> list[tuple[Plan, float]]:

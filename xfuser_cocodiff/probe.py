@@ -5,24 +5,18 @@ rank; all ranks of the group end up with the same profile.
 """
 
 import dataclasses
-import functools
 import math
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import roll_call
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig
-from xfuser_cocodiff.plan import Plan, Stage, candidates
-from xfuser_cocodiff.planner import choose, stage_cost
+from xfuser_cocodiff.plan import Plan, Stage
+from xfuser_cocodiff.planner import stage_cost
 from xfuser_cocodiff.profile import AxisLink, Profile
+from xfuser_cocodiff.stopwatch import seconds_of_a_call
 from xfuser_cocodiff.topology import Axis
 from xfuser_cocodiff.traffic import Traffic
 
@@ -32,7 +26,7 @@ _FIRST_BYTES, _LAST_BYTES, _GROWTH = 2**14, 2**26, 4
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
-_LATENCY_REPEATS, _BANDWIDTH_REPEATS = 7, 3
+_SMALL_CALLS, _ROUNDS = 3, 3
 
 
 @dataclass(frozen=True)
@@ -42,27 +36,6 @@ class _Sample:
     small: float
     more_bytes: int
     more_seconds: float
-
-
-def planned_mesh(
-    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, traffic: Traffic | None = None
-) -> Mesh:
-    """A mesh over a group that runs by the plan of the settings, or else by what the planner chooses for each size.
-
-    Every rank of the group must call this. Whoever measures, all of them end up with the same profile and so choose
-    the same plans.
-    """
-    plans = [config.plan] if config.plan else candidates(config.topology)
-    timeout = timedelta(seconds=config.timeout) if config.timeout else None
-    mesh = Mesh.over(group, config.topology, plans, traffic, timeout)
-    if config.plan:
-        return mesh
-    return follow(mesh, config.profile or measure(mesh, group, device))
-
-
-def follow(mesh: Mesh, profile: Profile) -> Mesh:
-    """The mesh with the planner's choice by a profile."""
-    return dataclasses.replace(mesh, choose=functools.cache(functools.partial(choose, profile)))
 
 
 def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profile:
@@ -130,9 +103,9 @@ class _Probe:
     def sample(self, stage: Stage, direct: bool) -> _Sample:
         """Small messages, then larger ones until they take long enough to show the bandwidth."""
         size = self.mesh.topology.size
-        small = self._seconds(stage, direct, _PEER_BYTES * size, _LATENCY_REPEATS)
+        small = self._seconds(stage, direct, _PEER_BYTES * size, _SMALL_CALLS)
         message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
-        while (taken := self._seconds(stage, direct, message, _BANDWIDTH_REPEATS)) < enough and message < _LAST_BYTES:
+        while (taken := self._seconds(stage, direct, message, 1)) < enough and message < _LAST_BYTES:
             message *= _GROWTH
         more = message - _PEER_BYTES * size
         return _Sample(small, more, max(taken - small, 1e-9))
@@ -141,28 +114,14 @@ class _Probe:
         """Bytes per second at which a message is reordered between two stages."""
         size = self.mesh.topology.size
         buffer = torch.empty(size, size, 2**20 // size**2, dtype=torch.uint8, device=self.device).transpose(0, 1)
-        return buffer.nbytes / self._slowest(lambda: buffer.contiguous(), _BANDWIDTH_REPEATS)
+        return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
 
-    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, repeats: int) -> float:
+    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int) -> float:
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
         plan = Plan(topology, (stage,), direct=(direct,))
-        return self._slowest(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), repeats)
+        return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls)
 
-    def _slowest(self, work: Callable[[], Any], repeats: int) -> float:
-        times = []
-        for _ in range(repeats + 1):  # the first one opens connections and allocates
-            self._synchronize()
-            started = time.perf_counter()
-            work()
-            self._synchronize()
-            times.append(time.perf_counter() - started)
-        slowest = torch.tensor([statistics.median(times[1:])], dtype=torch.float64, device=self.device)
-        with roll_call.naming_the_lost(self.group, "probe"):
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        return slowest.item()
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+    def _taken(self, work: Callable[[], object], calls: int) -> float:
+        return seconds_of_a_call(work, calls, _ROUNDS, self.group, self.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import probe
+from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.exchange import reshard
@@ -170,5 +170,5 @@ def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> Mesh:
     if key not in _meshes:
         for stale in [known for known in _meshes if known[0] is not group]:  # of a world that was torn down
             del _meshes[stale]
-        _meshes[key] = probe.planned_mesh(group, config, compute_device(), TRAFFIC)
+        _meshes[key] = planned_mesh(group, config, compute_device(), TRAFFIC)
     return _meshes[key]

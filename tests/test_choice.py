@@ -1,0 +1,74 @@
+"""Which plan an exchange goes by: the model's choice, confirmed by a trial, the same on every rank."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.test_planner import profile_of
+from xfuser_cocodiff import choice, planner
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.profile import Profile
+
+CPU = torch.device("cpu")
+# A collective costs next to nothing to start and each message a lot, so that small messages go by axis.
+MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
+
+
+def choose(rank: int, machine: Profile, times: list[float] | None, sizes: list[int]) -> tuple[list[str], int]:
+    """Choices by trials in which one call takes what `times` say, for flat and the others in turn; and trials made."""
+    calls = 0
+
+    def timed(work, *_) -> float:
+        nonlocal calls
+        work()
+        calls += 1
+        return times[(calls - 1) % len(times)]
+
+    mesh = Mesh.over(dist.group.WORLD, machine.topology)
+    by_trial = choice.by_trial(mesh, machine, dist.group.WORLD, CPU)
+    with mock.patch.object(choice, "seconds_of_a_call", timed) if times else mock.MagicMock():
+        found = [str(by_trial(size)) for size in sizes]
+    assert not mesh.traffic.calls  # trials are not the user's traffic
+    return found, calls
+
+
+def test_small_messages_are_tried_by_axis() -> None:
+    assert [str(plan) for plan in choice.contenders(MACHINE, 1000)] == ["hierarchical:gpu,node"]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [([1.0, 0.9], "hierarchical:gpu,node"), ([1.0, 0.98], "flat"), ([1.0, 1.5], "flat")],
+)
+def test_a_trial_decides_once_for_each_size(times: list[float], expected: str) -> None:
+    found, calls = ranks.run(choose, 4, MACHINE, times, [1000, 1000, 2000, 1000])[0]
+    assert found == [expected] * 4
+    assert calls == 4  # two plans for two sizes
+
+
+def test_what_would_take_too_long_is_not_tried() -> None:
+    slow = dataclasses.replace(MACHINE, launch_seconds=10.0)
+    found, calls = ranks.run(choose, 4, slow, [1.0, 0.1], [1000])[0]
+    assert (found, calls) == ([str(planner.choose(slow, 1000))], 0)
+
+
+def test_real_trials_end_alike_on_all_ranks() -> None:
+    results = ranks.run(choose, 4, MACHINE, None, [64, 4096, 10**6])
+    assert all(result == results[0] for result in results)
+
+
+def test_contenders_are_few_and_worth_it() -> None:
+    machine = profile_of([4, 3, 2], [1e7, 1e7, 1e7], latency=1e-4, launch=1e-5)
+    for size in (100, 10**4, 10**6):
+        best = min(planner.seconds(machine, plan, size) for plan, _ in planner.ranking(machine, size))
+        found = choice.contenders(machine, size)
+        assert len(found) <= choice.CONTENDERS
+        assert Plan.flat(machine.topology) not in found
+        assert len({frozenset(plan.stages) for plan in found}) == len(found)
+        for plan in found:
+            assert planner.seconds(machine, plan, size) <= 1.5 * best

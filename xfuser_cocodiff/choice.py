@@ -1,0 +1,94 @@
+"""The plan of each exchange: what the user fixed, what the planner chooses, or what a trial confirms of its choice.
+
+A model of the links has errors, above all where a message takes about as long by several plans. So the first time that
+a size comes up, the plans that the model finds best are tried against the flat collective, on a message of that size.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff import probe
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.plan import Plan, candidates
+from xfuser_cocodiff.planner import choose, ranking, seconds
+from xfuser_cocodiff.profile import Profile
+from xfuser_cocodiff.stopwatch import seconds_of_a_call
+from xfuser_cocodiff.traffic import Traffic
+
+CONTENDERS = 3
+"""Plans that are tried beside the flat collective."""
+WORTH_A_TRIAL = 1.3
+"""Those that the model finds more than so many times slower than the best are not tried."""
+MUST_SAVE = 0.03
+"""Share of the flat collective's time that another plan must save in the trial."""
+EFFORTS = ((1.0, 3, 5), (4.0, 1, 3))
+"""How long a trial may take in seconds, how many calls it then times in a row, and how often. Where exchanges take even
+longer there is none: bandwidth decides there, which the model knows."""
+
+
+def planned_mesh(
+    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, traffic: Traffic | None = None
+) -> Mesh:
+    """A mesh over a group that runs by the plan of the settings, or else chooses one for each size.
+
+    Every rank of the group must call this. With a profile in the settings the planner's choice stands; otherwise the
+    links are probed here, and choices are confirmed by trials. Either way all ranks choose the same.
+    """
+    plans = [config.plan] if config.plan else candidates(config.topology)
+    timeout = timedelta(seconds=config.timeout) if config.timeout else None
+    mesh = Mesh.over(group, config.topology, plans, traffic, timeout)
+    if config.plan:
+        return mesh
+    if config.profile:
+        return replace(mesh, choose=functools.cache(functools.partial(choose, config.profile)))
+    return replace(mesh, choose=by_trial(mesh, probe.measure(mesh, group, device), group, device))
+
+
+def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:
+    """What chooses a plan for a message of so many bytes, by a trial among all ranks when a size first comes up."""
+    trials = replace(mesh, traffic=Traffic())
+    chosen: dict[int, Plan] = {}
+
+    def choice(message_bytes: int) -> Plan:
+        if message_bytes not in chosen:
+            if torch.compiler.is_compiling():  # nothing can be tried while a graph is traced
+                return choose(profile, message_bytes)
+            chosen[message_bytes] = _tried(trials, profile, message_bytes, group, device)
+        return chosen[message_bytes]
+
+    return choice
+
+
+def _tried(mesh: Mesh, profile: Profile, message_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Plan:
+    flat, plans = Plan.flat(mesh.topology), contenders(profile, message_bytes)
+    once = sum(seconds(profile, plan, message_bytes) for plan in (flat, *plans))
+    effort = next(((calls, rounds) for limit, calls, rounds in EFFORTS if once * (calls * rounds + 1) < limit), None)
+    if not plans or effort is None:
+        return choose(profile, message_bytes)
+
+    def taken(plan: Plan) -> float:
+        size = mesh.topology.size
+        message = torch.zeros(*plan.shape, max(1, message_bytes // size), dtype=torch.uint8, device=device)
+        return seconds_of_a_call(lambda: mesh.all_to_all(message, plan), *effort, group, device)
+
+    by_flat = taken(flat)
+    best, plan = min(((taken(plan), plan) for plan in plans), key=lambda pair: pair[0])
+    return plan if best < (1 - MUST_SAVE) * by_flat else flat
+
+
+def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
+    """The plans other than flat that are worth a trial, those that the planner prefers first."""
+    ranked = [plan for plan, _ in ranking(profile, message_bytes)]
+    limit = WORTH_A_TRIAL * seconds(profile, ranked[0], message_bytes)
+    others = [plan for plan in ranked if plan != Plan.flat(profile.topology)]
+    shapes: dict[frozenset, Plan] = {}  # the order of stages makes no difference to the model; one order is enough
+    for plan in others:
+        if seconds(profile, plan, message_bytes) <= limit:
+            shapes.setdefault(frozenset(plan.stages), plan)
+    return list(shapes.values())[:CONTENDERS]
