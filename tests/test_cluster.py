@@ -368,6 +368,51 @@ else:
 
 
 @needs_namespaces
+def test_ranks_have_equal_shares_of_a_link() -> None:
+    """Four connections to rank 1 get together what the one to rank 2 gets."""
+    program = """
+import contextlib, os, socket, threading, time
+from xfuser_cocodiff.bench import link_check, links
+built, rank = links.from_environment(), int(os.environ["RANK"])
+if rank == 0:
+    def send(peer):
+        with link_check.connect(built.addresses[peer], 7000) as connection:
+            while True:
+                connection.send(bytes(1 << 14))
+    for peer in (1, 1, 1, 1):
+        threading.Thread(target=send, args=(peer,), daemon=True).start()
+    with link_check.connect(built.addresses[1], 7001) as signal:
+        signal.recv(1)
+    with link_check.connect(built.addresses[2], 7000) as connection:
+        connection.sendall(bytes(1 << 18))
+        connection.recv(1)
+    os._exit(0)
+with socket.create_server((built.addresses[rank], 7000), backlog=4) as server:
+    def drain(connection):
+        with connection, contextlib.suppress(ConnectionError):
+            while connection.recv(1 << 16):
+                pass
+    if rank == 2:
+        connection = server.accept()[0]
+        connection.recv(1)
+        started = time.perf_counter()
+        connection.recv((1 << 18) - 1, socket.MSG_WAITALL)
+        print("Mbit/s", 8 * (1 << 18) / 1e6 / (time.perf_counter() - started))
+        connection.sendall(b"!")
+    else:
+        threads = [threading.Thread(target=drain, args=(server.accept()[0],)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        with socket.create_server((built.addresses[1], 7001)) as starter:
+            starter.accept()[0].sendall(b"!")
+        for thread in threads:
+            thread.join()
+"""
+    output, _ = finish(start(["--topology", "flat=3", "--rates", "flat=10"], program))
+    assert float(output[0].split()[2]) == pytest.approx(5, rel=0.15)
+
+
+@needs_namespaces
 def test_lines_are_whole_and_keep_their_output() -> None:
     program = """
 import os, sys

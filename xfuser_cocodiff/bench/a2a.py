@@ -1,0 +1,187 @@
+"""`cocodiff bench a2a`: the all-to-all alone, stock's call against every plan, over a range of sizes."""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff import planner, probe
+from xfuser_cocodiff.bench import host, links
+from xfuser_cocodiff.bench.contest import contest, slowest
+from xfuser_cocodiff.choice import by_trial
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.plan import Plan, candidates
+from xfuser_cocodiff.profile import Profile
+from xfuser_cocodiff.topology import Topology
+
+SIZES = (*(4**power for power in range(6, 13)), 2**25)
+"""Bytes per rank: 4 KB to 32 MB."""
+_HEAD_DIM = 8
+_DTYPE = torch.bfloat16
+
+
+def measure(
+    group: dist.ProcessGroup,
+    topology: Topology,
+    device: torch.device,
+    stock: Callable[[torch.Tensor], torch.Tensor],
+    sizes: Sequence[int],
+    plans: Sequence[Plan] | None,
+    repeats: int,
+    profile_file: Path | None = None,
+) -> dict[str, Any]:
+    """Time the exchange of one tensor from sequence to heads, by stock, by each plan and by the planner's choice.
+
+    Args:
+        group: all ranks.
+        topology: how they nest.
+        device: where the tensor lies.
+        stock: xDiT's own exchange of a tensor (B, H, S/P, D).
+        sizes: bytes of that tensor on a rank; rounded to what divides.
+        plans: fixed ones to compare with; those of :func:`fixed_plans` when not given.
+        repeats: times that each is measured, taking turns.
+        profile_file: what the planner goes by; the links are probed when not given.
+
+    Returns:
+        The record, the same on every rank.
+    """
+    mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())])
+    started = time.perf_counter()
+    profile = Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device)
+    probe_seconds = slowest(time.perf_counter() - started, device)
+    choose = functools.partial(planner.choose, profile) if profile_file else by_trial(mesh, profile, group, device)
+    cluster = links.from_environment()
+    rows = []
+    for size in sizes:
+        tensor = _tensor(size, topology, device)
+        chosen = choose(tensor.nbytes)
+        contenders = {str(plan): plan for plan in plans or fixed_plans(topology, profile)} | {"auto": chosen}
+        works = {"stock": functools.partial(stock, tensor)}
+        works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
+        _check_bits(works, tensor.nbytes)
+        times = contest(works, repeats, device)
+        for name, seconds in times.items():
+            plan = contenders.get(name)
+            rows.append(
+                {
+                    "bytes_per_rank": tensor.nbytes,
+                    "algorithm": name,
+                    "seconds": seconds,
+                    "ratio_to_stock": median(a / b for a, b in zip(seconds, times["stock"], strict=True)),
+                    "bound_seconds": _bound(tensor.nbytes, cluster, profile),
+                    "predicted_seconds": plan and planner.seconds(profile, plan, tensor.nbytes),
+                    "plan": plan and str(plan),
+                }
+            )
+    return {
+        **host.header(),
+        "topology": str(topology),
+        "rates": cluster and {axis: cluster.rate(axis) for axis in cluster.rates},
+        "profile": profile.to_json(),
+        "probe_seconds": None if profile_file else probe_seconds,
+        "rows": rows,
+    }
+
+
+def _check_bits(works: dict[str, Callable], size: int) -> None:
+    """Raise RuntimeError where a plan does not bring what stock brings."""
+    expected = works["stock"]()
+    for name, work in works.items():
+        if name != "stock" and not torch.equal(expected, work()[0]):
+            raise RuntimeError(f"the plan {name!r} does not bring what stock brings, at {size} bytes per rank")
+
+
+def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
+    """Plans that are worth a look: flat and every set of stages, innermost first and outermost first.
+
+    Those innermost first also in four chunks, and by direct sends where these were probed.
+    """
+    plans: list[Plan] = []
+    for plan in candidates(topology):
+        inward = sorted(plan.stages)
+        if plan.chunks == 1 and list(plan.stages) in (inward, inward[::-1]):
+            plans.append(plan)
+        if list(plan.stages) == inward[::-1] and plan.chunks in (1, 4):
+            if profile.direct:
+                plans.append(replace(plan, direct=(True,) * len(plan.stages)))
+            elif plan.chunks == 4:
+                plans.append(plan)
+    return plans
+
+
+def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:
+    fixed = replace(mesh, choose=lambda message_bytes: plan)
+    return lambda: reshard([tensor], 1, 2, fixed)
+
+
+def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor:
+    """A rank's share (B, H, S/P, D) of a tensor, of about so many bytes."""
+    ranks = topology.size
+    tokens = max(1, round(size / (ranks * _HEAD_DIM * _DTYPE.itemsize)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(1, ranks, tokens, _HEAD_DIM, generator=generator).to(_DTYPE).to(device)
+
+
+def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
+    """Seconds that the busiest link needs for what must cross it: at the rate asked of it, else as it was probed."""
+    if cluster is None:
+        return planner.bound_seconds(profile, size)
+    share = size / cluster.size
+    return max(
+        share * len(link.ranks) / (cluster.rate(link.axis) * 1e6 / 8)
+        for rank in range(cluster.size)
+        for link in cluster.links(rank)
+    )
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a table: one row per size, and per algorithm its time over stock's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
+    table = Table(box=None)
+    for column in ("per rank", "stock ms", "bound ms", "auto", "auto is", "best fixed", "it is", "flat"):
+        table.add_column(column, justify="right" if column != "auto is" else "left")
+    for size in dict.fromkeys(row["bytes_per_rank"] for row in record["rows"]):
+        rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
+        stock, auto = rows.pop("stock"), rows.pop("auto")
+        best = min(rows.values(), key=lambda row: median(row["seconds"]))
+        table.add_row(
+            _bytes(size),
+            f"{1000 * median(stock['seconds']):.2f}",
+            f"{1000 * stock['bound_seconds']:.2f}",
+            f"{auto['ratio_to_stock']:.2f}",
+            auto["plan"],
+            f"{best['ratio_to_stock']:.2f}",
+            best["algorithm"],
+            f"{rows['flat']['ratio_to_stock']:.2f}" if "flat" in rows else "-",
+        )
+    console.print(f"{record['topology']}, ratios are to stock's time in the same round (median of rounds)", table)
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """Plot each algorithm's time over stock's, by size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["algorithm"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["algorithm"] == name]
+        style = {"auto": {"linewidth": 3, "color": "black"}, "stock": {"linestyle": ":"}}.get(name, {"linewidth": 1})
+        axes.plot([row["bytes_per_rank"] for row in rows], [row["ratio_to_stock"] for row in rows], label=name, **style)
+    axes.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="time over stock's", title=record["topology"])
+    axes.legend(fontsize="x-small", ncols=2)
+    figure.savefig(file)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.3g} MB" if count >= 2**20 else f"{count / 2**10:.3g} KB"

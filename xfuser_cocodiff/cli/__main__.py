@@ -1,0 +1,7 @@
+"""`python -m xfuser_cocodiff.cli`."""
+
+import sys
+
+from xfuser_cocodiff.cli import main
+
+sys.exit(main())

@@ -1,0 +1,106 @@
+"""`cocodiff bench`: measurements of parts of the plugin."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.cli import on_ranks
+from xfuser_cocodiff.cli.answer import fail, write_json
+
+PAPER_SHARES = "0.5,0.64,0.8,0.9,0.96"
+"""The range of shares that the CoCoDiff paper reports."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its subjects to the parser."""
+    parser = subparsers.add_parser("bench", help="measure a part of the plugin")
+    subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT")
+    _add_import(subjects)
+    _add_a2a(subjects)
+    _add_model(subjects)
+
+
+def _add_import(subjects: Any) -> None:
+    parser = subjects.add_parser("import", help="what the entry point adds to `import torch`")
+    parser.add_argument("--repeats", type=int, default=10, help="measurements (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.set_defaults(run=_import, parser=parser)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff.bench import import_cost
+
+    if options.repeats < 1:
+        return fail(f"--repeats {options.repeats} is not valid; it starts at 1")
+    record = import_cost.measure(options.repeats)
+    low, high = (1000 * pick(record["seconds"]) for pick in (min, max))
+    print(f"the entry point takes {1000 * record['median_seconds']:.2f} ms of import torch ({low:.2f} to {high:.2f})")
+    if options.json:
+        write_json(options, record)
+    return 0
+
+
+def _add_a2a(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "a2a",
+        help="the all-to-all alone: stock's call, flat, each hierarchical form and the planner's choice",
+        description="Runs on every rank, under torchrun or scripts/emulated_cluster.sh.",
+    )
+    on_ranks.add_arguments(parser)
+    parser.add_argument("--sizes", help="bytes per rank, such as 4KB,1MB (default: 4KB to 32MB)")
+    parser.add_argument("--plans", help="plans to compare, separated by semicolons (default: all forms)")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each is measured, in turns (%(default)s)")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="what the planner goes by (default: probes)")
+    parser.set_defaults(run=_a2a, parser=parser)
+
+
+def _a2a(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff.bench import a2a
+
+    def work(group: Any, topology: Any) -> dict[str, Any]:
+        from xfuser_cocodiff.plan import Plan
+        from xfuser_cocodiff.xdit import world
+        from xfuser_cocodiff.xdit.platform import compute_device
+
+        sizes = on_ranks.sizes(options.sizes) if options.sizes else a2a.SIZES
+        plans = [Plan.parse(text, topology) for text in options.plans.split(";")] if options.plans else None
+        if options.repeats < 1:
+            raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
+        return a2a.measure(
+            group, topology, compute_device(), world.stock_exchange(), sizes, plans, options.repeats, options.profile
+        )
+
+    return on_ranks.run(options, work, a2a.show, a2a.draw)
+
+
+def _add_model(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "model",
+        help="a FLUX transformer on links of every speed: stock against the plugin's modes",
+        description="Runs on every rank of scripts/emulated_cluster.sh, whose links it slows down and speeds up until "
+        "stock's all-to-alls take the asked share of a step.",
+    )
+    on_ranks.add_arguments(parser)
+    parser.add_argument("--shape", default="high-resolution", help="or low-resolution (%(default)s)")
+    parser.add_argument("--share", default=PAPER_SHARES, help="stock's all-to-all shares (%(default)s)")
+    parser.add_argument(
+        "--mode", default="exact", help="modes, each with a plan if you like: exact,exact/flat (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="steps that each is measured, in turns (%(default)s)")
+    for name, what in (("width", "width"), ("depth", "layers"), ("tokens", "image tokens"), ("heads", "heads")):
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the shape's)")
+    parser.set_defaults(run=_model, parser=parser)
+
+
+def _model(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff.bench import model
+
+    def work(group: Any, topology: Any) -> dict[str, Any]:
+        sizes = {name: getattr(options, name) for name in ("width", "depth", "tokens", "heads")}
+        shape = model.Shape.named(options.shape, topology.size, **sizes)
+        shares = model.shares(options.share)
+        if options.repeats < 1:
+            raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
+        return model.measure(group, topology, shape, shares, options.mode.split(","), options.repeats)
+
+    return on_ranks.run(options, work, model.show, model.draw)

@@ -1,0 +1,53 @@
+"""`cocodiff compare`: a command with stock xDiT and with the plugin, and a report."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.cli.answer import fail
+
+INTERRUPTED_STATUS = 130
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="run a command with stock xDiT and with the plugin, and report",
+        description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
+        usage="%(prog)s [--out DIR] [--repeats N] [--json FILE] -- <xdit arguments | script.py and its arguments>",
+        epilog="Exit status: 1 when the plugin's exact mode is not bit-equal to stock, 2 when nothing was compared.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from rich.console import Console
+
+    from xfuser_cocodiff.bench import child, compare, record, report
+
+    if options.json:  # before anything runs for minutes
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    if missing := report.missing_libraries():
+        return fail(f"the report needs {', '.join(missing)}: {report.INSTALL}")
+    try:
+        figures = compare.compare(options.xdit_arguments, options.out, options.repeats, console)
+    except (compare.UsageError, child.LaunchError, record.RecordError) as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        print("cocodiff: interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    figures["command"] = options.command
+    page = report.write(figures, options.out)
+    if options.json:
+        options.json.write_text((options.out / "report.json").read_text())
+    title, text = report.verdict(figures)
+    for line in (f"\n{title}. {text}", report.speed(figures), *report.notes(figures), f"\nReport: {page}"):
+        console.print(line)
+    return 0 if report.passed(figures) else 1

@@ -1,0 +1,44 @@
+"""`cocodiff env`: what the plugin finds on this machine."""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.cli.answer import fail, write_json
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser("env", help="versions, platform, detected topology and the patch table")
+    parser.add_argument(
+        "--degree", type=int, help="Ulysses degree to detect the topology for (default: the launcher's)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it here")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from xfuser_cocodiff.bench import host
+    from xfuser_cocodiff.xdit import environment
+
+    if options.degree is not None and options.degree < 1:
+        return fail(f"--degree {options.degree} is not valid; it starts at 1")
+    found = environment.describe(options.degree)
+    facts, patches = Table(show_header=False, box=None), Table(box=None)
+    for column in ("site", "why", "state"):
+        patches.add_column(column, overflow="fold")
+    for name, value in environment.facts(found):
+        facts.add_row(name, value)
+    for row in found.patches:
+        patches.add_row(row.site, row.why, row.state)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    console.print(facts, "", patches)
+    if options.json:
+        write_json(options, {**host.header(), **dataclasses.asdict(found)})
+    return 0 if found.plugin == "installed" else 1

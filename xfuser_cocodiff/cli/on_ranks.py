@@ -1,0 +1,86 @@
+"""What commands share that run on every rank, under torchrun or on an emulated cluster."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.cli.answer import fail, write_json
+from xfuser_cocodiff.topology import NOTATION, Topology
+
+Work = Callable[[Any, Topology], dict[str, Any]]
+_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that all of these commands have."""
+    parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of a collective (default: torch's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it here (.png, .svg, .pdf)")
+
+
+def run(
+    options: argparse.Namespace, work: Callable[[Any, Topology], dict[str, Any]], show: Callable, draw: Callable
+) -> int:
+    """Start this rank, let all ranks work, and let the first one tell the outcome.
+
+    Args:
+        options: those of :func:`add_arguments`.
+        work: takes the group of all ranks and their topology, and returns the record.
+        show: prints a record.
+        draw: takes a record and a file.
+    """
+    import torch.distributed as dist
+
+    from xfuser_cocodiff.xdit import world
+
+    try:
+        topology = _topology(options)
+        if options.timeout is not None and not options.timeout > 0:
+            raise ValueError(f"--timeout {options.timeout:g} is not valid; it is a number of seconds above 0")
+        group = world.start(options.timeout)
+        record = work(group, topology)
+    except ValueError as error:
+        return fail(str(error))
+    first = dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    if first:
+        show(record)
+        if options.json:
+            write_json(options, record)
+        if options.plot:
+            options.plot.parent.mkdir(parents=True, exist_ok=True)
+            draw(record, options.plot)
+    return 0
+
+
+def _topology(options: argparse.Namespace) -> Topology:
+    from xfuser_cocodiff import launcher
+    from xfuser_cocodiff.bench import links
+    from xfuser_cocodiff.xdit import platform
+
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.topology:
+        try:
+            return Topology.parse(options.topology, size)
+        except ValueError as error:
+            raise ValueError(f"--topology: {error}") from None
+    cluster = links.from_environment()
+    return cluster.topology if cluster else launcher.detect(size, os.environ, platform.device_name())
+
+
+def sizes(text: str) -> list[int]:
+    """Read '4KB,1MB,500': numbers of bytes.
+
+    Raises:
+        ValueError: not the notation.
+    """
+    matches = [re.fullmatch(r"\s*(\d+)\s*([KM]?B?)\s*", part, re.IGNORECASE) for part in text.split(",")]
+    found = [int(match[1]) * _UNITS.get(match[2].upper(), 0) for match in matches if match]
+    if len(found) < len(matches) or not all(found):
+        raise ValueError(f"--sizes {text!r} is not valid; valid are bytes, KB and MB above 0, such as 4KB,1MB")
+    return found

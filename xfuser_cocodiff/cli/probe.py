@@ -1,0 +1,30 @@
+"""`cocodiff probe`: what the links of a machine are."""
+
+import argparse
+from typing import Any
+
+from xfuser_cocodiff.cli import on_ranks
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "probe",
+        help="latency and bandwidth of every pair and axis, and the topology they suggest",
+        description="Runs on every rank, under torchrun or scripts/emulated_cluster.sh. What --json writes is what "
+        "--cocodiff_profile reads.",
+    )
+    on_ranks.add_arguments(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from xfuser_cocodiff.bench import survey
+
+    def work(group: Any, topology: Any) -> dict[str, Any]:
+        from xfuser_cocodiff.xdit.platform import compute_device
+
+        return survey.measure(group, topology if options.topology else None, compute_device())
+
+    return on_ranks.run(options, work, survey.show, survey.draw)
