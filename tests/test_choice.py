@@ -72,3 +72,8 @@ def test_contenders_are_few_and_worth_it() -> None:
         assert len({frozenset(plan.stages) for plan in found}) == len(found)
         for plan in found:
             assert planner.seconds(machine, plan, size) <= 1.5 * best
+
+
+def test_flat_by_direct_sends_is_always_tried() -> None:
+    slow = profile_of([2, 2], [1e3, 1e3], latency=1.0, launch=1.0)
+    assert "flat*" in [str(plan) for plan in choice.contenders(dataclasses.replace(MACHINE, direct=slow), 1000)]

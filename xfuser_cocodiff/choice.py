@@ -83,12 +83,18 @@ def _tried(mesh: Mesh, profile: Profile, message_bytes: int, group: dist.Process
 
 
 def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
-    """The plans other than flat that are worth a trial, those that the planner prefers first."""
+    """The plans other than flat that are worth a trial, those that the planner prefers first.
+
+    Flat by direct sends is always among them where the profile knows of these: that it sends fewest bytes does not
+    depend on how well the links were measured.
+    """
     ranked = [plan for plan, _ in ranking(profile, message_bytes)]
     limit = WORTH_A_TRIAL * seconds(profile, ranked[0], message_bytes)
-    others = [plan for plan in ranked if plan != Plan.flat(profile.topology)]
+    flat = Plan.flat(profile.topology)
     shapes: dict[frozenset, Plan] = {}  # the order of stages makes no difference to the model; one order is enough
-    for plan in others:
-        if seconds(profile, plan, message_bytes) <= limit:
+    if profile.direct:
+        shapes[frozenset(flat.stages)] = replace(flat, direct=(True,))
+    for plan in ranked:
+        if plan != flat and seconds(profile, plan, message_bytes) <= limit:
             shapes.setdefault(frozenset(plan.stages), plan)
     return list(shapes.values())[:CONTENDERS]

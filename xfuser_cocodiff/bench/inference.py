@@ -15,9 +15,6 @@ LATENCY_RATIO = 3.0
 """The same for latencies, which vary more from pair to pair, and matter less."""
 FLOOR = 0.02
 """Deviation (natural logarithm) below which nothing is left to explain: no measurement is that good."""
-SLOW_SHARE = 0.5
-"""An axis is slow when it has less than this share of the fastest axis' bandwidth: of two axes that carry the same, it
-then takes at least two thirds of the time, so it is where sending less pays."""
 
 
 def infer_topology(pairs: Pairs) -> Topology:
@@ -37,31 +34,6 @@ def infer_topology(pairs: Pairs) -> Topology:
         return Topology.flat(1)
     best = min(_shapes(pairs.size), key=lambda shape: _unexplained(pairs, shape))
     return Topology.parse("x".join(map(str, best)), pairs.size) if len(best) > 1 else Topology.flat(pairs.size)
-
-
-def axis_bandwidths(pairs: Pairs, topology: Topology) -> dict[str, float]:
-    """Bytes per second that a rank sends along each axis of more than one rank, to all peers together.
-
-    Counted until the last peer has its message, when the next stage of an all-to-all can begin. Where nothing was
-    measured under load, it is what a pair has alone, as if its link had to serve all peers.
-    """
-    levels = _levels(topology.shape)
-    found = {}
-    for dim, axis in enumerate(topology.axes):
-        if axis.size > 1:
-            here = levels == dim
-            if pairs.loaded_bytes_per_second is None:
-                found[axis.name] = float(np.median(pairs.bytes_per_second[here]))
-            else:
-                slowest = np.where(here, pairs.loaded_bytes_per_second, np.inf).min(axis=1)
-                found[axis.name] = float(np.median(slowest) * here[0].sum())
-    return found
-
-
-def slow_axes(pairs: Pairs, topology: Topology) -> tuple[str, ...]:
-    """Names of the axes, outermost first, that have less than half of the fastest axis' bandwidth; see `SLOW_SHARE`."""
-    found = axis_bandwidths(pairs, topology)
-    return tuple(name for name, bandwidth in found.items() if bandwidth < SLOW_SHARE * max(found.values()))
 
 
 def _shapes(size: int, axes: int = len(AXIS_NAMES)) -> Iterator[tuple[int, ...]]:
