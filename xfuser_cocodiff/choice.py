@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.plan import Plan, candidates
 from xfuser_cocodiff.planner import choose, ranking, seconds
 from xfuser_cocodiff.profile import Profile
-from xfuser_cocodiff.stopwatch import seconds_of_a_call
+from xfuser_cocodiff.stopwatch import race
 from xfuser_cocodiff.traffic import Traffic
 
 CONTENDERS = 3
@@ -72,14 +73,16 @@ def _tried(mesh: Mesh, profile: Profile, message_bytes: int, group: dist.Process
     if not plans or effort is None:
         return choose(profile, message_bytes)
 
-    def taken(plan: Plan) -> float:
-        size = mesh.topology.size
-        message = torch.zeros(*plan.shape, max(1, message_bytes // size), dtype=torch.uint8, device=device)
-        return seconds_of_a_call(lambda: mesh.all_to_all(message, plan), *effort, group, device)
+    def work(plan: Plan) -> Callable[[], torch.Tensor]:
+        share = max(1, message_bytes // mesh.topology.size)
+        message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=device)
+        return functools.partial(mesh.all_to_all, message, plan)
 
-    by_flat = taken(flat)
-    best, plan = min(((taken(plan), plan) for plan in plans), key=lambda pair: pair[0])
-    return plan if best < (1 - MUST_SAVE) * by_flat else flat
+    works = [work(plan) for plan in (flat, *plans)]
+    race(works, 1, 1, group, device)  # opens connections and allocates
+    by_flat, *others = map(median, race(works, *effort, group, device))
+    best = min(range(len(plans)), key=others.__getitem__)
+    return plans[best] if others[best] < (1 - MUST_SAVE) * by_flat else flat
 
 
 def contenders(profile: Profile, message_bytes: int) -> list[Plan]:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan, Stage
 from xfuser_cocodiff.planner import stage_cost
 from xfuser_cocodiff.profile import AxisLink, Profile
-from xfuser_cocodiff.stopwatch import seconds_of_a_call
+from xfuser_cocodiff.stopwatch import race
 from xfuser_cocodiff.topology import Axis
 from xfuser_cocodiff.traffic import Traffic
 
@@ -124,4 +125,5 @@ class _Probe:
         return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls)
 
     def _taken(self, work: Callable[[], object], calls: int) -> float:
-        return seconds_of_a_call(work, calls, _ROUNDS, self.group, self.device)
+        race([work], 1, 1, self.group, self.device)  # opens connections and allocates
+        return median(race([work], calls, _ROUNDS, self.group, self.device)[0])

@@ -1,11 +1,12 @@
-"""Times pieces of work that all ranks do together, taking turns, so that all of them meet the same machine."""
+"""Times pieces of work that all ranks do together, and what they say of each other."""
 
 import math
-import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+
+from xfuser_cocodiff.stopwatch import race
 
 _TARGET_SECONDS = 0.15
 """A repeat of a short piece of work runs it as often as this takes, less what the clock and the barrier add."""
@@ -17,28 +18,14 @@ def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: tor
 
     Args:
         works: by name; every rank must pass the same ones, in the same order.
-        repeats: how often each is timed. In every round another one begins.
+        repeats: how often each is timed, in turns.
         device: where they work.
     """
-    names = list(works)
-    first = {name: _seconds(works[name], 1, device) for name in names}  # opens connections, allocates
-    warm = {name: min(first[name], _seconds(works[name], 1, device)) for name in names}
-    calls = min(_MAX_CALLS, max(1, math.ceil(_TARGET_SECONDS / max(warm.values()))))
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        for name in (*names[repeat % len(names) :], *names[: repeat % len(names)]):
-            found[name].append(_seconds(works[name], calls, device))
-    return found
-
-
-def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    dist.barrier()
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(calls):
-        work()
-    _synchronize(device)
-    return slowest((time.perf_counter() - started) / calls, device)
+    group, calls = dist.group.WORLD, list(works.values())
+    first, second = zip(*race(calls, 1, 2, group, device), strict=True)  # opens connections, allocates
+    slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
+    in_a_row = min(_MAX_CALLS, max(1, math.ceil(_TARGET_SECONDS / slowest_call)))
+    return dict(zip(works, race(calls, in_a_row, repeats, group, device), strict=True))
 
 
 def slowest(seconds: float, device: torch.device) -> float:
@@ -53,8 +40,3 @@ def mean(value: float, device: torch.device) -> float:
     total = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
