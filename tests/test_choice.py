@@ -11,6 +11,7 @@ from tests import ranks
 from tests.test_planner import profile_of
 from xfuser_cocodiff import choice, planner
 from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 
@@ -78,3 +79,24 @@ def test_contenders_are_few_and_worth_it() -> None:
 def test_flat_by_direct_sends_is_always_tried() -> None:
     slow = profile_of([2, 2], [1e3, 1e3], latency=1.0, launch=1.0)
     assert "flat*" in [str(plan) for plan in choice.contenders(dataclasses.replace(MACHINE, direct=slow), 1000)]
+
+
+def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
+    """Stages that eager and traced exchanges of one size went through, once they were found equal."""
+    mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
+    mesh = dataclasses.replace(mesh, choose=choice.by_trial(mesh, MACHINE, dist.group.WORLD, CPU))
+    tensor = torch.randn(1, 4, 8, 4)
+
+    def exchange(tensor: torch.Tensor) -> torch.Tensor:
+        return reshard([tensor * 2], 1, 2, mesh)[0] + 1
+
+    traced = torch.compile(exchange, backend="aot_eager")(tensor)
+    before = list(mesh.traffic.calls)
+    assert torch.equal(traced, exchange(tensor))
+    return before, list(mesh.traffic.calls)
+
+
+def test_a_traced_exchange_equals_an_eager_one() -> None:
+    for traced, eager in ranks.run(exchange_compiled, 4):
+        assert traced == []  # nothing was counted, so it was traced and did not fall back to eager code
+        assert eager

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff import probe, roll_call
+from xfuser_cocodiff.bench import survey
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan
@@ -37,9 +39,14 @@ def probe_until_lost(rank: int, end: int) -> str:
     return _said(rank, end, lambda: probe.measure(mesh, dist.group.WORLD, torch.device("cpu")))
 
 
-def _said(rank: int, end: int, work) -> str:
+def survey_until_lost(rank: int, end: int) -> str:
+    roll_call.PATIENCE_SECONDS = 2.0
+    return _said(rank, end, lambda: survey.measure(dist.group.WORLD, None, torch.device("cpu"), timeout=20))
+
+
+def _said(rank: int, end: int, work: Callable[[], object]) -> str:
     for number in range(1000):
-        if number == 3 and rank == CULPRIT:
+        if number == 2 and rank == CULPRIT:
             # A stopped process must not keep the test waiting once the others have given it up.
             subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SECONDS}; kill -KILL {os.getpid()}"])
             os.kill(os.getpid(), end)
@@ -58,8 +65,9 @@ def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: i
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
-def test_every_rank_names_the_one_that_was_lost_in_a_probe(end: int) -> None:
-    results = ranks.outcomes(probe_until_lost, 4, end)
+@pytest.mark.parametrize("case", [probe_until_lost, survey_until_lost])
+def test_every_rank_names_the_one_that_was_lost_in_a_probe(case: Callable, end: int) -> None:
+    results = ranks.outcomes(case, 4, end)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, LostRankError), result

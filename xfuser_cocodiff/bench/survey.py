@@ -3,13 +3,14 @@
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import launcher, probe
+from xfuser_cocodiff import launcher, probe, roll_call
 from xfuser_cocodiff.bench import host, pairs
 from xfuser_cocodiff.bench.contest import slowest
 from xfuser_cocodiff.bench.inference import infer_topology
@@ -18,23 +19,28 @@ from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.topology import AXIS_NAMES, Topology
 
 
-def measure(group: dist.ProcessGroup, topology: Topology | None, device: torch.device) -> dict[str, Any]:
+def measure(
+    group: dist.ProcessGroup, topology: Topology | None, device: torch.device, timeout: float | None = None
+) -> dict[str, Any]:
     """Measure the links between the ranks of a group. Every rank must call this.
 
     Args:
         group: all ranks.
         topology: how they nest, to measure the axes of; the inferred one when not given.
         device: where messages lie.
+        timeout: seconds after which a rank that does not answer is given up.
 
     Returns:
         The record, the same on every rank; its `profile` is what the planner reads.
     """
     started = time.perf_counter()
-    measured = pairs.measure_pairs(group, device)
+    with roll_call.naming_the_lost(group, "probe"):
+        measured = pairs.measure_pairs(group, device, timeout or pairs.TIMEOUT_SECONDS)
     inferred = _named(infer_topology(measured))
     topology = topology or inferred
     halfway = time.perf_counter()
-    profile = probe.measure(Mesh.over(group, topology), group, device)
+    mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None)
+    profile = probe.measure(mesh, group, device)
     ended = time.perf_counter()
     fastest = profile.direct or profile
     return {

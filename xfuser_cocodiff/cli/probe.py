@@ -25,6 +25,6 @@ def run(options: argparse.Namespace) -> int:
     def work(group: Any, topology: Any) -> dict[str, Any]:
         from xfuser_cocodiff.xdit.platform import compute_device
 
-        return survey.measure(group, topology if options.topology else None, compute_device())
+        return survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
 
     return on_ranks.run(options, work, survey.show, survey.draw)
