@@ -48,9 +48,9 @@ def test_example_script(hub: Path, tmp_path: Path, torchrun: list[str]) -> None:
     assert set(latents) == {"stock", "installed", "flag", "variable"}
     for name, value in latents.items():
         assert torch.equal(value, latents["stock"]), name
-    # And it was the plugin that ran there; a topology with one level is flat unless told otherwise.
+    # And it was the plugin that ran there.
     assert topology(tmp_path / "flag") == "node=2"
-    assert topology(tmp_path / "variable") == "flat"
+    assert topology(tmp_path / "variable") == "node=2,gpu=1"
 
 
 def test_xdit_command(hub: Path, tmp_path: Path) -> None:

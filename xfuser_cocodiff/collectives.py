@@ -72,6 +72,7 @@ class Mesh:
         ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
         if len(ranks) != topology.size:
             raise ValueError(f"topology {topology} has {topology.size} ranks, the group has {len(ranks)}")
+        roll_call.attend()
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff import roll_call
 
@@ -34,16 +35,22 @@ def race(
                 works[number]()
             _synchronize(device)
             times[number, turn] = (time.perf_counter() - started) / calls
-    slowest = times.to(device)
-    with roll_call.naming_the_lost(group, "stopwatch"):
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return slowest.tolist()
+    return _of_all(times.to(device), group).amax(0).tolist()
 
 
 def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:
-    with roll_call.naming_the_lost(group, "stopwatch"):
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _of_all(torch.zeros(1, device=device), group)
     _synchronize(device)
+
+
+def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What every rank holds, shape (P, ...), by an all-to-all: there every rank notices itself if one is gone."""
+    size = group.size()
+    with roll_call.naming_the_lost(group, "stopwatch"):
+        found = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
+        if isinstance(found, functional.AsyncCollectiveTensor):
+            found = found.wait()
+    return found.view(size, *values.shape)
 
 
 def _synchronize(device: torch.device) -> None:

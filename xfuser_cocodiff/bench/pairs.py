@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import roll_call
+
 TIMEOUT_SECONDS = 120.0
 
 PINGS = 15
@@ -31,6 +33,8 @@ the first ones arrive, and longer than ranks differ in when they start."""
 LOADED_BYTES = 1 << 28
 """What a rank holds of such messages at most."""
 LOADED_REPEATS = 3
+_WORD = 1
+"""Tag of what ranks tell each other while messages may be under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,7 @@ class _Meter:
         self._deadline = time.monotonic() + timeout
 
     def measure(self) -> Pairs:
+        roll_call.attend()
         self._come_together()  # also opens what the backend opens with all ranks together
         latency, bandwidth = self._nothing(), self._nothing()
         for peers in rounds(self._size):
@@ -125,7 +130,7 @@ class _Meter:
         for _ in range(PINGS):
             started = time.perf_counter()
             for sends in (serves, not serves):
-                self._wait(self._post(dist.isend if sends else dist.irecv, ball, peer))
+                self._wait(self._post(dist.isend if sends else dist.irecv, ball, peer), peer)
             times.append(time.perf_counter() - started)
         # The fastest but the first, which may find the ball there already.
         return min(times[1:]) / 2
@@ -142,7 +147,7 @@ class _Meter:
     def _agreed(self, peer: int, wish: bool) -> bool:
         """What the lower of two ranks wants: both have to do the same."""
         wishes = torch.tensor([wish], dtype=torch.uint8, device=self._device)
-        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, wishes, peer))
+        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, wishes, peer), peer)
         return bool(wishes.item())
 
     def _exchange(self, peer: int, size: int) -> float:
@@ -154,9 +159,9 @@ class _Meter:
             # Receives come first: gloo announces them on the same connection, where they would queue behind a message
             # that is sent, and the two directions would then follow each other.
             received, *sent = self._post_all([(dist.irecv, here, peer), (dist.isend, there, peer)])
-            self._wait([received])
+            self._wait([received], peer)
             spent = time.perf_counter() - started
-            self._wait(sent)
+            self._wait(sent, peer)
         return spent
 
     def _loaded(self, bandwidth: np.ndarray) -> np.ndarray:
@@ -181,7 +186,7 @@ class _Meter:
 
         def wait(peer: int, work: dist.Work) -> None:
             try:
-                self._wait([work])
+                self._wait([work], peer)
                 arrived[peer] = time.perf_counter()
             except RuntimeError as error:
                 errors.append(error)
@@ -192,12 +197,13 @@ class _Meter:
             thread.start()
         self._come_together()
         started = time.perf_counter()
-        sends = [self._post(dist.isend, there[peer], peer)[0] for peer in peers]
+        sends = {peer: self._post(dist.isend, there[peer], peer) for peer in peers}
         for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
-        self._wait(sends)
+        for peer, works in sends.items():
+            self._wait(works, peer)
         return np.maximum(arrived - started, 1e-6)  # others may have started a moment before
 
     def _tells_arrivals(self) -> bool:
@@ -206,33 +212,55 @@ class _Meter:
     def _post(self, operation: Any, message: torch.Tensor, peer: int) -> list[dist.Work]:
         return self._post_all([(operation, message, peer)])
 
-    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[dist.Work]:
+    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]], tag: int = 0) -> list[dist.Work]:
         """Start sends and receives together, as NCCL needs them; one work for each where the backend has that."""
-        return dist.batch_isend_irecv(
-            [dist.P2POp(what, message, group=self._group, group_peer=peer) for what, message, peer in operations]
-        )
+        with self._naming({peer for *_, peer in operations}):
+            return dist.batch_isend_irecv(
+                [dist.P2POp(what, data, group=self._group, tag=tag, group_peer=peer) for what, data, peer in operations]
+            )
 
-    def _wait(self, works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+    def _wait(self, works: list[dist.Work], peer: int) -> None:
+        with self._naming({peer}):
+            for work in works:
+                work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         self._synchronize()
+
+    def _naming(self, peers: set[int]) -> roll_call.naming_the_lost:
+        members = dist.get_process_group_ranks(self._group)
+        return roll_call.naming_the_lost([members[rank] for rank in sorted({self._rank, *peers})], "probe")
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
     def _come_together(self) -> None:
-        token = torch.zeros(1, device=self._device)
-        self._wait([dist.all_reduce(token, group=self._group, async_op=True)])
+        self._of_all(torch.zeros(1))
+
+    def _of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """What every rank holds, shape (P, ...), pair by pair: so each rank notices itself which one is gone."""
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        there = values.to(self._device)
+        here = there.repeat(self._size, *[1] * values.ndim)
+        works = (
+            self._post_all(
+                [(dist.irecv, here[peer], peer) for peer in peers] + [(dist.isend, there, peer) for peer in peers],
+                _WORD,
+            )
+            if peers
+            else []
+        )
+        # A backend that starts them as one has one work for all of them.
+        for number, work in enumerate(works):
+            self._wait([work], peers[number % len(peers)])
+        return here.cpu()
 
     def _nothing(self) -> np.ndarray:
         return np.zeros((self._size, self._size))
 
     def _gathered(self, column: np.ndarray) -> np.ndarray:
         """The matrix of which every rank has its own column, and zeros elsewhere."""
-        matrix = torch.tensor(column, dtype=torch.float32, device=self._device)
-        self._wait([dist.all_reduce(matrix, group=self._group, async_op=True)])
-        gathered = matrix.cpu().numpy().astype(float)
+        columns = self._of_all(torch.tensor(column[:, self._rank], dtype=torch.float32))
+        gathered = columns.numpy().T.astype(float)
         np.fill_diagonal(gathered, math.nan)
         return gathered
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import launcher, probe, roll_call
+from xfuser_cocodiff import launcher, probe
 from xfuser_cocodiff.bench import host, pairs
 from xfuser_cocodiff.bench.contest import slowest
 from xfuser_cocodiff.bench.inference import infer_topology
@@ -34,8 +34,7 @@ def measure(
         The record, the same on every rank; its `profile` is what the planner reads.
     """
     started = time.perf_counter()
-    with roll_call.naming_the_lost(group, "probe"):
-        measured = pairs.measure_pairs(group, device, timeout or pairs.TIMEOUT_SECONDS)
+    measured = pairs.measure_pairs(group, device, timeout or pairs.TIMEOUT_SECONDS)
     inferred = _named(infer_topology(measured))
     topology = topology or inferred
     halfway = time.perf_counter()
