@@ -1,8 +1,7 @@
 """Topology bound to process groups: the all-to-all along the axes of a machine (TAPA), by any plan.
 
 One collective per stage, each along its own dim of the buffer seen as (*plan.shape, payload), equals the flat one bit
-for bit in any order of the stages. Functional collectives throughout: on Intel GPUs the in-place all_to_all_single is
-known to corrupt data (intel/torch-xpu-ops#3021), and torch.compile can trace them.
+for bit in any order of the stages.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +33,7 @@ class InFlight(NamedTuple):
     """Kept until the stage is finished, since the network reads it."""
     received: torch.Tensor
     works: tuple[dist.Work, ...] = ()
-    """Of direct sends; a collective is waited for through `received`."""
+    """What to wait for; a functional collective is waited for through `received`."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +120,11 @@ class Mesh:
         dim, group = plan.dims[number], self.groups[plan.stages[number]]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
-            return InFlight(plan, number, sent, _collective(sent, group))
+            return InFlight(plan, number, sent, _functional(sent, group))
         self.traffic.count(plan.labels[number], group.size(), sent)
+        begin = _send_directly if plan.direct[number] else _collective
         with self.traffic.time(plan.labels[number], sent.device), roll_call.naming_the_lost(group, plan.labels[number]):
-            if plan.direct[number]:
-                return InFlight(plan, number, sent, *_send_directly(sent, group))
-            return InFlight(plan, number, sent, _collective(sent, group))
+            return InFlight(plan, number, sent, *begin(sent, group))
 
     def finish(self, flight: InFlight) -> torch.Tensor:
         """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
@@ -137,13 +135,22 @@ class Mesh:
             label, group = plan.labels[number], self.groups[plan.stages[number]]
             with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
                 for work in flight.works:
-                    work.wait(self.timeout)
+                    # A collective has its group's timeout, and one that is passed here would hold up the host.
+                    work.wait(self.timeout) if plan.direct[number] else work.wait()
                 received = _wait(received)
         received, dim = received.view(flight.sent.shape), plan.dims[number]
         return received.movedim(0, dim) if dim else received
 
 
-def _collective(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _collective(sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    if sent.device.type == "xpu":  # where the other one is known to corrupt data: intel/torch-xpu-ops#3021
+        return _functional(sent, group), ()
+    received = torch.empty_like(sent)
+    return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
+
+
+def _functional(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The collective that torch.compile can trace; outside of it a call costs ten times as much from Python."""
     return functional.all_to_all_single(sent.flatten(), None, None, group)
 
 
