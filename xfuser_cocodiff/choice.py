@@ -5,6 +5,7 @@ a size comes up, the plans that the model finds best are tried against the flat 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -28,9 +29,10 @@ WORTH_A_TRIAL = 1.3
 """Those that the model finds more than so many times slower than the best are not tried."""
 MUST_SAVE = 0.03
 """Share of the flat collective's time that another plan must save in the trial."""
-EFFORTS = ((1.0, 3, 5), (4.0, 1, 3))
-"""How long a trial may take in seconds, how many calls it then times in a row, and how often. Where exchanges take even
-longer there is none: bandwidth decides there, which the model knows."""
+EFFORTS = ((3, 5), (1, 3))
+"""How many calls a trial times in a row, and how often: the first that takes no longer than TRIAL_SECONDS."""
+TRIAL_SECONDS = 3.0
+"""Larger messages are tried by smaller ones, for which this is enough: bandwidth decides there either way."""
 
 
 def planned_mesh(
@@ -68,13 +70,14 @@ def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: tor
 
 def _tried(mesh: Mesh, profile: Profile, message_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Plan:
     flat, plans = Plan.flat(mesh.topology), contenders(profile, message_bytes)
+    if not plans:
+        return flat
     once = sum(seconds(profile, plan, message_bytes) for plan in (flat, *plans))
-    effort = next(((calls, rounds) for limit, calls, rounds in EFFORTS if once * (calls * rounds + 1) < limit), None)
-    if not plans or effort is None:
-        return choose(profile, message_bytes)
+    spent = {effort: once * (math.prod(effort) + 1) for effort in EFFORTS}
+    effort = next((effort for effort in EFFORTS if spent[effort] < TRIAL_SECONDS), EFFORTS[-1])
+    share = max(1, int(message_bytes / mesh.topology.size * min(1.0, TRIAL_SECONDS / spent[effort])))
 
     def work(plan: Plan) -> Callable[[], torch.Tensor]:
-        share = max(1, message_bytes // mesh.topology.size)
         message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=device)
         return functools.partial(mesh.all_to_all, message, plan)
 
