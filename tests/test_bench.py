@@ -79,7 +79,7 @@ def test_shares_and_shapes() -> None:
         with pytest.raises(ValueError, match="--share"):
             model.shares(text)
     none = dict.fromkeys(("width", "depth", "tokens", "heads"))
-    assert model.Shape.named("high-resolution", 8, **none) == model.Shape(512, 6, 1024, 8)
+    assert model.Shape.named("high-resolution", 8, **none) == model.Shape(512, 3, 4096, 32)
     large = model.Shape.named("low-resolution", 24, **none)
     assert (large.heads, large.tokens % 24, large.width % large.heads) == (24, 0, 0)
     with pytest.raises(ValueError, match="--shape 'huge'"):

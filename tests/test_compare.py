@@ -51,7 +51,7 @@ SCRIPT = """
         time.sleep(600)
     if "--fail" in sys.argv:
         raise ValueError("no such scheduler")
-    steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 10}}]
+    steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "hidden_seconds": 0.0, "sent_bytes": {"flat": 10}}]
     digest = "plugin" if "--use_cocodiff" in sys.argv and "--differ" in sys.argv else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}

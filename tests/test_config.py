@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
+from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, Overlap, resolve
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
 
@@ -61,3 +61,18 @@ def test_settings_are_frozen_and_checked() -> None:
 def test_every_option_has_a_variable_of_its_own() -> None:
     assert len({option.variable for option in OPTIONS}) == len(OPTIONS)
     assert all(option.variable.startswith("COCODIFF_") for option in OPTIONS)
+
+
+def test_overlap() -> None:
+    def overlap(**options: str) -> Overlap:
+        values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
+        return resolve(values, {}, 2, Topology.flat(2)).overlap
+
+    assert overlap() == overlap(v_first="auto", head_groups="auto") == Overlap()
+    assert overlap(v_first="on", head_groups="4") == Overlap(v_first=True, head_groups=4)
+    assert overlap(v_first="off").v_first is False
+    with pytest.raises(ValueError, match="--cocodiff_v_first: 'maybe' is not valid; valid are auto, on, off"):
+        overlap(v_first="maybe")
+    for bad in ("0", "-1", "1.5", "many"):
+        with pytest.raises(ValueError, match=f"--cocodiff_head_groups: '{bad}' is not valid; valid are 'auto'"):
+            overlap(head_groups=bad)

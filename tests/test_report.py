@@ -16,7 +16,12 @@ from xfuser_cocodiff.bench.figures import Outcome, figures
 
 def step(seconds: float, **axes: float) -> dict:
     """A step as the recorder writes it: axes in seconds, at 1 kB for each millisecond."""
-    return {"seconds": seconds, "a2a_seconds": axes, "sent_bytes": {axis: s * 1e6 for axis, s in axes.items()}}
+    return {
+        "seconds": seconds,
+        "a2a_seconds": axes,
+        "hidden_seconds": 0.1,
+        "sent_bytes": {axis: s * 1e6 for axis, s in axes.items()},
+    }
 
 
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
@@ -92,7 +97,7 @@ def test_a_record_says_what_it_must(tmp_path: Path) -> None:
     assert exact["step_seconds"] == [0.1, 0.1]
     assert exact["a2a_seconds"] == pytest.approx(0.04)
     assert exact["ratio_to_stock"] == 1
-    assert exact["hidden_seconds"] is None
+    assert exact["hidden_seconds"] == pytest.approx(0.1)
     assert exact["bytes"] == {"flat": 46667}
     assert exact["latents"] | {"differs_at": []} == exact["latents"]
     assert exact["latents"]["bit_equal"]

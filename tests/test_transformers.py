@@ -40,23 +40,27 @@ class Way:
 
     topology: str
     a2a: str
-    stages: tuple[str, ...] | None = None
-    """Stages in which something must move; None leaves them to the planner."""
-
-    @property
-    def chunks(self) -> int:
-        """Collectives in each stage of an exchange."""
-        return int(self.a2a.partition("/")[2] or 1)
+    stages: str | None = None
+    """Stages in which something must move, and the ranks that each crosses; None leaves them to the planner."""
+    v_first: str = "on"
+    head_groups: str = "1"
 
 
 WAYS = {
-    2: [Way("flat", "auto", ("flat",)), Way("node=1,gpu=2", "hierarchical", ("gpu",))],
-    4: [Way("node=2,gpu=2", "flat", ("flat",)), Way("node=2,gpu=2", "hierarchical", ("node", "gpu"))],
+    2: [
+        Way("flat", "auto", "flat=2"),
+        Way("node=1,gpu=2", "hierarchical", "gpu=2", head_groups="2"),
+        Way("flat", "flat", "flat=2", v_first="off", head_groups="4"),
+    ],
+    4: [
+        Way("node=2,gpu=2", "flat", "flat=4", v_first="off"),
+        Way("node=2,gpu=2", "hierarchical", "node=2,gpu=2", head_groups="2"),
+    ],
     8: [
-        Way("node=4,gpu=2", "auto"),
-        Way("node=4,gpu=2", "hierarchical:node,gpu/2", ("node", "gpu")),
-        Way("node=2,gpu=2,tile=2", "hierarchical", ("node", "gpu", "tile")),
-        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node/4", ("node", "tile+gpu")),
+        Way("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
+        Way("node=4,gpu=2", "hierarchical:node,gpu/2", "node=4,gpu=2"),
+        Way("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
+        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*/4", "node=2,tile+gpu=4"),
     ],
 }
 """By degree."""
@@ -69,10 +73,12 @@ class Denoising:
     latents: torch.Tensor
     mesh: str | None
     """Topology of the mesh in force; None without one."""
-    exchanges: dict[str, int]
-    """Collectives of the plugin, by axis."""
-    stock_exchanges: int
-    """Collectives of stock xDiT."""
+    sent_bytes: dict[str, int]
+    """By the plugin, by stage."""
+    stock_bytes: int
+    """Held by a rank before stock xDiT's collectives."""
+    early: list[bool]
+    """For each kind of layer that goes through USP whether V can go first."""
 
 
 @dataclass
@@ -106,12 +112,12 @@ def _build(rank: int, model: str, degree: int) -> "list[SmallTransformer]":
 
 
 def _observe(small: "SmallTransformer", degree: int) -> Observation:
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff import attention
 
     stock = _denoise(small, degree)
     ways = {way: _denoise(small, degree, way) for way in WAYS[degree]}
-    exact = sites.reshard
-    with mock.patch.object(sites, "reshard", lambda *arguments: [0.5 * tensor for tensor in exact(*arguments)]):
+    exact = attention.reshard
+    with mock.patch.object(attention, "reshard", lambda *arguments: [0.5 * tensor for tensor in exact(*arguments)]):
         wrong = _denoise(small, degree, WAYS[degree][-1])
     return Observation(stock, ways, wrong, stock_again=_denoise(small, degree))
 
@@ -123,16 +129,20 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     from xfuser.model_executor.layers import usp
 
     from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff.xdit.usp import layers
 
-    options = {"use_cocodiff": True, "cocodiff_topology": way.topology, "cocodiff_a2a": way.a2a} if way else {}
+    options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
+    options |= {"use_cocodiff": True} if way else {}
     config, _ = xFuserArgs(model="small", ulysses_degree=degree, **options).create_config()
     initialize_runtime_state(small.pipeline, config)
     small.ready()
     sites.TRAFFIC.reset()
     with mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as stock_exchange:
         latents = small.denoise()
+    stock_bytes = sum(call.args[0].nbytes for call in stock_exchange.call_args_list)
+    early = [kind.ready for kind in layers().kinds if kind.trial]
     mesh = sites.active_mesh()
-    return Denoising(latents, mesh and str(mesh.topology), dict(sites.TRAFFIC.calls), stock_exchange.call_count)
+    return Denoising(latents, mesh and str(mesh.topology), dict(sites.TRAFFIC.sent_bytes), stock_bytes, early)
 
 
 RUNS = [(model, degree) for model in CASES for degree in WAYS]
@@ -169,20 +179,27 @@ def test_latents_equal_stock(observed):
 
 def test_every_exchange_goes_over_the_topology(observed):
     for case, observation in observations(observed):
-        needed = observation.stock.stock_exchanges
-        assert needed > 0, case
+        held = observation.stock.stock_bytes
+        assert held > 0, case
         for way, denoising in observation.ways.items():
             assert denoising.mesh == way.topology, (case, way)
-            expected = way.stages and dict.fromkeys(way.stages, needed * way.chunks)
-            assert denoising.exchanges == (expected or denoising.exchanges) != {}, (case, way)
-            assert denoising.stock_exchanges == 0, (case, way)
+            sizes = [stage.split("=") for stage in way.stages.split(",")] if way.stages else []
+            expected = {stage: held * (int(size) - 1) // int(size) for stage, size in sizes}
+            assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, way)
+            assert denoising.stock_bytes == 0, (case, way)
+
+
+def test_v_goes_first_in_every_layer(observed):
+    for case, observation in observations(observed):
+        for way, denoising in observation.ways.items():
+            assert denoising.early and all(denoising.early), (case, way)
 
 
 def test_without_the_flag_xdit_is_stock(observed):
     for case, observation in observations(observed):
         for denoising in (observation.stock, observation.stock_again):
             assert denoising.mesh is None, case
-            assert not denoising.exchanges, case
+            assert not denoising.sent_bytes, case
         assert torch.equal(observation.stock_again.latents, observation.stock.latents), case
 
 

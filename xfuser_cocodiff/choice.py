@@ -62,7 +62,8 @@ def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: tor
         if message_bytes not in chosen:
             if torch.compiler.is_compiling():  # nothing can be tried while a graph is traced
                 return choose(profile, message_bytes)
-            chosen[message_bytes] = _tried(trials, profile, message_bytes, group, device)
+            # In the lane, where it cannot overtake an exchange that is under way.
+            chosen[message_bytes] = mesh.lane.run(lambda: _tried(trials, profile, message_bytes, group, device))
         return chosen[message_bytes]
 
     return choice

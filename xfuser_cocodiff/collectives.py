@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import roll_call
+from xfuser_cocodiff.lane import Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Traffic
@@ -46,6 +47,8 @@ class Mesh:
     choose: Callable[[int], Plan]
     """The plan for a message of so many bytes: the same on every rank."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    lane: Lane = field(default_factory=Lane, compare=False)
+    """Where the exchanges of this mesh run, those of a copy with other fields too."""
     timeout: timedelta = default_pg_timeout
     """How long a direct send waits for its peer; the groups know it for their collectives."""
 
@@ -83,7 +86,7 @@ class Mesh:
             else:  # Only the members make the group, so that Ulysses groups need not march in step.
                 groups[stage] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
         timeout = timeout or default_pg_timeout
-        return cls(topology, groups, lambda message_bytes: plans[0], traffic or Traffic(), timeout)
+        return cls(topology, groups, lambda message_bytes: plans[0], traffic or Traffic(), timeout=timeout)
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.

@@ -13,6 +13,7 @@ from xfuser_cocodiff.topology import NOTATION, Topology
 
 AUTO = "auto"
 MODES = ("exact",)
+OVERLAPS = (AUTO, "on", "off")
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -60,6 +61,19 @@ OPTIONS = (
         "Seconds after which an all-to-all that a rank does not answer ends the job; torch's default when not given.",
     ),
     Option(
+        "cocodiff_v_first",
+        "COCODIFF_V_FIRST",
+        None,
+        "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if that is faster.",
+        OVERLAPS,
+    ),
+    Option(
+        "cocodiff_head_groups",
+        "COCODIFF_HEAD_GROUPS",
+        None,
+        f"Groups of a rank's heads, of which one attends while others travel: {AUTO} (the default) or their number.",
+    ),
+    Option(
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
@@ -67,6 +81,16 @@ OPTIONS = (
         MODES,
     ),
 )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the user fixed of how exchanges overlap with computation; None is left to a trial."""
+
+    v_first: bool | None = None
+    """Whether V's exchange starts before Q and K are there."""
+    head_groups: int | None = None
+    """Groups of a rank's heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +108,9 @@ class CocoDiffConfig:
 
     timeout: float | None = None
     """Seconds that a collective may take; None is torch's default."""
+
+    overlap: Overlap = Overlap()
+    """What overlaps with computation."""
 
     mode: str = "exact"
     """One of MODES."""
@@ -119,11 +146,17 @@ def resolve(
     topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
     mode, source = chosen["cocodiff_mode"]
     _check_choice(source, mode or "exact", MODES)
+    v_first, source = chosen["cocodiff_v_first"]
+    _check_choice(source, v_first or AUTO, OVERLAPS)
+    overlap = Overlap(
+        v_first={"on": True, "off": False}.get(v_first), head_groups=_read(chosen["cocodiff_head_groups"], _head_groups)
+    )
     return CocoDiffConfig(
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
         profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, topology)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
+        overlap=overlap,
         mode=mode or "exact",
         detected=chosen["cocodiff_topology"][0] is None,
     )
@@ -165,6 +198,14 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{text!r} is not valid; valid are seconds above 0")
     return value
+
+
+def _head_groups(text: str) -> int | None:
+    if text == AUTO:
+        return None
+    if not (str(text).isdecimal() and int(text) >= 1):
+        raise ValueError(f"{text!r} is not valid; valid are {AUTO!r} and numbers from 1")
+    return int(text)
 
 
 def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, str]:

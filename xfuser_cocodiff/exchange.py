@@ -5,15 +5,39 @@ Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.collectives import InFlight, Mesh
+from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.traffic import Label, Span
+
+HEADS, SEQUENCE = 1, 2
+"""Dims of attention's tensors, (B, H, S, D)."""
 
 
-def reshard(tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh) -> list[torch.Tensor]:
+class Part(NamedTuple):
+    """One of several equal parts of the heads that each rank holds between two exchanges."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This part of a dim, as a view."""
+        size = tensor.shape[dim] // self.count
+        return tensor.narrow(dim, self.index * size, size)
+
+
+WHOLE = Part()
+_ANY = Label("any")
+
+
+def reshard(
+    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _ANY
+) -> list[torch.Tensor]:
     """Split one dim of each tensor over the ranks and collect another, all tensors in one message.
 
     Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O the other way round.
@@ -24,21 +48,98 @@ def reshard(tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, 
         scatter_dim: dim to split; its size must be a multiple of the number of ranks in every tensor.
         gather_dim: dim to collect.
         mesh: ranks and their topology.
+        label: what they are.
 
     Returns:
         The resharded tensors, contiguous.
     """
     plan = mesh.choose(sum(tensor.nbytes for tensor in tensors))
-    pieces = [_by_destination(tensor, scatter_dim, plan) for tensor in tensors]
-    received = mesh.all_to_all(_pack(pieces, plan), plan)
+    pieces = [_by_destination(tensor, scatter_dim, plan, WHOLE) for tensor in tensors]
+    message, span = _pack(pieces, plan), mesh.traffic.span(label, tensors[0].device)
+    with span.holds():
+        received = mesh.lane.run(lambda: _travel(message, plan, mesh, span))
     return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
 
 
-def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan) -> torch.Tensor:
-    """View (..., P * n, ...) as (*plan.shape, ..., n, ...)."""
-    sizes, levels = tensor.shape, len(plan.shape)
-    rest = sizes[scatter_dim] // plan.topology.size
-    split = tensor.view(*sizes[:scatter_dim], *plan.shape, rest, *sizes[scatter_dim + 1 :])
+def send_to_heads(
+    tensors: Sequence[torch.Tensor], mesh: Mesh, label: Label, part: Part = WHOLE
+) -> Handle[list[torch.Tensor]]:
+    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/part.count, S, D), all in one message.
+
+    Args:
+        tensors: of one dtype; they must not change before the handle was waited for.
+        mesh: ranks and their topology.
+        label: what they are.
+        part: of the heads that each rank gets.
+    """
+    plan = mesh.choose(sum(tensor.nbytes for tensor in tensors) // part.count)
+    pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+    message = _pack(pieces, plan)
+
+    def merge(received: torch.Tensor) -> list[torch.Tensor]:
+        return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
+
+    return _start(message, plan, mesh, label, merge)
+
+
+def send_to_sequence(tensor: torch.Tensor, target: torch.Tensor, mesh: Mesh, label: Label, part: Part) -> Handle[None]:
+    """Start to bring a part of the heads back, from (B, H/P/part.count, S, D) to its place in `target`.
+
+    Args:
+        tensor: must not change before the handle was waited for.
+        target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
+        mesh: ranks and their topology.
+        label: what it is.
+        part: which part it is.
+    """
+    plan = mesh.choose(tensor.nbytes)
+    piece = _by_destination(tensor, SEQUENCE, plan, WHOLE)
+    message = _pack([piece], plan)
+
+    def put(received: torch.Tensor) -> None:
+        place = part.of(_split(target, HEADS, plan), HEADS + len(plan.shape))
+        place.copy_(_from_sources(_unpack(received, [piece], plan)[0], HEADS, plan))
+
+    return _start(message, plan, mesh, label, put)
+
+
+def _start(
+    message: torch.Tensor, plan: Plan, mesh: Mesh, label: Label, finish: Callable[[torch.Tensor], Any]
+) -> Handle[Any]:
+    span = mesh.traffic.span(label, message.device)
+    if len(plan.stages) > 1 and message.device.type != "cpu":
+        received = mesh.all_to_all(message, plan)  # a thread has streams of its own, which nothing orders yet
+        return Handle(str(label), lambda: received, finish)
+    if len(plan.stages) > 1:
+        return mesh.lane.start(str(label), lambda: _travel(message, plan, mesh, span), finish, span.holds)
+    # One stage needs nobody to carry it on, and need not wait for those before it.
+    flight = mesh.start(message, plan, 0)
+    if span.taken:  # somebody has to see when it ends
+        return mesh.lane.start(str(label), lambda: _arrive(flight, mesh, span), finish, span.holds)
+    return Handle(str(label), lambda: mesh.finish(flight), finish)
+
+
+def _arrive(flight: InFlight, mesh: Mesh, span: Span) -> torch.Tensor:
+    with span.travels():
+        return mesh.finish(flight)
+
+
+def _travel(message: torch.Tensor, plan: Plan, mesh: Mesh, span: Span) -> torch.Tensor:
+    with span.travels():
+        return mesh.all_to_all(message, plan)
+
+
+def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
+    """View (..., P * n, ...) as (..., *plan.shape, n, ...)."""
+    sizes = tensor.shape
+    return tensor.view(*sizes[:dim], *plan.shape, sizes[dim] // plan.topology.size, *sizes[dim + 1 :])
+
+
+def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, part: Part) -> torch.Tensor:
+    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a part has."""
+    split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
+    if part.count > 1:
+        split = part.of(split, scatter_dim + levels)
     return split.permute(_moved(split.ndim, scatter_dim, 0, levels))
 
 
@@ -69,9 +170,12 @@ def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
 
 def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
     """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
-    levels = len(plan.shape)
-    ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
-    return ordered.flatten(gather_dim, gather_dim + levels).contiguous()
+    return _from_sources(piece, gather_dim, plan).flatten(gather_dim, gather_dim + len(plan.shape)).contiguous()
+
+
+def _from_sources(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
+    """View (*plan.shape, ..., m, ...) as (..., *plan.shape, m, ...)."""
+    return piece.permute(_moved(piece.ndim, 0, gather_dim, len(plan.shape)))
 
 
 @functools.cache

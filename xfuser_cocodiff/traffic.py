@@ -4,10 +4,74 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 _UNTIMED = nullcontext()
+
+
+class Label(NamedTuple):
+    """What an exchange brings, and for which layer."""
+
+    what: str
+    layer: str = ""
+
+    def __str__(self) -> str:
+        return f"the exchange of {self.what}" + (f" in {self.layer}" if self.layer else "")
+
+
+@dataclass
+class Span:
+    """When an exchange was under way, in seconds of the host's clock, and how long its caller was held up by it."""
+
+    label: Label
+    begin: float = field(default_factory=time.perf_counter)
+    end: float = 0.0
+    held_seconds: float = 0.0
+    taken = True
+    """Whether anybody wants to know."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it was under way."""
+        return self.end - self.begin
+
+    @property
+    def hidden_seconds(self) -> float:
+        """How long of that the caller computed."""
+        return max(0.0, self.seconds - self.held_seconds)
+
+    @contextmanager
+    def travels(self) -> Iterator[None]:
+        """Around the exchange, where it runs; it may have begun before."""
+        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.exchange"):
+            yield
+        self.end = time.perf_counter()
+
+    @contextmanager
+    def holds(self) -> Iterator[None]:
+        """Around the wait for it, where the caller is."""
+        started = time.perf_counter()
+        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.wait"):
+            yield
+        self.held_seconds = time.perf_counter() - started
+
+
+class _Unseen(Span):
+    """Stands for a span where none is taken."""
+
+    taken = False
+
+    def travels(self) -> AbstractContextManager[None]:
+        return _UNTIMED
+
+    def holds(self) -> AbstractContextManager[None]:
+        return _UNTIMED
+
+
+_UNSEEN = _Unseen(Label(""))
 
 
 class Traffic:
@@ -21,6 +85,8 @@ class Traffic:
         self.timed = timed
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.spans: list[Span] = []
+        """Of each exchange, in the order of their starts, while `timed` and on a CPU."""
         self._seconds: Counter[str] = Counter()
         self._pending: list[tuple[str, torch.Event, torch.Event]] = []
 
@@ -29,15 +95,28 @@ class Traffic:
         self.sent_bytes[stage] += buffer.nbytes // ranks * (ranks - 1)
         self.calls[stage] += 1
 
+    def span(self, label: Label, device: torch.device) -> Span:
+        """Take the times of an exchange."""
+        if not self.timed or device.type != "cpu":
+            return _UNSEEN
+        self.spans.append(Span(label))
+        return self.spans[-1]
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds of exchanges behind which their callers computed."""
+        return sum(span.hidden_seconds for span in self.spans)
+
     def time(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
-        """Take the time that a collective holds the caller up, around its start and around its wait."""
+        """Take the time of a collective, around its start and around its wait."""
         return self._time(stage, device) if self.timed else _UNTIMED
 
     @contextmanager
     def _time(self, stage: str, device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             started = time.perf_counter()
-            yield
+            with torch.autograd.profiler.record_function(f"cocodiff.{stage}"):
+                yield
             self._seconds[stage] += time.perf_counter() - started
         else:
             events = [torch.Event(device.type, enable_timing=True) for _ in range(2)]

@@ -75,7 +75,7 @@ def _traffic(side: Outcome) -> dict[str, Any]:
     return {
         "a2a_seconds": sum(seconds.values()) if seen else None,
         "a2a_seconds_by_axis": seconds if seen else None,
-        "hidden_seconds": None,
+        "hidden_seconds": record.hidden_seconds(side.repeats) if seen else None,
         "bytes": sent if seen else None,
     }
 

@@ -68,6 +68,8 @@ class Cluster:
     preset: str | None = None
     scale: float = 1.0
     interface: str = INTERFACE
+    packet_seconds: float = PACKET_SECONDS
+    """How long a packet takes on its link, as far as packets can be of such sizes."""
 
     @property
     def size(self) -> int:
@@ -77,6 +79,10 @@ class Cluster:
     def rate(self, axis: str) -> float:
         """Mbit/s asked of a link along an axis."""
         return self.rates[axis] * self.scale
+
+    def packet_bytes(self, axis: str) -> int:
+        """Size of the IP packets on a link along an axis."""
+        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), MAX_PACKET)
 
     def links(self, rank: int) -> tuple[Link, ...]:
         """The links that a rank sends on, by the first rank that each leads to."""
@@ -112,11 +118,16 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Cluster | N
     return Cluster.from_json(text) if text else None
 
 
-def shape(scale: float) -> Cluster:
+def shape(scale: float, packet_seconds: float | None = None) -> Cluster:
     """Give the links of the calling rank `scale` times the rates that the cluster has at scale 1.
 
     Every rank shapes what it sends, so all of them call this, with nothing on its way and a barrier after it. Open
     connections go on at the new rates.
+
+    Args:
+        scale: of all rates.
+        packet_seconds: how long a packet may take, if that is to change. Large packets spare the processor, which
+            matters to ranks that compute meanwhile, and blur what short messages take.
 
     Returns:
         The cluster as it is now, which :func:`from_environment` also returns from here on.
@@ -128,7 +139,7 @@ def shape(scale: float) -> Cluster:
     cluster = from_environment()
     if cluster is None:
         raise RuntimeError(f"only a rank of an emulated cluster can shape its links; {VARIABLE} is not set")
-    cluster = dataclasses.replace(cluster, scale=scale)
+    cluster = dataclasses.replace(cluster, scale=scale, packet_seconds=packet_seconds or cluster.packet_seconds)
     check_rates(cluster)
     rank = int(os.environ["RANK"])
     run_batch("tc", class_commands(cluster, rank, "change"))
@@ -165,7 +176,7 @@ def class_commands(cluster: Cluster, rank: int, verb: str) -> list[str]:
     """
     lines = []
     for number, link in enumerate(cluster.links(rank), 1):
-        packet = packet_bytes(cluster.rate(link.axis))
+        packet = cluster.packet_bytes(link.axis)
         sent = packet + ETHERNET_HEADER + ACKNOWLEDGEMENT_SHARE
         rate = round(cluster.rate(link.axis) * 1e6 * sent / (packet - TCP_HEADERS))
         burst = max(1, round(rate / 8 * BURST_SECONDS))
@@ -194,15 +205,10 @@ def route_commands(cluster: Cluster, rank: int) -> list[str]:
     """
     return [
         f"route replace {cluster.addresses[peer]}/32 dev {cluster.interface} src {cluster.addresses[rank]} "
-        f"mtu lock {packet_bytes(cluster.rate(link.axis))} advmss {MAX_PACKET - 40}"
+        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40}"
         for link in cluster.links(rank)
         for peer in link.ranks
     ]
-
-
-def packet_bytes(rate: float) -> int:
-    """Size of the IP packets on a link of `rate` Mbit/s."""
-    return min(max(round(rate * 1e6 / 8 * PACKET_SECONDS), MIN_PACKET), MAX_PACKET)
 
 
 def run_batch(tool: str, lines: Sequence[str], namespace: str | None = None) -> None:

@@ -1,14 +1,16 @@
 """`cocodiff bench model`: steps of a FLUX transformer, stock against the plugin's modes, on links of every speed.
 
 The links of an emulated cluster are slowed down and sped up until stock's all-to-alls take the asked share of a step,
-so that the result is about the ratio of computation to communication, and not about one machine.
+so that the result is about the ratio of computation to communication, and not about one machine. That share is what
+they add to a step that does not communicate: how long a rank is in them says less, since ranks that share a processor
+wait in them for each other's computation.
 """
 
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,16 +23,23 @@ from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
 from xfuser_cocodiff.choice import by_trial
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import MODES
+from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.xdit import world
+from xfuser_cocodiff.xdit import usp, world
+from xfuser_cocodiff.xdit.layers import Layers
 from xfuser_cocodiff.xdit.sites import TRAFFIC
 
-SHAPES = {"high-resolution": 1024, "low-resolution": 256}
-"""Image tokens by name."""
+SHAPES = {
+    "high-resolution": {"tokens": 4096, "heads": 32, "head": 16, "depth": 3},
+    "low-resolution": {"tokens": 1024, "heads": 16, "head": 32, "depth": 6},
+}
+"""At the first, attention is more than half of the computation, as at the paper's 2304 pixels; at the second, 15 %."""
 _TEXT_TOKENS, _TEXT_WIDTH = 64, 64
 _CLOSE, _ATTEMPTS, _TRIALS = 0.02, 6, 3
+_MOST_STEPS = 40
+_PACKET_SECONDS = 2e-3
+"""Messages are long, and packets of a quarter of a millisecond would take a fifth of the processor from the ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,11 @@ class Shape:
         """
         if name not in SHAPES:
             raise ValueError(f"--shape {name!r} is not known; valid are {', '.join(SHAPES)}")
-        heads = sizes["heads"] or math.ceil(8 / ranks) * ranks
-        width = sizes["width"] or heads * max(16, 512 // heads // 8 * 8)
-        tokens = sizes["tokens"] or math.ceil(SHAPES[name] / ranks) * ranks
-        shape = cls(width, sizes["depth"] or 6, tokens, heads)
+        usual = SHAPES[name]
+        heads = sizes["heads"] or math.ceil(usual["heads"] / ranks) * ranks
+        width = sizes["width"] or heads * usual["head"]
+        tokens = sizes["tokens"] or math.ceil(usual["tokens"] / ranks) * ranks
+        shape = cls(width, sizes["depth"] or usual["depth"], tokens, heads)
         if min(shape.width, shape.depth, tokens, heads) < 1 or heads % ranks or tokens % ranks or width % (8 * heads):
             raise ValueError(
                 f"--heads {heads} and --tokens {tokens} must be multiples of the {ranks} ranks, --width {width} one of "
@@ -72,8 +82,13 @@ class Contender:
     """The plan for a message of so many bytes."""
     messages: Counter[int]
     """Exchanges of a step by their bytes, once it has run."""
-    waited: list[float]
-    """Seconds of all-to-alls in each step so far."""
+    overlap: Overlap = field(default_factory=Overlap)
+    layers: Layers = field(default_factory=usp.make_layers)
+    """What was learned of the transformer's layers."""
+    a2a_seconds: list[float] = field(default_factory=list)
+    """Of each step so far."""
+    hidden_seconds: list[float] = field(default_factory=list)
+    """Of these, those behind which the rank computed."""
 
 
 def shares(text: str) -> list[float]:
@@ -106,50 +121,56 @@ def measure(
         topology: how they nest.
         shape: of the transformer.
         asked_shares: of stock's step that its all-to-alls are to take.
-        modes: of MODES, each as it is or with a plan behind a slash, such as 'exact/hierarchical'.
+        modes: each MODE[/PLAN][@v_first=on|off][@head_groups=N], such as 'exact/flat@head_groups=2'.
         repeats: steps of each, in turns.
 
     Raises:
         ValueError: unknown modes, or no emulated cluster.
     """
-    plans = {mode: _plan(mode, topology) for mode in modes}
+    settings = {mode: _settings(mode, topology) for mode in modes}
     if links.from_environment() is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = _step(shape)
+    alone = _alone(step, Contender(None, None, Counter()))
     rows = []
     for asked in asked_shares:
-        stock = Contender(None, None, Counter(), [])
-        cluster = _find_scale(asked, step, stock)
+        stock = Contender(None, None, Counter())
+        cluster = _find_scale(asked, step, stock, alone)
         contenders = {"stock": stock}
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
-        for mode, plan in plans.items():
-            contenders[mode] = _contender(group, topology, plan, profile)
-        rows += _compare(contenders, profile, step, repeats, {"share_asked": asked, "scale": cluster.scale})
+        for mode, config in settings.items():
+            contenders[mode] = _contender(group, config, profile)
+        rows += _compare(contenders, profile, step, repeats, alone, {"share_asked": asked, "scale": cluster.scale})
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
 
 
-def _plan(mode: str, topology: Topology) -> Plan | None:
-    name, _, plan = mode.partition("/")
-    if name not in MODES:
-        raise ValueError(f"--mode {mode!r} is not known; valid are {', '.join(MODES)}, alone or as {MODES[0]}/PLAN")
+def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
+    """Settings of a mode in the notation of the command line."""
+    main, *fixed = mode.split("@")
+    name, _, plan = main.partition("/")
+    options = dict(option.partition("=")[::2] for option in fixed)
     try:
-        return Plan.parse(plan, topology) if plan else None
+        if unknown := options.keys() - {"v_first", "head_groups"}:
+            raise ValueError(f"{min(unknown)!r} is not valid after @; valid are v_first= and head_groups=")
+        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None}
+        values |= {f"cocodiff_{key}": value for key, value in options.items()}
+        return resolve(values, {}, topology.size, topology)
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
-def _contender(group: dist.ProcessGroup, topology: Topology, plan: Plan | None, profile: Any) -> Contender:
+def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Any) -> Contender:
     """A side that runs over a mesh and counts its messages."""
-    mesh = Mesh.over(group, topology, plan and [plan], TRAFFIC)
-    mesh = mesh if plan else replace(mesh, choose=by_trial(mesh, profile, group, torch.device("cpu")))
+    mesh = Mesh.over(group, config.topology, config.plan and [config.plan], TRAFFIC)
+    mesh = mesh if config.plan else replace(mesh, choose=by_trial(mesh, profile, group, torch.device("cpu")))
     messages: Counter[int] = Counter()
 
     def choose(message_bytes: int) -> Plan:
         messages[message_bytes] += 1
         return mesh.choose(message_bytes)
 
-    return Contender(replace(mesh, choose=choose), mesh.choose, messages, [])
+    return Contender(replace(mesh, choose=choose), mesh.choose, messages, config.overlap)
 
 
 def _step(shape: Shape) -> Callable[[], torch.Tensor]:
@@ -178,31 +199,59 @@ def _step(shape: Shape) -> Callable[[], torch.Tensor]:
 
 
 def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
-    world.use(side.mesh)
+    world.use(side.mesh, side.overlap, side.layers)
     side.messages.clear()
     TRAFFIC.reset()
     result = step()
-    side.waited.append(sum(TRAFFIC.seconds.values()))
+    side.a2a_seconds.append(sum(TRAFFIC.seconds.values()))
+    side.hidden_seconds.append(TRAFFIC.hidden_seconds)
     return result
 
 
-def _find_scale(share: float, step: Callable[[], torch.Tensor], stock: Contender) -> links.Cluster:
+def _alone(step: Callable[[], torch.Tensor], stock: Contender) -> float:
+    """Seconds of a step without communication, on all ranks at once."""
+    with world.nothing_sent():
+        return median(contest({"alone": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["alone"])
+
+
+def _find_scale(share: float, step: Callable[[], torch.Tensor], stock: Contender, alone: float) -> links.Cluster:
     """Shape the links so that stock's all-to-alls take a share of its step, as near as the machine allows."""
-    cluster = links.from_environment()
+    cluster = links.shape(links.from_environment().scale, _PACKET_SECONDS)
+    dist.barrier()
     for _ in range(_ATTEMPTS):
-        stock.waited.clear()
-        times = contest({"stock": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["stock"]
-        whole, waited = median(times), mean(median(stock.waited[-_TRIALS:]), torch.device("cpu"))
-        if abs(waited / whole - share) < _CLOSE:
+        whole = median(contest({"stock": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["stock"])
+        if abs(1 - alone / whole - share) < _CLOSE:
             break
-        wanted = (whole - waited) * share / (1 - share)  # computation stays, waiting goes with the links' speed
+        wanted = alone * share / (1 - share)  # computation stays, what is added to it goes with the links' speed
         slowest, fastest = min(cluster.rates.values()), max(cluster.rates.values())
-        scale = min(max(cluster.scale * waited / wanted, links.MIN_RATE / slowest), links.MAX_RATE / fastest)
+        added = max(whole - alone, 0.1 * wanted)
+        scale = min(max(cluster.scale * added / wanted, links.MIN_RATE / slowest), links.MAX_RATE / fastest)
         if math.isclose(scale, cluster.scale, rel_tol=0.01):
             break
-        cluster = links.shape(scale)
+        cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
     return cluster
+
+
+def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.Tensor) -> bool:
+    """Run steps until nothing is tried any more; whether all of them had the bits that are expected."""
+    equal = True
+    for _ in range(_MOST_STEPS):
+        equal &= torch.equal(_run(step, side), expected)
+        if side.mesh is None or side.layers.settled:
+            break
+    return equal
+
+
+def _seconds_of_exchanges(
+    contenders: dict[str, Contender], runs: dict[str, Callable[[], object]], device: torch.device
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each side's all-to-alls, and of those that were hidden, in steps that are not timed themselves."""
+    TRAFFIC.timed = True
+    contest(runs, _TRIALS, device)
+    TRAFFIC.timed = False
+    a2a = {mode: mean(median(side.a2a_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
+    return a2a, {mode: mean(median(side.hidden_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
 
 
 def _compare(
@@ -210,16 +259,15 @@ def _compare(
     profile: Any,
     step: Callable[[], torch.Tensor],
     repeats: int,
+    alone: float,
     known: dict[str, float],
 ) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     expected = _run(step, contenders["stock"])
-    equal = {mode: torch.equal(_run(step, side), expected) for mode, side in contenders.items()}
-    for side in contenders.values():
-        side.waited.clear()
-    times = contest({mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}, repeats, device)
-    waited = {mode: mean(median(side.waited[-repeats:]), device) for mode, side in contenders.items()}
-    compute = median(times["stock"]) - waited["stock"]
+    equal = {mode: _settled(step, side, expected) for mode, side in contenders.items()}
+    runs = {mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}
+    times = contest(runs, repeats, device)
+    a2a, hidden = _seconds_of_exchanges(contenders, runs, device)
     rows = []
     for mode, seconds in times.items():
         messages = contenders[mode].messages
@@ -228,16 +276,20 @@ def _compare(
         rows.append(
             {
                 **known,
-                "share": waited["stock"] / median(times["stock"]),
+                "alone_seconds": alone,
+                "share": 1 - alone / median(times["stock"]),
                 "mode": mode,
                 "step_seconds": seconds,
                 "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
-                "a2a_seconds": waited[mode],
+                "a2a_seconds": a2a[mode],
                 "bit_equal": equal[mode],
-                "hidden_share": 0.0,
+                "hidden_share": min(1.0, hidden[mode] / a2a[mode]),
                 "bytes_slow_fraction": 1.0,
                 "plans": {str(size): str(plan) for size, plan in plans.items()},
-                "predicted_step_seconds": compute + predicted if plans else None,
+                "schedules": {
+                    kind.name: str(kind.trial.schedule) for kind in contenders[mode].layers.kinds if kind.trial
+                },
+                "predicted_step_seconds": alone + predicted if plans else None,
             }
         )
     return rows
@@ -249,10 +301,22 @@ def show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None)
-    for column in ("share", "mode", "step ms", "least", "most", "speedup", "a2a ms", "predicted ms", "bits", "plans"):
-        table.add_column(column, justify="left" if column in ("mode", "bits", "plans") else "right")
+    for column in (
+        "share",
+        "mode",
+        "step ms",
+        "least",
+        "most",
+        "speedup",
+        "a2a ms",
+        "hidden",
+        "bits",
+        "schedules",
+        "plans",
+    ):
+        table.add_column(column, justify="left" if column in ("mode", "bits", "schedules", "plans") else "right")
     for row in record["rows"]:
-        seconds, predicted = row["step_seconds"], row["predicted_step_seconds"]
+        seconds = row["step_seconds"]
         figures = [median(seconds), min(seconds), max(seconds)]
         table.add_row(
             f"{row['share']:.2f}",
@@ -260,8 +324,9 @@ def show(record: dict[str, Any]) -> None:
             *(f"{1000 * figure:.0f}" for figure in figures),
             f"{row['speedup']:.2f}",
             f"{1000 * row['a2a_seconds']:.0f}",
-            "-" if predicted is None else f"{1000 * predicted:.0f}",
+            f"{row['hidden_share']:.2f}",
             "equal" if row["bit_equal"] else "differ",
+            "; ".join(dict.fromkeys(row["schedules"].values())),
             ", ".join(dict.fromkeys(row["plans"].values())),
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

@@ -65,6 +65,12 @@ def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
     return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
 
 
+def hidden_seconds(repeats: Sequence[Repeat]) -> float:
+    """Those of them behind which ranks computed."""
+    found = [[fmean(values) for values in _by_step(repeat, lambda step: step["hidden_seconds"])] for repeat in repeats]
+    return median(median(_settled(steps)) for steps in found)
+
+
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
     """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
     return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}

@@ -84,7 +84,9 @@ def _add_model(subjects: Any) -> None:
     parser.add_argument("--shape", default="high-resolution", help="or low-resolution (%(default)s)")
     parser.add_argument("--share", default=PAPER_SHARES, help="stock's all-to-all shares (%(default)s)")
     parser.add_argument(
-        "--mode", default="exact", help="modes, each with a plan if you like: exact,exact/flat (%(default)s)"
+        "--mode",
+        default="exact",
+        help="each MODE[/PLAN][@v_first=on|off][@head_groups=N], separated by commas (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="steps that each is measured, in turns (%(default)s)")
     for name, what in (("width", "width"), ("depth", "layers"), ("tokens", "image tokens"), ("heads", "heads")):

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.config import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import flags, platform, recorder, sites
+from xfuser_cocodiff.xdit import flags, platform, recorder, sites, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -39,6 +39,7 @@ def uninstall() -> None:
     """Restore every site, or have none patched when xDiT is imported later."""
     global _installed
     autoload.unwatch()
+    usp.layers().clear()
     if _installed is not None:
         _installed.uninstall()
         _installed = None
@@ -51,6 +52,7 @@ def table() -> list[Patch]:
         *(platform.patches(here) if here else []),
         *flags.patches(),
         *sites.patches(),
+        *usp.patches(),
         *(recorder.patches(Path(record)) if record else []),
     ]
 

@@ -116,5 +116,6 @@ def _as_json(config: CocoDiffConfig | None) -> dict:
     if config is None:
         return {}
     plain = {name: getattr(config, name) for name in ("mode", "timeout", "detected")}
+    plain["overlap"] = vars(config.overlap)
     profile = config.profile and config.profile.to_json()
     return {"topology": str(config.topology), "plan": config.plan and str(config.plan), "profile": profile, **plain}

@@ -5,7 +5,7 @@ steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritte
 
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...]}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256"}
-    step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes}}
+    step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
 run's first one: not all decode, and in some of xDiT's pipelines only the last does. A process that runs no pipeline,
@@ -130,6 +130,7 @@ class Recorder:
         step = {
             "seconds": self._now() - self._clock,
             "a2a_seconds": TRAFFIC.seconds,
+            "hidden_seconds": TRAFFIC.hidden_seconds,
             "sent_bytes": dict(TRAFFIC.sent_bytes),
         }
         run = self.runs[-1]

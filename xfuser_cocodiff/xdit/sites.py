@@ -9,15 +9,14 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig
-from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.traffic import Traffic
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
 
 _USP = "xfuser.model_executor.layers.usp"
-_HEADS, _SEQUENCE = 1, 2  # dims of USP's tensors, (B, H, S, D)
 
 TRAFFIC = Traffic()
 """What all exchanges of this process moved."""
@@ -28,8 +27,8 @@ _meshes: dict[tuple[dist.ProcessGroup, CocoDiffConfig], Mesh] = {}
 def patches() -> list[Patch]:
     """Rows that put the exchange in place."""
     return [
-        Patch(_USP, "_ft_c_input_all_to_all", "Q, K or V: sequence to heads", _single(_HEADS, _SEQUENCE), ("x",)),
-        Patch(_USP, "_ft_c_output_all_to_all", "O: heads to sequence", _single(_SEQUENCE, _HEADS), ("x",)),
+        Patch(_USP, "_ft_c_input_all_to_all", "Q, K or V: sequence to heads", _single(HEADS, SEQUENCE), ("x",)),
+        Patch(_USP, "_ft_c_output_all_to_all", "O: heads to sequence", _single(SEQUENCE, HEADS), ("x",)),
         Patch(_USP, "_combined_qkv_all_to_all", "Q, K and V in one message", _packed(_alike), ("q", "k", "v", "extra")),
         Patch(
             _USP, "_combined_gqa_qkv_all_to_all", "with fewer K/V heads", _packed(_grouped), ("q", "k", "v", "extra")
@@ -56,6 +55,13 @@ def active_mesh() -> Mesh | None:
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     return getattr(_RUNTIME, "cocodiff_mesh", None)
+
+
+def active_overlap() -> Overlap:
+    """What was fixed of the overlap of the runtime state in force."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return getattr(_RUNTIME, "cocodiff_overlap", Overlap())
 
 
 def _fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
@@ -88,9 +94,9 @@ def _packed(fit_together: Callable[..., bool]) -> Callable[[Callable], Callable]
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
             tensors, mesh = (q, k, v, *extra), active_mesh()
-            if not (_fits(tensors, _HEADS, mesh) and fit_together(*tensors)):
+            if not (_fits(tensors, HEADS, mesh) and fit_together(*tensors)):
                 return original(*tensors)
-            return tuple(reshard(tensors, _HEADS, _SEQUENCE, mesh))
+            return tuple(reshard(tensors, HEADS, SEQUENCE, mesh))
 
         return all_to_all
 
@@ -133,6 +139,8 @@ def _with_mesh(original: Callable) -> Callable:
 
         if engine_config is not None and _RUNTIME is not None:
             _RUNTIME.cocodiff_mesh = _make_mesh(engine_config)
+            config = getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
+            _RUNTIME.cocodiff_overlap = config.overlap if config else Overlap()
 
     return initialize_runtime_state
 

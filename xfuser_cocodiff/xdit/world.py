@@ -1,7 +1,8 @@
 """xDiT's groups and runtime state without a pipeline, for benchmarks that run its functions on tensors of their own."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.collectives import Mesh, set_timeout
-from xfuser_cocodiff.xdit import recorder, sites
+from xfuser_cocodiff.config import Overlap
+from xfuser_cocodiff.xdit import recorder, usp
+from xfuser_cocodiff.xdit.layers import Layers
 
 
 def start(timeout: float | None = None) -> dist.ProcessGroup:
@@ -55,11 +58,18 @@ def make_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(mesh: Mesh | None) -> None:
-    """Run xDiT's exchanges over a mesh from here on, or leave them to stock xDiT."""
+def use(mesh: Mesh | None, overlap: Overlap | None = None, layers: Layers | None = None) -> None:
+    """Run xDiT's exchanges over a mesh from here on, or leave them to stock xDiT.
+
+    Args:
+        mesh: None for stock.
+        overlap: what is fixed of it.
+        layers: what was learned of layers on that mesh; nothing, when not given.
+    """
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
-    _RUNTIME.cocodiff_mesh = mesh
+    _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_overlap = mesh, overlap or Overlap()
+    usp.follow(layers or usp.make_layers())
 
 
 def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -71,11 +81,22 @@ def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def watch_stock() -> None:
-    """Count and time stock's collectives as the plugin's are, from here on."""
+    """Count stock's collectives as the plugin's are, from here on, and time them when those are timed."""
     from xfuser.model_executor.layers import usp
 
-    sites.TRAFFIC.timed = True
     usp._sdpa_all_to_all_single = recorder.watch_stock(usp._sdpa_all_to_all_single)
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Context in which stock's collectives return what they were given: computation without communication."""
+    from xfuser.model_executor.layers import usp
+
+    kept, usp._sdpa_all_to_all_single = usp._sdpa_all_to_all_single, torch.clone
+    try:
+        yield
+    finally:
+        usp._sdpa_all_to_all_single = kept
 
 
 def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:

@@ -1,0 +1,85 @@
+"""Handles and the lane that they come from."""
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+
+from xfuser_cocodiff.lane import Lane
+
+
+def test_work_runs_in_order_behind_the_caller() -> None:
+    lane, order, gate = Lane(), [], threading.Event()
+
+    def slow() -> str:
+        gate.wait()
+        order.append("first")
+        return "first"
+
+    first = lane.start("first", slow)
+    second = lane.start("second", lambda: order.append("second"))
+    order.append("caller")
+    gate.set()
+    assert second.wait() is None
+    assert first.wait() == "first"
+    assert order == ["caller", "first", "second"]
+
+
+def test_work_that_is_run_waits_for_what_was_started() -> None:
+    lane, order = Lane(), []
+    handle = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    lane.run(lambda: order.append("second"))
+    handle.wait()
+    assert order == ["first", "second"]
+    assert lane.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
+
+
+def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
+    handle = Lane().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
+    assert handle.wait() == (3, threading.get_ident())
+
+
+def test_a_handle_is_waited_for_once() -> None:
+    handle = Lane().start("the exchange", lambda: 1)
+    assert handle.wait() == 1
+    with pytest.raises(RuntimeError, match="the exchange was waited for twice"):
+        handle.wait()
+
+
+def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
+    lane, done = Lane(), []
+    handle = lane.start("the exchange", lambda: done.append(1))
+    with pytest.warns(ResourceWarning, match="the exchange was dropped"):
+        del handle
+    lane.start("next", lambda: None).wait()
+    assert done
+
+
+def test_an_abandoned_handle_does_not_complain() -> None:
+    done = []
+    handle = Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)))
+    handle.abandon()
+    assert done
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del handle
+
+
+def test_errors_reach_who_waits() -> None:
+    lane = Lane()
+    handle = lane.start("work", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        handle.wait()
+    lane.start("work", lambda: 1 // 0).abandon()
+    assert lane.start("work", lambda: 1).wait() == 1
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_work_has_its_callers_modes(mode: type) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with mode():
+        assert Lane().start("work", modes).wait() == modes()

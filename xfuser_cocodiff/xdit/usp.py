@@ -1,0 +1,255 @@
+"""xDiT's USP over exchanges that overlap: V first, and heads in groups."""
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.attention import Attend, ulysses_attention
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import HEADS, WHOLE, Part, send_to_heads
+from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.schedule import GROUP_COUNTS, Schedule, Trial
+from xfuser_cocodiff.traffic import Label
+from xfuser_cocodiff.xdit import sites
+from xfuser_cocodiff.xdit.layers import Layers
+from xfuser_cocodiff.xdit.log import note
+from xfuser_cocodiff.xdit.patch import Patch
+from xfuser_cocodiff.xdit.platform import compute_device
+
+_MODULE = "xfuser.model_executor.layers.usp"
+_PARAMETERS = (
+    *("query", "key", "value", "dropout_p", "is_causal", "joint_query", "joint_key", "joint_value", "joint_strategy"),
+    *("attn_layer", "combine_qkv_a2a", "backend", "attention_kwargs", "head_balance_layer", "kv_head_repeat"),
+)
+
+
+def patches() -> list[Patch]:
+    """Rows that put the attention in place."""
+    return [
+        Patch(_MODULE, "USP", "V goes first, heads go in groups", _usp, _PARAMETERS),
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "initialize_runtime_state",
+            "what was learned of layers ends with it",
+            _forgetting,
+            ("pipeline", "engine_config"),
+        ),
+    ]
+
+
+def _forgetting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        layers().clear()
+        original(pipeline, engine_config)
+
+    return initialize_runtime_state
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What USP was called with, beside Q, K and V."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    joint_query: torch.Tensor | None = None
+    joint_key: torch.Tensor | None = None
+    joint_value: torch.Tensor | None = None
+    joint_strategy: str | None = None
+    attn_layer: Any = None
+    combine_qkv_a2a: bool | None = None
+    backend: Any = None
+    attention_kwargs: dict | None = None
+    head_balance_layer: Any = None
+    kv_head_repeat: int = 1
+
+
+def _usp(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def USP(  # noqa: N802 (xDiT's name)
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        mesh = sites.active_mesh()
+        if mesh is None or torch.compiler.is_compiling():
+            return original(query, key, value, *args, **kwargs)
+        layer = layers().current
+        if layer is None:
+            layers().discover()
+        under_way = layer.value_under_way(value) if layer else None
+        given = _Given(*args, **kwargs)
+        if not _ours(query, key, value, given, mesh):
+            if under_way:
+                under_way.abandon()
+            return original(query, key, value, *args, **kwargs)
+        return _attention(query, key, value, under_way, given, mesh)
+
+    return USP
+
+
+def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, mesh: Mesh) -> bool:
+    """Whether this call is one that is understood here; by what is the same on every rank."""
+    from xfuser.model_executor.layers import usp
+
+    tensors = [query, key, value]
+    if given.joint_strategy:
+        tensors.append(given.joint_query)
+    return (
+        all(tensor.ndim == 4 and tensor.dtype == query.dtype for tensor in tensors)
+        and all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors)
+        and given.joint_strategy in (None, "front", "rear")
+        and not usp._ulysses_extra_inputs(given.attention_kwargs, query)
+    )
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, under_way: Handle | None, given: _Given, mesh: Mesh
+) -> torch.Tensor:
+    from xfuser.model_executor.layers import usp
+
+    layer = layers().current
+    kind = layer.call.kind if layer else None
+    groups = layer.call.schedule.groups if layer else 1
+    try:
+        usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
+        if given.joint_strategy:
+            query = usp._concat_joint_tensor(query, given.joint_query, given.joint_strategy, dim=2)
+        attend = _attend(given)
+    except BaseException:
+        if under_way:
+            under_way.abandon()
+        raise
+    if kind and kind.trial is None and (kind.ready or kind.refusal):
+        heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
+        cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
+        attend, counts = _comparing(attend, [] if cached else heads)
+        result = ulysses_attention(query, key, under_way or value, attend, mesh, 1, layer.name)
+        kind.trial = _trial(kind.ready, [count for count, same in counts.items() if _all_agree(same) and same])
+        return result
+    return ulysses_attention(query, key, under_way or value, attend, mesh, groups, layer.name if layer else "")
+
+
+def _attend(given: _Given) -> Attend:
+    """Attention as USP has it between its exchanges."""
+    from xfuser.core.distributed import get_ring_parallel_world_size
+    from xfuser.model_executor.layers import usp
+
+    function = usp._get_attention_function(backend=given.backend)
+    ring = get_ring_parallel_world_size()
+    joint = usp._preprocess_joint_tensors(given.joint_key, given.joint_value) if given.joint_strategy else (None, None)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+        if usp._has_kv_cache(given.attn_layer):
+            key, value = usp._update_and_get_kv_cache(key, value, given.attn_layer)
+        key, value = usp._trim_trailing_kv_padding(key, value, given.attention_kwargs)
+        if given.kv_head_repeat > 1:
+            key, value = usp._repeat_kv_heads(key, value, given.kv_head_repeat)
+        options = {
+            "dropout_p": given.dropout_p,
+            "is_causal": given.is_causal,
+            "attention_kwargs": given.attention_kwargs,
+            "joint_attn_kwargs": given.joint_strategy
+            and {
+                "joint_key": part.of(joint[0], HEADS),
+                "joint_value": part.of(joint[1], HEADS),
+                "joint_strategy": given.joint_strategy,
+                "step": 0,
+                "total_steps": ring,
+            },
+        }
+        if ring > 1:
+            return usp.ring_attn(function, query, key, value, **options)
+        return function(query, key, value, **options)[0]
+
+    return attend
+
+
+def _comparing(attend: Attend, heads: list[int]) -> tuple[Attend, dict[int, bool]]:
+    """Attention that also finds out into how many groups its heads can be cut without a bit of the result changing."""
+    same = {count: False for count in GROUP_COUNTS[1:] if heads and all(number % count == 0 for number in heads)}
+
+    def comparing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+        result = attend(query, key, value, WHOLE)
+        for count in same:
+            parts = [Part(index, count) for index in range(count)]
+            cut = [attend(*(part.of(each, HEADS) for each in (query, key, value)), part) for part in parts]
+            same[count] = torch.equal(torch.cat(cut, HEADS), result)
+        return result
+
+    return comparing, same
+
+
+def _trial(v_first: bool, counts: list[int]) -> Trial:
+    """The schedules that a kind of layer may run by."""
+    wanted = sites.active_overlap()
+    v_first = v_first and wanted.v_first is not False
+    if wanted.head_groups is None:
+        counts = [1, *counts]
+    elif wanted.head_groups in (1, *counts):
+        counts = [wanted.head_groups]
+    else:
+        note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
+        counts = [1]
+    schedules = [Schedule(v_first, count) for count in counts]
+    if wanted.v_first is None and v_first:
+        schedules.insert(0, Schedule(False, counts[0]))
+    if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
+        schedules = [Schedule(v_first, counts[0])]
+    return Trial(schedules, _mean_of_all)
+
+
+def _group() -> dist.ProcessGroup:
+    from yunchang.globals import PROCESS_GROUP
+
+    return PROCESS_GROUP.ULYSSES_PG
+
+
+def _reduced(values: list[float], operation: Any) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
+    found = found.to(compute_device())
+    # In the lane, where it cannot overtake an exchange that is under way.
+    sites.active_mesh().lane.run(lambda: dist.all_reduce(found, operation, group=_group()))
+    return found.tolist()
+
+
+def _mean_of_all(values: list[float]) -> list[float]:
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _all_agree(value: object) -> bool:
+    """Whether all ranks pass the same."""
+    # 24 bits are exact in any floating type used here.
+    digest = zlib.crc32(repr(value).encode()) & 0xFFFFFF
+    lowest, highest = _reduced([digest, -digest], dist.ReduceOp.MIN)
+    return lowest == -highest
+
+
+def _send_value(value: torch.Tensor, layer: str) -> Handle:
+    return send_to_heads([value], sites.active_mesh(), Label("v", layer))
+
+
+def make_layers() -> Layers:
+    """Layers of which nothing is known yet; they are followed while they are those in force."""
+    made = Layers(
+        lambda: made is layers() and sites.active_mesh() is not None and not torch.compiler.is_compiling(),
+        _send_value,
+        _all_agree,
+    )
+    return made
+
+
+_in_force = [make_layers()]
+
+
+def layers() -> Layers:
+    """The attention layers that are followed now."""
+    return _in_force[0]
+
+
+def follow(other: Layers) -> None:
+    """Follow other layers from here on."""
+    _in_force[0] = other
