@@ -47,18 +47,20 @@ class Run:
 
         return keeping
 
-    def use(self, topology: str | None) -> None:
-        """Go on with the plugin, or without it."""
+    def use(self, topology: str | None, head_groups: int = 1) -> None:
+        """Go on with the plugin, V first, or without it."""
         from xfuser.core.distributed import initialize_runtime_state
 
-        from xfuser_cocodiff.config import CocoDiffConfig
+        from xfuser_cocodiff.config import CocoDiffConfig, Overlap
         from xfuser_cocodiff.plan import Plan
         from xfuser_cocodiff.topology import Topology
 
         model = self.runner.model
         parallel = model.engine_config.parallel_config
         given = Topology.parse(topology, parallel.ulysses_degree) if topology else None
-        parallel.sp_config.cocodiff = CocoDiffConfig(topology=given, plan=Plan.hierarchical(given)) if given else None
+        overlap = Overlap(v_first=True, head_groups=head_groups)
+        config = given and CocoDiffConfig(topology=given, plan=Plan.hierarchical(given), overlap=overlap)
+        parallel.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
@@ -76,6 +78,15 @@ def moved() -> set[str]:
     return axes
 
 
+def v_first() -> bool:
+    """Whether V goes first in every layer that was called often enough to tell, and there are such layers."""
+    from xfuser_cocodiff.xdit.usp import layers
+
+    known = [kind for kind in layers().kinds if kind.trial]
+    assert all(kind.ready for kind in known), [kind.status for kind in known]
+    return bool(known)
+
+
 def compare(rank: int, world_size: int, arguments: list[str], topologies: list[str], dtype: torch.dtype) -> None:
     run = Run(rank, world_size, arguments)
     run.runner.model.pipe.to(dtype)
@@ -83,9 +94,10 @@ def compare(rank: int, world_size: int, arguments: list[str], topologies: list[s
     assert moved() == set()
     assert torch.isfinite(stock).all()
     assert stock.dtype == dtype or stock.dtype == torch.float32
-    for topology in topologies:
-        run.use(topology)
+    for head_groups, topology in enumerate(topologies, 1):
+        run.use(topology, head_groups)
         assert torch.equal(run(), stock), f"{topology} differs from stock"
+        assert v_first()
         sizes = run.runner.model.engine_config.parallel_config.sp_config.cocodiff.topology.axes
         assert moved() == {axis.name for axis in sizes if axis.size > 1}
     run.use(None)
@@ -156,13 +168,13 @@ def test_the_comparison_would_notice_a_wrong_exchange() -> None:
 
 
 def notice(rank: int, arguments: list[str]) -> None:
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff import attention
 
     run = Run(rank, 2, arguments)
     stock = run()
     run.use("2x1")
-    exact = sites.reshard
-    sites.reshard = lambda *args: [tensor * (1 + 2**-6) for tensor in exact(*args)]
+    exact = attention.reshard
+    attention.reshard = lambda *args: [tensor * (1 + 2**-6) for tensor in exact(*args)]
     assert not torch.equal(run(), stock)
 
 

@@ -373,6 +373,14 @@ class Layers:
         """All that were met."""
         return list(self._kinds.values())
 
+    def report(self) -> dict[str, list[str]]:
+        """For each class of modules that go through USP, what there is to say of them."""
+        found: dict[str, set[str]] = {}
+        for kind in self.kinds:
+            if kind.refusal != _ELSEWHERE:
+                found.setdefault(kind.name, set()).add(kind.status)
+        return {name: sorted(statuses) for name, statuses in found.items()}
+
     @property
     def settled(self) -> bool:
         """Whether there is nothing more to find out of the layers that were met."""

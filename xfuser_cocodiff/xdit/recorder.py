@@ -3,7 +3,8 @@
 Runs begin where a pipeline opens its progress bar, which every diffusers pipeline does once, before its first step;
 steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritten after every run:
 
-    {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...]}
+    {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
+     "layers": {class of attention modules: [whether V can go first in them, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256"}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
 
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from xfuser_cocodiff.topology import FLAT
+from xfuser_cocodiff.xdit import usp
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.sites import TRAFFIC
 
@@ -214,6 +216,7 @@ def _engine() -> dict[str, Any]:
         "degree": parallel.ulysses_degree if parallel else None,
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
+        "layers": usp.layers().report(),
     }
 
 

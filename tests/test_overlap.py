@@ -1,0 +1,141 @@
+"""FLUX.1 in xDiT's wrapper, on real ranks: what is under way when, and what is said of it."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+
+
+def start(rank: int, depth: int = 6) -> tuple:
+    """A group of all ranks, and a step of a FLUX.1 with double and single blocks."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
+    from xfuser_cocodiff.bench import model
+    from xfuser_cocodiff.xdit import world
+
+    group = world.start()
+    transformers = []
+    build = world.flux_transformer
+    with mock.patch.object(
+        world, "flux_transformer", lambda *sizes: transformers.append(build(*sizes)) or transformers[0]
+    ):
+        step = model._step(model.Shape(128, depth, 64, 8))
+    return group, transformers[0], step
+
+
+def record_events(rank: int, v_first: bool) -> list[str]:
+    """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
+    from xfuser_cocodiff.collectives import Mesh
+    from xfuser_cocodiff.config import Overlap
+    from xfuser_cocodiff.plan import Plan
+    from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.xdit import usp, world
+
+    group, transformer, step = start(rank)
+    topology = Topology.flat(2)
+    expected = step()
+    world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(v_first, 2))
+    events: list[str] = []
+    for name, module in transformer.named_modules():
+        if name.endswith((".to_q", ".add_q_proj", ".proj_mlp")):
+            module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+    send = usp.send_to_heads
+
+    def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
+        events.append(f"{label.layer} sends {label.what}")
+        return send(tensors, mesh, label, *part)
+
+    with mock.patch.object(usp, "send_to_heads", sending):
+        for _ in range(5):
+            events.clear()
+            assert torch.equal(step(), expected)
+    assert {kind.ready for kind in usp.layers().kinds} == {True}
+    return events
+
+
+def test_v_starts_before_q_is_projected_in_every_layer() -> None:
+    for events in ranks.run(record_events, 2, True):
+        layers = [f"transformer_blocks.{i}" for i in range(2)] + [f"single_transformer_blocks.{i}" for i in range(4)]
+        sent = {layer: events.index(f"{layer}.attn sends v") for layer in layers}
+        for layer in layers:
+            assert sent[layer] < events.index(f"{layer}.attn.to_q")
+        for layer in layers[:2]:
+            assert sent[layer] < events.index(f"{layer}.attn.add_q_proj")
+        for layer in layers[2:]:  # the hook of this test comes first, and V before the MLP itself
+            assert sent[layer] == events.index(f"{layer}.proj_mlp") + 1
+
+
+def test_without_v_first_nothing_starts_early() -> None:
+    for events in ranks.run(record_events, 2, False):
+        assert events and not any("sends" in event for event in events)
+
+
+def take_spans(rank: int) -> list[tuple[str, str, bool]]:
+    """Exchanges of a step with V first and two head groups, and whether something was hidden behind them."""
+    from xfuser_cocodiff.collectives import Mesh
+    from xfuser_cocodiff.config import Overlap
+    from xfuser_cocodiff.plan import Plan
+    from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.traffic import Traffic
+    from xfuser_cocodiff.xdit import world
+
+    group, _, step = start(rank, depth=3)
+    topology, traffic = Topology.flat(2), Traffic(timed=True)
+    world.use(Mesh.over(group, topology, [Plan.flat(topology)], traffic), Overlap(True, 2))
+    for _ in range(6):
+        traffic.reset()
+        step()
+    assert 0 <= traffic.hidden_seconds <= sum(span.seconds for span in traffic.spans)
+    assert traffic.hidden_seconds > 0
+    with torch.profiler.profile(
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    ) as trace:
+        step()
+    names = {event.name for event in trace.events()}
+    assert {"cocodiff.v.exchange", "cocodiff.qk.exchange", "cocodiff.o.exchange", "cocodiff.v.wait"} <= names
+    dist.barrier()
+    return [(span.label.layer, span.label.what) for span in traffic.spans[: len(traffic.spans) // 2]]
+
+
+def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
+    for spans in ranks.run(take_spans, 2):
+        layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
+        assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qk", "o", "o")]
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
+    assert ranks.run(change_bits, 2, groups) == [["V first, 1 head group"]] * 2
+
+
+def change_bits(rank: int, groups: int) -> list[str]:
+    """The schedules under an attention whose bits depend on how many heads it is given."""
+    from xfuser.model_executor.layers import usp as stock
+
+    from xfuser_cocodiff.collectives import Mesh
+    from xfuser_cocodiff.config import Overlap
+    from xfuser_cocodiff.plan import Plan
+    from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.xdit import usp, world
+
+    group, _, step = start(rank)
+    get = stock._get_attention_function
+
+    def get_odd(backend: object = None) -> object:
+        function = get(backend=backend)
+
+        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
+            result, *rest = function(query, *args, **kwargs)
+            return result * (1 + query.shape[1] * 2**-10), *rest
+
+        return odd
+
+    with mock.patch.object(stock, "_get_attention_function", get_odd):
+        expected, topology = step(), Topology.flat(2)
+        world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(True, groups))
+        for _ in range(5):
+            assert torch.equal(step(), expected)
+    return sorted({str(kind.trial.chosen) for kind in usp.layers().kinds})
