@@ -1,5 +1,7 @@
 """V ahead of time: how a layer's V is found, when it is sent, and when it is left alone."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -275,6 +277,15 @@ def test_clear_leaves_modules_as_they_were(world: World) -> None:
     world.events.clear()
     step(transformer)
     assert "send" not in world.events
+
+
+def test_a_transformer_that_is_not_needed_goes(world: World) -> None:
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    steps(world, transformer)
+    gone = weakref.ref(transformer.blocks[1].attn)
+    del transformer
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_trial_takes_the_fastest_schedule() -> None:

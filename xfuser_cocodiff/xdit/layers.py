@@ -11,6 +11,7 @@ What a kind is, is the same on every rank; what was found of it depends on value
 import contextlib
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,17 +101,21 @@ class Layer:
         """Of the last call."""
         self._around: Layer | None = None
         self._projecting = False
-        self._hooks = [
-            block.register_forward_pre_hook(self._block_begins),
-            module.register_forward_pre_hook(self._begins, with_kwargs=True),
-            module.register_forward_hook(self._ends, always_call=True),
-            block.register_forward_hook(self._block_ends, always_call=True),
-        ]
+        self._hooks: list[Any] = []
         self._watching: list[Any] = []
         """Hooks of a call that is watched."""
         self._replaced: dict[str, Callable | None] = {}
         """What stood in the place of the projections' forward."""
         self._triggers: set[tuple[bool, str]] = set()
+
+    def follow(self) -> None:
+        """See the module and its block called from here on; they hold this layer then."""
+        self._hooks = [
+            self._block.register_forward_pre_hook(self._block_begins),
+            self._module.register_forward_pre_hook(self._begins, with_kwargs=True),
+            self._module.register_forward_hook(self._ends, always_call=True),
+            self._block.register_forward_hook(self._block_ends, always_call=True),
+        ]
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -239,6 +244,7 @@ class Layer:
         if call.handle is None:
             return None
         handle, call.handle = call.handle, None
+        call.ahead = {}  # the exchange has a copy
         if call.asked == kind.recipe.paths and value.shape == kind.recipe.shape:
             return handle
         handle.abandon()
@@ -348,17 +354,19 @@ class Layers:
         self.current: Layer | None = None
         """The one whose module runs."""
         self._kinds: dict[tuple, Kind] = {}
-        self._layers: dict[int, Layer] = {}
+        # Only their modules hold them, so that a transformer that is not needed any more can go.
+        self._layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 
     def discover(self) -> None:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
         running = list(_running_modules())
-        if running:
+        if running and id(running[0]) not in self._layers:  # else its forward is called as no module's is
             module, transformer = running[0], running[-1]
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and id(other) not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
-                    self._layers[id(other)] = Layer(name, other, block, self)
+                    self._layers[id(other)] = layer = Layer(name, other, block, self)
+                    layer.follow()
 
     def kind(self, module: nn.Module, arguments: dict[Argument, torch.Tensor]) -> Kind:
         """The kind of a call."""
@@ -389,7 +397,7 @@ class Layers:
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
-        for layer in self._layers.values():
+        for layer in list(self._layers.values()):
             layer.remove()
         self._layers.clear()
         self._kinds.clear()
@@ -398,9 +406,9 @@ class Layers:
 
 def _running_modules() -> Iterator[nn.Module]:
     """Modules whose forward is running, innermost first."""
-    frame, last = sys._getframe(1), None
+    frame = sys._getframe(1)
     while frame is not None:
-        this = frame.f_locals.get("self")
-        if isinstance(this, nn.Module) and this is not last:
-            yield (last := this)
+        # Only in these: a look at a frame's locals keeps them alive for as long as the frame.
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
         frame = frame.f_back
