@@ -104,7 +104,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
         after = everything()
         changed = [key for key in before if during[key] != before[key]]
         left = [key for key in before if after[key] != before[key]]
-        print(json.dumps([sorted(states), "sites.py" in copy, len(changed) > 20, left, activation._installed]))
+        print(json.dumps([sorted(states), "xfuser_cocodiff" in copy, len(changed) > 20, left, activation._installed]))
         """,
         COCODIFF_DISABLE="1",
         **STOCK,

@@ -197,7 +197,7 @@ def test_v_of_a_stream_that_is_made_inside_goes_with_the_first_projection(world:
 def test_v_that_is_changed_after_its_projection_is_left_alone(world: World) -> None:
     transformer = Transformer([Block(Attention(world, twist=lambda value: value * 1.5)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not come from parts of the module in a way that is known"}
+    assert statuses(world) == {"V does not go first: V does not come from parts of the module in a way that is known"}
 
 
 def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
@@ -209,7 +209,7 @@ def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
 
     transformer = Transformer([Block(Changing(world)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V projected ahead is not V as it comes about"}
+    assert statuses(world) == {"V does not go first: V projected ahead is not V as it comes about"}
 
 
 def test_projections_that_others_watch_are_left_alone(world: World) -> None:
@@ -217,7 +217,7 @@ def test_projections_that_others_watch_are_left_alone(world: World) -> None:
     for block in transformer.blocks:
         block.attn.to_v.register_forward_hook(lambda *_: seen.append(1))
     assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"to_v has hooks of others"}
+    assert statuses(world) == {"V does not go first: to_v has hooks of others"}
     assert len(seen) == 10
 
 
@@ -225,7 +225,7 @@ def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
     world.layers.agreed = lambda value: False
     transformer = Transformer([Block(Attention(world)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"the ranks do not agree on where V comes from"}
+    assert statuses(world) == {"V does not go first: the ranks do not agree on where V comes from"}
 
 
 def test_other_shapes_are_learned_anew(world: World) -> None:
@@ -246,7 +246,7 @@ def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
     with pytest.raises(RuntimeError, match="size"):  # Q and this V do not fit, which is not our business
         step(transformer)
     assert world.sent[-1].abandoned
-    assert "V did not come about as it had before" in statuses(world)
+    assert "V does not go first: V did not come about as it had before" in statuses(world)
 
 
 def test_an_error_in_between_abandons_v(world: World) -> None:

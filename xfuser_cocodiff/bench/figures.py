@@ -57,6 +57,7 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
     return {
         "topology": side.engine["topology"],
         "device": side.engine["device"],
+        "layers": side.engine.get("layers"),
         "step_seconds": seconds,
         "step_seconds_spread": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
         "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],

@@ -62,9 +62,11 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
 
 def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
     step, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
-    left = 0.0
+    left, held = 0.0, 1.0
+    if run["a2a_seconds"]:  # what is hidden behind computation takes no time of its own
+        held = max(0.0, 1 - (run["hidden_seconds"] or 0.0) / run["a2a_seconds"])
     for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
-        width = MILLISECONDS * seconds
+        width = MILLISECONDS * seconds * held
         axes.barh(position, width, 0.6, left, color=AXIS_COLOURS.get(axis, INK), label=f"all-to-all: {axis}")
         left += width
     axes.barh(position, max(step - left, 0), 0.6, left, color=REST_COLOUR, label=rest_name(run))

@@ -130,6 +130,8 @@ def notes(record: dict[str, Any]) -> list[str]:
         found.append("The plugin left this run to stock xDiT (its log says why), so both sides ran the same code.")
     if plugin["a2a_seconds"] is None:
         found.append("Bytes and seconds of the all-to-alls could not be seen, as in a compiled graph.")
+    for layer, statuses in (plugin["layers"] or {}).items():
+        found += [f"In {layer}, {status}." for status in statuses]
     if stock["image"]["path"] is None:
         found.append("The pipeline returned no picture.")
     return found

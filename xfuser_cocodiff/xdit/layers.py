@@ -62,7 +62,9 @@ class Kind:
         """The same in words."""
         if self.ready:
             return f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
-        return self.refusal or "not called often enough to know"
+        if self.refusal:
+            return f"V does not go first: {self.refusal}"
+        return "V does not go first: too few calls to learn where it comes from"
 
 
 @dataclass
