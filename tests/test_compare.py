@@ -1,6 +1,7 @@
 """`cocodiff compare`: what it launches and how it ends, with a tiny script, and one real run of xDiT."""
 
 import functools
+import gzip
 import json
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-    import json, os, pathlib, sys, time
+    import gzip, json, os, pathlib, sys, time
     folder, rank = pathlib.Path(os.environ["COCODIFF_RECORD"]), int(os.environ["RANK"])
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
@@ -56,6 +57,10 @@ SCRIPT = """
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
     time.sleep(0.5)
+    if "COCODIFF_TRACE" in os.environ:
+        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5, "dur": 1, "name": "add", "id": 3}
+        text = json.dumps({"baseTimeNanoseconds": 1000 * rank, "traceEvents": [event]})
+        (folder / f"trace{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
     if "--silent" not in sys.argv:
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
 """
@@ -87,6 +92,25 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
     order = [said.index(f"{turn}: started") for turn in ("stock 1", "exact 1", "exact 2", "stock 2")]
     assert order == sorted(order)
     assert "stock 1: run 1" in said
+
+
+def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, capsys) -> None:
+    line = script()
+    assert cli.main([line[0], "--trace", *line[1:]]) == 0
+    said = capsys.readouterr().out
+    for side in ("stock", "exact"):
+        file = tmp_path / f"out/trace-{side}.json.gz"
+        assert str(file) in said
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        assert [(event["pid"], event["ts"], event["id"]) for event in events] == [
+            ("rank 0: 7", 5, "0:3"),
+            ("rank 1: 7", 6, "1:3"),
+        ]
+    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    assert [(run["trace"], len(run["step_seconds"])) for run in runs] == [
+        ("trace-stock.json.gz", 1),
+        ("trace-exact.json.gz", 1),
+    ]
 
 
 def test_not_bit_equal_is_status_1(script: Callable) -> None:
@@ -178,8 +202,8 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 2 --prompt cat"
     out = tmp_path / "out"
-    topology = ["--cocodiff_topology", "gpu=2", "--cocodiff_a2a", "hierarchical"]
-    found = compare.compare([*line.split(), *topology], out, 2, Console(quiet=True))
+    options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on"
+    found = compare.compare([*line.split(), *options.split()], out, 2, Console(quiet=True), traced=True)
     stock, exact = found["runs"]
     assert exact["latents"] == stock["latents"]
     assert exact["latents"]["bit_equal"]
@@ -193,4 +217,11 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
         assert len(side["step_seconds"]) == 2
         assert 0 < side["a2a_seconds"] < side["step_seconds_spread"]["max"]
         assert side["peak_memory_bytes"] > 10**8
+        events = json.loads(gzip.decompress((out / side["trace"]).read_bytes()))["traceEvents"]
+        ranges = {(event["pid"].partition(":")[0], event["name"]) for event in events if event["ph"] == "X"}
+        axis, exchange = ("flat", set()) if side is stock else ("gpu", {"cocodiff.v.exchange", "cocodiff.o.exchange"})
+        assert {(f"rank {rank}", name) for rank in range(2) for name in {f"cocodiff.{axis}", *exchange}} <= ranges
+    layers = exact["a2a_by_layer"]
+    assert [*layers][:3:2] == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
+    assert all(0 <= layer["hidden_seconds"] <= layer["a2a_seconds"] for layer in layers.values())
     assert report.write({**found, "command": "cocodiff"}, out).exists()

@@ -1,6 +1,8 @@
 """The recorder on schedulers and pictures, without ranks; whole recorded runs are in test_compare and test_scripts."""
 
 import copy
+import gzip
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit.tracer import Tracer
 
 
 @pytest.fixture
@@ -59,3 +62,19 @@ def test_a_picture_of_any_output(output: object) -> None:
 
 def test_latents_make_no_picture() -> None:
     assert recorder._first_picture(torch.zeros(1, 16, 8, 8)) is None
+
+
+@pytest.mark.parametrize("total", [4, None])
+def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, total: int | None) -> None:
+    watched._tracer = Tracer(tmp_path / "trace0.json.gz")
+    for _ in range(2):
+        watched.begin_run(FlowMatchEulerDiscreteScheduler(), total)
+        for step in range(4):
+            with torch.autograd.profiler.record_function(f"step {step}"):
+                watched.end_step(torch.zeros(3))
+        with torch.autograd.profiler.record_function("decoding"):
+            watched.end_run()
+    events = json.loads(gzip.decompress((tmp_path / "trace0.json.gz").read_bytes()))["traceEvents"]
+    found = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
+    # Where the end is not known beforehand, the first step is left out and the rest is traced.
+    assert found == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})

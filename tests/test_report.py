@@ -26,7 +26,9 @@ def step(seconds: float, **axes: float) -> dict:
 
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
     """A run as the recorder writes it."""
-    return {"total_steps": len(steps), "steps": steps, "peak_memory_bytes": memory, "latents_sha256": digest}
+    layers = {f"blocks.{index}.attn": [0.2 * len(steps), 0.1 * index * len(steps)] for index in range(2)}
+    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "layers": layers}
+    return {"total_steps": len(steps), "steps": steps, **figures}
 
 
 def leave(folder: Path, *ranks: list[dict], latents: torch.Tensor | None = None, shade: int | None = None) -> Path:
@@ -57,7 +59,7 @@ def a_record(tmp_path: Path, **other: object) -> dict:
         leave(tmp_path / "records" / name, *ranks, latents=latents, shade=100 + int(different) * 3)
         outcomes[name] = Outcome.read([tmp_path / "records" / name], 2)
     runs = [
-        {"name": name, "model": "M<1>", "degree": 2, "command": f"xdit {name}"}
+        {"name": name, "model": "M<1>", "degree": 2, "command": f"xdit {name}", "trace": f"trace-{name}.json.gz"}
         | figures(outcome, outcomes["stock"], tmp_path)
         for name, outcome in outcomes.items()
     ]
@@ -99,6 +101,10 @@ def test_a_record_says_what_it_must(tmp_path: Path) -> None:
     assert exact["ratio_to_stock"] == 1
     assert exact["hidden_seconds"] == pytest.approx(0.1)
     assert exact["bytes"] == {"flat": 46667}
+    assert exact["a2a_by_layer"] == {
+        "blocks.0.attn": pytest.approx({"a2a_seconds": 0.2, "hidden_seconds": 0.0}),
+        "blocks.1.attn": pytest.approx({"a2a_seconds": 0.2, "hidden_seconds": 0.1}),
+    }
     assert exact["latents"] | {"differs_at": []} == exact["latents"]
     assert exact["latents"]["bit_equal"]
     assert exact["latents"]["max_abs"] == 0
@@ -192,13 +198,21 @@ def test_reports(tmp_path: Path, other: dict) -> None:
     html, text = page.read_text(), (tmp_path / "report.md").read_text()
     parsed = Page(html)
     assert parsed.open == []
-    assert parsed.images == 4
+    assert parsed.images == 5
     assert all(reference.startswith("data:image/") for reference in parsed.references)
     assert "url(" not in html
     assert "@import" not in html
     assert "M&lt;1&gt;" in html
     assert "M<1>" in text
-    for words in (*report.verdict(figures), report.speed(figures), "xdit stock", "xdit exact", "100.0 ms", "46.67 kB"):
+    for words in (
+        *report.verdict(figures),
+        report.speed(figures),
+        "xdit stock",
+        "xdit exact",
+        "100.0 ms",
+        "46.67 kB",
+        "trace-stock.json.gz",
+    ):
         assert words in html.replace("&#39;", "'")
         assert words in text
     assert ("Difference: none" in html) == (not other)
@@ -208,10 +222,11 @@ def test_reports(tmp_path: Path, other: dict) -> None:
 
 def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:
     side = Outcome.read([leave(tmp_path / "records/stock", *[[run(step(0.1))]] * 2)], 1)
-    one = {"name": "stock", "model": None, "degree": 2, "command": "x", **figures(side, side, tmp_path)}
+    one = {"name": "stock", "model": None, "degree": 2, "command": "x", "trace": None, **figures(side, side, tmp_path)}
     figures_of_both = {"command": "cocodiff", "repeats": 1, "launches": "one", "runs": [one, {**one, "topology": None}]}
     html = report.write({**host.header(), **figures_of_both}, tmp_path).read_text()
-    assert Page(html).images == 1
+    assert Page(html).images == 2
+    assert "perfetto" not in html
     for words in ("left this run to stock", "could not be seen", "returned no picture", "no telling"):
         assert words in html
 

@@ -54,17 +54,21 @@ def planned_mesh(
 
 
 def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:
-    """What chooses a plan for a message of so many bytes, by a trial among all ranks when a size first comes up."""
+    """What chooses a plan for a message of so many bytes, by a trial among all ranks when a size first comes up.
+
+    A trial takes time, and overlap makes messages of many sizes: those nearest to the same power of two share one.
+    """
     trials = replace(mesh, traffic=Traffic())
     chosen: dict[int, Plan] = {}
 
     def choice(message_bytes: int) -> Plan:
-        if message_bytes not in chosen:
+        size = 1 << round(math.log2(message_bytes))
+        if size not in chosen:
             if torch.compiler.is_compiling():  # nothing can be tried while a graph is traced
-                return choose(profile, message_bytes)
+                return choose(profile, size)
             # In the lane, where it cannot overtake an exchange that is under way.
-            chosen[message_bytes] = mesh.lane.run(lambda: _tried(trials, profile, message_bytes, group, device))
-        return chosen[message_bytes]
+            chosen[size] = mesh.lane.run(lambda: _tried(trials, profile, size, group, device))
+        return chosen[size]
 
     return choice
 

@@ -16,6 +16,8 @@ MODES = ("exact",)
 OVERLAPS = (AUTO, "on", "off")
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
+TRACE_VARIABLE = "COCODIFF_TRACE"
+"""Environment variable: when set, a trace of the last steps is recorded too."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 

@@ -97,26 +97,45 @@ class Traffic:
 
     def span(self, label: Label, device: torch.device) -> Span:
         """Take the times of an exchange."""
-        if not self.timed or device.type != "cpu":
+        if not (self.timed or _profiled()) or device.type != "cpu":
             return _UNSEEN
-        self.spans.append(Span(label))
-        return self.spans[-1]
+        span = Span(label)
+        if self.timed:
+            self.spans.append(span)
+        return span
 
     @property
     def hidden_seconds(self) -> float:
         """Seconds of exchanges behind which their callers computed."""
         return sum(span.hidden_seconds for span in self.spans)
 
+    def hidden_by_layer(self) -> dict[str, tuple[float, float]]:
+        """For each layer the seconds of its exchanges, and those that were hidden."""
+        found: dict[str, tuple[float, float]] = {}
+        for span in self.spans:
+            if layer := span.label.layer:
+                seconds, hidden = found.get(layer, (0.0, 0.0))
+                found[layer] = seconds + span.seconds, hidden + span.hidden_seconds
+        return found
+
     def time(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
         """Take the time of a collective, around its start and around its wait."""
-        return self._time(stage, device) if self.timed else _UNTIMED
+        return self._time(stage, device) if self.timed or _profiled() else _UNTIMED
 
     @contextmanager
     def _time(self, stage: str, device: torch.device) -> Iterator[None]:
+        with torch.autograd.profiler.record_function(f"cocodiff.{stage}"):
+            if self.timed:
+                with self._timed(stage, device):
+                    yield
+            else:
+                yield
+
+    @contextmanager
+    def _timed(self, stage: str, device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             started = time.perf_counter()
-            with torch.autograd.profiler.record_function(f"cocodiff.{stage}"):
-                yield
+            yield
             self._seconds[stage] += time.perf_counter() - started
         else:
             events = [torch.Event(device.type, enable_timing=True) for _ in range(2)]
@@ -137,3 +156,7 @@ class Traffic:
     def reset(self) -> None:
         """Forget everything counted."""
         self.__init__(self.timed)
+
+
+def _profiled() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from xfuser_cocodiff.bench import child, host
+from xfuser_cocodiff.bench import child, host, trace
 from xfuser_cocodiff.bench.figures import Outcome, figures
-from xfuser_cocodiff.config import OPTIONS
+from xfuser_cocodiff.config import OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit import command
 
 STOCK = "stock"
@@ -36,18 +36,38 @@ class Contender:
     launched: list[str] = field(default_factory=list)
     """The command of its last launch."""
 
+    trace: Path | None = None
+    """Of all ranks."""
+
     def launch(self, out: Path, console: Console) -> None:
         """Run once more, recording into a fresh folder of `out`."""
         label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
+        self.launched = command.launch(self.arguments)
+        self.folders.append(self._run(label, self.launched, self.environment, out, console))
+
+    def launch_traced(self, out: Path, console: Console) -> None:
+        """Run once more for a trace; a launch of its own, since tracing takes time."""
+        arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
+        environment = {**self.environment, TRACE_VARIABLE: "1"}
+        folder = self._run(f"{self.name} traced", command.launch(arguments), environment, out, console)
+        self.trace = out / f"trace-{self.name}.json.gz"
+        trace.merge(sorted(folder.glob("trace*.json.gz"), key=_rank), self.trace)
+
+    @staticmethod
+    def _run(label: str, launched: list[str], environment: dict[str, str], out: Path, console: Console) -> Path:
         folder = out / "records" / label.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
-        self.folders.append(folder)
-        self.launched = command.launch(self.arguments)
-        log = out / "logs" / f"{folder.name}.log"
-        child.run(label, self.launched, self.environment, folder, log, console)
+        child.run(label, launched, environment, folder, out / "logs" / f"{folder.name}.log", console)
+        return folder
 
 
-def compare(arguments: Sequence[str], out: Path, repeats: int, console: Console) -> dict[str, Any]:
+def _rank(file: Path) -> int:
+    return int("".join(filter(str.isdigit, file.name)))
+
+
+def compare(
+    arguments: Sequence[str], out: Path, repeats: int, console: Console, traced: bool = False
+) -> dict[str, Any]:
     """Run a command stock and with the plugin.
 
     Args:
@@ -55,6 +75,7 @@ def compare(arguments: Sequence[str], out: Path, repeats: int, console: Console)
         out: folder for records, logs and pictures; created if missing.
         repeats: runs to measure on each side, unless the arguments say ``--num_iterations``.
         console: where progress is shown.
+        traced: whether to launch each side once more for a trace of its last steps.
 
     Returns:
         The record; paths in it are relative to `out`.
@@ -76,6 +97,8 @@ def compare(arguments: Sequence[str], out: Path, repeats: int, console: Console)
         # Turns change, so that neither side always runs first.
         for contender in contenders[:: 1 if turn % 2 == 0 else -1]:
             contender.launch(out, console)
+    for contender in contenders if traced else ():
+        contender.launch_traced(out, console)
     outcomes = [Outcome.read(contender.folders, 1 if script else repeats) for contender in contenders]
     runs = [
         {
@@ -83,6 +106,7 @@ def compare(arguments: Sequence[str], out: Path, repeats: int, console: Console)
             "model": command.option(arguments, "model"),
             "degree": degree,
             "command": shlex.join(contender.launched),
+            "trace": contender.trace.relative_to(out).as_posix() if contender.trace else None,
             **figures(outcome, outcomes[0], out),
         }
         for contender, outcome in zip(contenders, outcomes, strict=True)

@@ -58,6 +58,7 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "topology": side.engine["topology"],
         "device": side.engine["device"],
         "layers": side.engine.get("layers"),
+        "a2a_by_layer": record.layers(side.repeats),
         "step_seconds": seconds,
         "step_seconds_spread": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
         "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],

@@ -1,6 +1,7 @@
 """Pictures of a comparison: the amplified difference of two results, and where the time of a step goes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from xfuser_cocodiff.bench.fidelity import read_picture
 INK = "#7d7d7d"
 """Of text and lines: readable on white and on black, since one chart serves both."""
 REST_COLOUR = "#b8bec6"
+HELD_COLOUR, HIDDEN_COLOUR = "#c8553d", "#b8bec6"
 AXIS_COLOURS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
 MILLISECONDS = 1000
 
@@ -40,14 +42,7 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
         runs: of a compare record.
         out: an SVG file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"font.size": 8, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with pyplot.rc_context({**style, "axes.edgecolor": INK, "svg.hashsalt": "cocodiff"}):
-        figure, axes = pyplot.subplots(figsize=(7.2, 1.1 + 0.55 * len(runs)), layout="constrained")
+    with _figure((7.2, 1.1 + 0.55 * len(runs)), out) as (figure, axes):
         for position, run in enumerate(runs):
             _draw_bar(axes, position, run)
         axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
@@ -56,6 +51,39 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
         figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
+
+
+def draw_layers(layers: Mapping[str, Mapping[str, float]], out: Path) -> None:
+    """Save a bar per attention layer: seconds of its exchanges in a step, hidden behind computation or not.
+
+    Args:
+        layers: `a2a_by_layer` of a compare record.
+        out: an SVG file.
+    """
+    hidden = [MILLISECONDS * min(layer["hidden_seconds"], layer["a2a_seconds"]) for layer in layers.values()]
+    held = [MILLISECONDS * layer["a2a_seconds"] - part for layer, part in zip(layers.values(), hidden, strict=True)]
+    with _figure((7.2, 2.4), out) as (figure, axes):
+        axes.bar(range(len(layers)), held, color=HELD_COLOUR, label="waited for")
+        axes.bar(range(len(layers)), hidden, bottom=held, color=HIDDEN_COLOUR, label="hidden behind computation")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("attention layer, in the order of the model")
+        axes.set_ylabel("milliseconds per step")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+
+
+@contextmanager
+def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, in colours that suit light and dark pages, saved as SVG in the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 8, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with pyplot.rc_context({**style, "axes.edgecolor": INK, "svg.hashsalt": "cocodiff"}):
+        figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
+        yield figure, axes
         figure.savefig(out, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
 

@@ -71,6 +71,21 @@ def hidden_seconds(repeats: Sequence[Repeat]) -> float:
     return median(median(_settled(steps)) for steps in found)
 
 
+def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]]:
+    """For each attention layer, in the order of the model, what a step spends in its exchanges and hides of that.
+
+    Means over ranks, steps and repeats; empty where no layer is known.
+    """
+    runs = [run for repeat in repeats for run in repeat]
+    steps = sum(len(run["steps"]) for run in runs)
+    names = dict.fromkeys(name for run in runs for name in run.get("layers", {}))
+
+    def mean(name: str, figure: int) -> float:
+        return sum(run["layers"].get(name, (0.0, 0.0))[figure] for run in runs) / steps
+
+    return {name: {"a2a_seconds": mean(name, 0), "hidden_seconds": mean(name, 1)} for name in names}
+
+
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
     """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
     return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}

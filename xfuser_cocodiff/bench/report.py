@@ -13,7 +13,7 @@ LIBRARIES = ("jinja2", "matplotlib", "skimage")
 INSTALL = "pip install 'xfuser-cocodiff[report]'"
 NOTHING = "-"
 """Stands for a figure that cannot be had."""
-DIFFERENCE, STEP = "difference.png", "step.svg"
+DIFFERENCE, STEP, LAYERS = "difference.png", "step.svg", "layers.svg"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
@@ -55,6 +55,8 @@ def write(record: dict[str, Any], out: Path) -> Path:
 def _draw(record: dict[str, Any], out: Path) -> int | None:
     """Draw the pictures and return the amplification of the difference."""
     picture.draw_step(record["runs"], out / STEP)
+    if layers := record["runs"][1]["a2a_by_layer"]:
+        picture.draw_layers(layers, out / LAYERS)
     paths = [run["image"]["path"] for run in record["runs"]]
     return picture.draw_difference(*(out / path for path in paths), out / DIFFERENCE) if all(paths) else None
 

@@ -16,11 +16,12 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="run a command with stock xDiT and with the plugin, and report",
         description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
-        usage="%(prog)s [--out DIR] [--repeats N] [--json FILE] -- <xdit arguments | script.py and its arguments>",
+        usage="%(prog)s [--out DIR] [--repeats N] [--trace] [--json FILE] -- <xdit arguments | script and arguments>",
         epilog="Exit status: 1 when the plugin's exact mode is not bit-equal to stock, 2 when nothing was compared.",
     )
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")
+    parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.set_defaults(run=run, parser=parser)
 
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {report.INSTALL}")
     try:
-        figures = compare.compare(options.xdit_arguments, options.out, options.repeats, console)
+        figures = compare.compare(options.xdit_arguments, options.out, options.repeats, console, options.trace)
     except (compare.UsageError, child.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
@@ -50,4 +51,6 @@ def run(options: argparse.Namespace) -> int:
     title, text = report.verdict(figures)
     for line in (f"\n{title}. {text}", report.speed(figures), *report.notes(figures), f"\nReport: {page}"):
         console.print(line)
+    for trace in filter(None, (one["trace"] for one in figures["runs"])):
+        console.print(f"Trace, for https://ui.perfetto.dev: {options.out / trace}")
     return 0 if report.passed(figures) else 1

@@ -5,12 +5,14 @@ steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritte
 
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
      "layers": {class of attention modules: [whether V can go first in them, or why not]}}
-    run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256"}
+    run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
+           "layers": {attention layer: [seconds of its exchanges in all steps, those of them that were hidden]}}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
-run's first one: not all decode, and in some of xDiT's pipelines only the last does. A process that runs no pipeline,
-such as the one that launches the ranks, leaves nothing.
+run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every
+rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline, such as the one that launches
+the ranks, leaves nothing.
 """
 
 import atexit
@@ -26,10 +28,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from xfuser_cocodiff.config import TRACE_VARIABLE
 from xfuser_cocodiff.topology import FLAT
 from xfuser_cocodiff.xdit import usp
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.sites import TRAFFIC
+from xfuser_cocodiff.xdit.tracer import Tracer
 
 
 def patches(folder: Path) -> list[Patch]:
@@ -80,6 +84,7 @@ class Recorder:
         self.latents: torch.Tensor | None = None
         self.scheduler: Any = None
         self._clock = 0.0
+        self._tracer = Tracer(folder / f"trace{rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
 
     def watch_progress_bar(self, original: Callable) -> Callable:
         recorder = self
@@ -111,9 +116,10 @@ class Recorder:
         if not hasattr(owner.step, "recorded"):
             owner.step = self._watch_step(owner.step)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.runs.append({"total_steps": total, "steps": []})
+        self.runs.append({"total_steps": total, "steps": [], "layers": {}})
         TRAFFIC.reset()
         _memory().reset_peak_memory_stats()
+        self._trace()
         self._clock = self._now()
 
     def _watch_step(self, original: Callable) -> Callable:
@@ -137,17 +143,26 @@ class Recorder:
         }
         run = self.runs[-1]
         run["steps"].append(step)
+        for layer, figures in TRAFFIC.hidden_by_layer().items():
+            run["layers"][layer] = [a + b for a, b in zip(run["layers"].get(layer, (0.0, 0.0)), figures, strict=True)]
         self.latents = latents
         if self.rank == 0:
             progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
             self._write("progress.json", progress)
         TRAFFIC.reset()
+        self._trace()
         self._clock = self._now()
+
+    def _trace(self) -> None:
+        if self._tracer:
+            self._tracer.stands(len(self.runs[-1]["steps"]), self.runs[-1]["total_steps"])
 
     def end_run(self) -> None:
         """Complete the run that is under way, if one is, and write the record."""
         if self.latents is None:
             return
+        if self._tracer:
+            self._tracer.stop()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
