@@ -51,9 +51,8 @@ def check(rank: int, text: str) -> None:
             expected = share(attend(q, k, v, Part()))
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
-                    value = share(v)
-                    sent = send_to_heads([value], mesh, Label("v")) if early else value
-                    found = ulysses_attention(share(q), share(k), sent, attend, mesh, groups)
+                    sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups)) if early else None
+                    found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early=sent)
                     assert torch.equal(found, expected), (dtype, key_heads, groups, early)
 
 
@@ -82,9 +81,10 @@ def stress(rank: int, text: str) -> None:
     with mock.patch.object(Mesh, "start", late_start):
         for step in range(200):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
-            sent = send_to_heads([share(v)], mesh, Label("v"))
+            groups = (1, 2, 4)[step % 3]
+            sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups))
             lag()
-            found = ulysses_attention(share(q), share(k), sent, late_attend, mesh, (1, 2, 4)[step % 3])
+            found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early=sent)
             assert torch.equal(found, share(attend(q, k, v, Part()))), step
 
 
@@ -102,9 +102,9 @@ def fail_between(rank: int, groups: int, early: bool) -> None:
         raise ArithmeticError("in between")
 
     for attention in (fail, attend, fail, attend):
-        sent = send_to_heads([share(v)], mesh, Label("v")) if early else share(v)
+        sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups)) if early else None
         try:
-            found = ulysses_attention(share(q), share(k), sent, attention, mesh, groups)
+            found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early=sent)
         except ArithmeticError:
             assert attention is fail
         else:

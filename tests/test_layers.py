@@ -34,7 +34,7 @@ class World:
         self.sent: list[Sent] = []
         self.layers = Layers(lambda: True, self.send, lambda value: True)
 
-    def send(self, value: torch.Tensor, layer: str) -> Sent:
+    def send(self, value: torch.Tensor, layer: str, groups: int) -> Sent:
         self.events.append("send")
         self.sent.append(Sent(value, layer))
         return self.sent[-1]

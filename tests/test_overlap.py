@@ -109,7 +109,7 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
 def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
     for spans in ranks.run(take_spans, 2):
         layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
-        assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qk", "o", "o")]
+        assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qkv", "o", "o")]
 
 
 @pytest.mark.parametrize("groups", [2, 4])

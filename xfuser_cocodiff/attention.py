@@ -1,7 +1,8 @@
 """Ulysses attention over exchanges that hide behind computation.
 
 V may be under way before Q and K exist (V-First). The heads of a rank may be cut into groups: while one attends, the
-next one's Q and K come in and the one before it goes back.
+next ones come in and those before it go back. Then V of the first group alone goes first: attention begins when the
+first group is there, and nothing that is needed later should be before it on the links.
 
 Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
@@ -22,48 +23,44 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part], torch.Tensor
 def ulysses_attention(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | Handle[list[torch.Tensor]],
+    value: torch.Tensor,
     attend: Attend,
     mesh: Mesh,
     groups: int = 1,
     layer: str = "",
+    early: Handle[list[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
     Args:
         query: shape (B, H, S/P, D).
         key: the same, perhaps with fewer heads; each count must be a multiple of P * `groups`.
-        value: as `key`; or its exchange, already under way.
+        value: as `key`.
         attend: what attention is.
         mesh: ranks and their topology.
         groups: parts of the heads; every element is that of one group, where attention treats heads alike.
         layer: its name in traces.
+        early: the exchange of V's first part, already under way.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
     if groups == 1:
-        return _at_once(query, key, value, attend, mesh, layer)
-    early = value if isinstance(value, Handle) else None
+        return _at_once(query, key, value, attend, mesh, layer, early)
     parts = [Part(index, groups) for index in range(groups)]
-    result = None
-    under_way: list[Handle] = [early] if early else []
+    coming: list[Handle[list[torch.Tensor]]] = []
     going: list[Handle[None]] = []
-
-    def send(part: Part) -> Handle[list[torch.Tensor]]:
-        tensors, what = ([query, key], "qk") if early else ([query, key, value], "qkv")
-        under_way.append(send_to_heads(tensors, mesh, Label(what, layer), part))
-        return under_way[-1]
-
+    result = None
     try:
-        coming = send(parts[0])
-        whole_value = early.wait()[0] if early else None
-        for part in parts:
-            received = coming.wait()
-            if part is not parts[-1]:
-                coming = send(parts[part.index + 1])
-            own_value = part.of(whole_value, HEADS) if early else received[2]
-            attended = attend(received[0], received[1], own_value, part)
+        for part in parts:  # all of them now, so that the links never run dry
+            with_value = early is None or part.index > 0
+            tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
+            coming.append(send_to_heads(tensors, mesh, Label(what, layer), part))
+        for part, handle in zip(parts, coming, strict=True):
+            received = handle.wait()
+            if len(received) == 2:
+                received += early.wait()
+            attended = attend(*received, part)
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
             going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part))
@@ -71,25 +68,26 @@ def ulysses_attention(
             handle.wait()
         return result
     finally:  # after an error, peers still have to get what they were promised
-        for handle in (*under_way, *going):
+        for handle in (*coming, *going, *filter(None, [early])):
             handle.abandon()
 
 
 def _at_once(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | Handle[list[torch.Tensor]],
+    value: torch.Tensor,
     attend: Attend,
     mesh: Mesh,
     layer: str,
+    early: Handle[list[torch.Tensor]] | None,
 ) -> torch.Tensor:
-    if isinstance(value, Handle):
+    if early:
         try:
             query, key = reshard([query, key], HEADS, SEQUENCE, mesh, Label("qk", layer))
         except BaseException:
-            value.abandon()
+            early.abandon()
             raise
-        [value] = value.wait()
+        [value] = early.wait()
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh, Label("qkv", layer))
     return reshard([attend(query, key, value, Part())], SEQUENCE, HEADS, mesh, Label("o", layer))[0]

@@ -230,7 +230,7 @@ class Layer:
         finally:
             self._projecting = False
         if call.kind.ready:
-            call.handle = self._layers.send(self._value_ahead(), self.name)
+            call.handle = self._layers.send(self._value_ahead(), self.name, call.schedule.groups)
 
     def _value_ahead(self) -> torch.Tensor:
         return self.call.kind.recipe.build(lambda path: self.call.ahead[path].returned)
@@ -342,14 +342,15 @@ class Layers:
 
     Args:
         active: whether the plugin runs just now.
-        send: starts V's exchange.
+        send: starts the exchange of V, or of its first part where there are several; given V, the layer's name and how
+            many parts.
         agreed: whether all ranks pass the same; they call it alike.
     """
 
     def __init__(
         self,
         active: Callable[[], bool],
-        send: Callable[[torch.Tensor, str], Handle],
+        send: Callable[[torch.Tensor, str, int], Handle],
         agreed: Callable[[object], bool],
     ) -> None:
         self.active, self.send, self.agreed = active, send, agreed

@@ -127,10 +127,10 @@ def _attention(
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
         attend, counts = _comparing(attend, [] if cached else heads)
-        result = ulysses_attention(query, key, under_way or value, attend, mesh, 1, layer.name)
+        result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way)
         kind.trial = _trial(kind.ready, [count for count, same in counts.items() if _all_agree(same) and same])
         return result
-    return ulysses_attention(query, key, under_way or value, attend, mesh, groups, layer.name if layer else "")
+    return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way)
 
 
 def _attend(given: _Given) -> Attend:
@@ -228,8 +228,8 @@ def _all_agree(value: object) -> bool:
     return lowest == -highest
 
 
-def _send_value(value: torch.Tensor, layer: str) -> Handle:
-    return send_to_heads([value], sites.active_mesh(), Label("v", layer))
+def _send_value(value: torch.Tensor, layer: str, groups: int) -> Handle:
+    return send_to_heads([value], sites.active_mesh(), Label("v", layer), Part(0, groups))
 
 
 def make_layers() -> Layers:
