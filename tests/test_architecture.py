@@ -7,8 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
 LAYERS = (
-    *("topology", "launcher", "plan", "profile", "planner", "config", "traffic", "roll_call", "lane", "collectives"),
-    *("exchange", "attention", "schedule", "stopwatch", "probe", "choice", "xdit", "models", "bench", "cli"),
+    *("topology", "launcher", "plan", "profile", "planner", "quantise", "codec", "modes", "config", "traffic"),
+    *("roll_call", "lane", "collectives", "part", "coding", "exchange", "attention", "schedule", "runtime"),
+    *("stopwatch", "probe", "choice", "xdit", "models", "bench", "cli"),
 )
 """Top to bottom; a layer may import those before it."""
 OUTSIDE = {"__init__": {"xdit"}, "auto": {"xfuser_cocodiff"}, "autoload": {"xfuser_cocodiff"}}

@@ -13,7 +13,8 @@ from torch.nn import functional
 from tests import ranks
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.exchange import Part, send_to_heads
+from xfuser_cocodiff.exchange import send_to_heads
+from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label

@@ -39,7 +39,12 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
         ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
         ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
-        ({}, {"COCODIFF_MODE": "fast"}, ["COCODIFF_MODE", "fast", "exact"]),
+        ({}, {"COCODIFF_MODE": "slow"}, ["COCODIFF_MODE", "slow", "exact", "paper", "balanced", "fast"]),
+        ({"cocodiff_schedule": "bits=4"}, {}, ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"]),
+        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"}, {}, ["--cocodiff_schedule", "'3'", "warmup="]),
+        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
+        ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
+        ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
     ],
 )

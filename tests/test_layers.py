@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.schedule import SAMPLES, Schedule, Trial
-from xfuser_cocodiff.xdit.layers import Layers
+from xfuser_cocodiff.xdit.layers import Layer, Layers
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
@@ -34,9 +34,9 @@ class World:
         self.sent: list[Sent] = []
         self.layers = Layers(lambda: True, self.send, lambda value: True)
 
-    def send(self, value: torch.Tensor, layer: str, groups: int) -> Sent:
+    def send(self, value: torch.Tensor, layer: Layer) -> Sent:
         self.events.append("send")
-        self.sent.append(Sent(value, layer))
+        self.sent.append(Sent(value, layer.name))
         return self.sent[-1]
 
     def usp(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

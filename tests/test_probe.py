@@ -44,7 +44,7 @@ def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[l
     """Stages that a small and a large exchange went through."""
     topology = Topology.parse("2x2", 4)
     config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
-    mesh = choice.planned_mesh(dist.group.WORLD, config, CPU)
+    mesh, _ = choice.planned_mesh(dist.group.WORLD, config, CPU)
     found = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)

@@ -11,7 +11,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit import recorder, run_clock
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
@@ -35,7 +35,7 @@ def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder)
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
-        watched.begin_run(scheduler, 3)
+        run_clock.begin(scheduler, 3, [watched])
         scheduler.set_timesteps(3)
         other = copy.deepcopy(scheduler)
         torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
@@ -68,7 +68,7 @@ def test_latents_make_no_picture() -> None:
 def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, total: int | None) -> None:
     watched._tracer = Tracer(tmp_path / "trace0.json.gz")
     for _ in range(2):
-        watched.begin_run(FlowMatchEulerDiscreteScheduler(), total)
+        watched.begin_run(total)
         for step in range(4):
             with torch.autograd.profiler.record_function(f"step {step}"):
                 watched.end_step(torch.zeros(3))

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import torch
 
+from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.exchange import HEADS, SEQUENCE, Part, reshard, send_to_heads, send_to_sequence
+from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
 from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.traffic import Label
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part], torch.Tensor]
@@ -29,6 +31,7 @@ def ulysses_attention(
     groups: int = 1,
     layer: str = "",
     early: Handle[list[torch.Tensor]] | None = None,
+    coding: Coding | None = None,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
@@ -41,11 +44,12 @@ def ulysses_attention(
         groups: parts of the heads; every element is that of one group, where attention treats heads alike.
         layer: its name in traces.
         early: the exchange of V's first part, already under way.
+        coding: what travels on slow axes; everything, as it is, when not given.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    if groups == 1:
+    if groups == 1 and coding is None:
         return _at_once(query, key, value, attend, mesh, layer, early)
     parts = [Part(index, groups) for index in range(groups)]
     coming: list[Handle[list[torch.Tensor]]] = []
@@ -55,15 +59,14 @@ def ulysses_attention(
         for part in parts:  # all of them now, so that the links never run dry
             with_value = early is None or part.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
-            coming.append(send_to_heads(tensors, mesh, Label(what, layer), part))
+            coming.append(send_to_heads(tensors, mesh, Label(what, layer), part, coding))
+        first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for part, handle in zip(parts, coming, strict=True):
             received = handle.wait()
-            if len(received) == 2:
-                received += early.wait()
-            attended = attend(*received, part)
+            attended = attend(*received, *(first_value if len(received) == 2 else ()), part)
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
-            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part))
+            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part, coding))
         for handle in going:
             handle.wait()
         return result

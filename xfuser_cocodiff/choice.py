@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff import probe
+from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.config import EXACT, CocoDiffConfig
 from xfuser_cocodiff.plan import Plan, candidates
 from xfuser_cocodiff.planner import choose, ranking, seconds
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.stopwatch import race
+from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Traffic
 
 CONTENDERS = 3
@@ -36,21 +38,49 @@ TRIAL_SECONDS = 3.0
 
 
 def planned_mesh(
-    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, traffic: Traffic | None = None
-) -> Mesh:
-    """A mesh over a group that runs by the plan of the settings, or else chooses one for each size.
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    device: torch.device,
+    traffic: Traffic | None = None,
+    measured: Profile | None = None,
+) -> tuple[Mesh, SlowWay | None]:
+    """A mesh over a group that runs by the plan of the settings, or else chooses one for each size; and its slow axes.
 
     Every rank of the group must call this. With a profile in the settings the planner's choice stands; otherwise the
-    links are probed here, and choices are confirmed by trials. Either way all ranks choose the same.
+    links are probed here, and choices are confirmed by trials. Either way all ranks choose the same. Slow axes are told
+    apart where the mode of the settings approximates; their exchanges go by plans of their own. What was `measured` of
+    the links need not be probed again.
     """
     plans = [config.plan] if config.plan else candidates(config.topology)
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
     mesh = Mesh.over(group, config.topology, plans, traffic, timeout)
-    if config.plan:
-        return mesh
-    if config.profile:
-        return replace(mesh, choose=functools.cache(functools.partial(choose, config.profile)))
-    return replace(mesh, choose=by_trial(mesh, probe.measure(mesh, group, device), group, device))
+    profile = config.profile or measured
+    if profile is None and (config.plan is None or (config.mode != EXACT and config.slow_axes is None)):
+        every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout)
+        profile = probe.measure(every, group, device)
+
+    def choosing(group: dist.ProcessGroup, mesh: Mesh) -> Mesh:
+        if profile is None:
+            return mesh
+        known = profile.along(mesh.topology)
+        if config.profile:
+            return replace(mesh, choose=functools.cache(functools.partial(choose, known)))
+        return replace(mesh, choose=by_trial(mesh, known, group, device))
+
+    def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
+        return choosing(group, Mesh.over(group, topology, timeout=timeout))
+
+    if config.plan is None:
+        mesh = choosing(group, mesh)
+    if config.mode == EXACT:
+        return mesh, None
+    return mesh, SlowWay.over(group, mesh, config.slow_axes or slow_axes(profile), part)
+
+
+def slow_axes(profile: Profile) -> tuple[str, ...]:
+    """Axes on which a mode may approximate: the slow ones, or the only one."""
+    moving = [axis.name for axis in profile.topology.axes if axis.size > 1]
+    return profile.slow_axes if len(moving) > 1 else tuple(moving)
 
 
 def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:

@@ -7,7 +7,7 @@ for bit in any order of the stages.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,10 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import roll_call
-from xfuser_cocodiff.lane import Lane
+from xfuser_cocodiff.lane import Handle, Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.traffic import Traffic
+from xfuser_cocodiff.traffic import Label, Span, Traffic
 
 _TAG = 0
 """Of direct sends: a group never has two stages in flight, so that one tag serves all."""
@@ -87,6 +87,38 @@ class Mesh:
                 groups[stage] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
         timeout = timeout or default_pg_timeout
         return cls(topology, groups, lambda message_bytes: plans[0], traffic or Traffic(), timeout=timeout)
+
+    def post(
+        self, message: torch.Tensor, plan: Plan, label: Label, finish: Callable[[torch.Tensor], Any]
+    ) -> Handle[Any]:
+        """Start :meth:`all_to_all` and return at once, where that can be.
+
+        Args:
+            message: must not change before the handle was waited for.
+            plan: how.
+            label: what it is.
+            finish: what to make of the result once it was waited for.
+        """
+        span = self.traffic.span(label, message.device)
+        if len(plan.stages) > 1 and message.device.type != "cpu":
+            received = self.all_to_all(message, plan)  # a thread has streams of its own, which nothing orders yet
+            return Handle(str(label), lambda: received, finish)
+        if len(plan.stages) > 1:
+            return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
+        # One stage needs nobody to carry it on, and need not wait for those before it.
+        flight = self.start(message, plan, 0)
+        if span.taken:  # somebody has to see when it ends
+            return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds)
+        return Handle(str(label), lambda: self.finish(flight), finish)
+
+    def travel(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
+        """:meth:`all_to_all`, with the times taken."""
+        with span.travels():
+            return self.all_to_all(message, plan)
+
+    def _arrive(self, flight: InFlight, span: Span) -> torch.Tensor:
+        with span.travels():
+            return self.finish(flight)
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff import plan
+from xfuser_cocodiff import modes, plan
+from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import NOTATION, Topology
 
 AUTO = "auto"
-MODES = ("exact",)
+EXACT = "exact"
+MODES = (EXACT, "paper", "balanced", "fast")
 OVERLAPS = (AUTO, "on", "off")
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
@@ -79,8 +81,26 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        "What may travel: exact (the default) equals stock xDiT bit for bit.",
+        "What travels on slow axes: exact (the default) equals stock xDiT bit for bit; the others approximate.",
         MODES,
+    ),
+    Option(
+        "cocodiff_schedule",
+        "COCODIFF_SCHEDULE",
+        None,
+        f"Changes to a mode's schedule, such as {modes.NOTATION}.",
+    ),
+    Option(
+        "cocodiff_slow_axes",
+        "COCODIFF_SLOW_AXES",
+        None,
+        "Axes on which a mode may approximate, such as 'node,gpu'; the slow ones of the profile when not given.",
+    ),
+    Option(
+        "cocodiff_max_error",
+        "COCODIFF_MAX_ERROR",
+        None,
+        "Relative error of a layer's values above which the next step travels exactly; no bound when not given.",
     ),
 )
 
@@ -114,8 +134,17 @@ class CocoDiffConfig:
     overlap: Overlap = Overlap()
     """What overlaps with computation."""
 
-    mode: str = "exact"
+    mode: str = EXACT
     """One of MODES."""
+
+    schedule: str | None = None
+    """Changes to the mode's schedule."""
+
+    slow_axes: tuple[str, ...] | None = None
+    """Axes on which the mode may approximate; None leaves it to the profile."""
+
+    max_error: float | None = None
+    """Relative error above which a step is followed by an exact one."""
 
     detected: bool = False
     """Whether the topology was read from the launcher rather than given."""
@@ -147,7 +176,7 @@ def resolve(
         return None
     topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
     mode, source = chosen["cocodiff_mode"]
-    _check_choice(source, mode or "exact", MODES)
+    _check_choice(source, mode or EXACT, MODES)
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -159,7 +188,10 @@ def resolve(
         profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, topology)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
-        mode=mode or "exact",
+        mode=mode or EXACT,
+        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode or EXACT)),
+        slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, topology)),
+        max_error=_read(chosen["cocodiff_max_error"], _error),
         detected=chosen["cocodiff_topology"][0] is None,
     )
 
@@ -192,13 +224,37 @@ def _profile(text: str, topology: Topology) -> Profile:
     return profile
 
 
+def _schedule(text: str, mode: str) -> str:
+    if mode == EXACT:
+        raise ValueError(
+            f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
+        )
+    CodecSchedule.parse(text, modes.usual(mode, None))
+    return text
+
+
+def _axes(text: str, topology: Topology) -> tuple[str, ...]:
+    known, found = [axis.name for axis in topology.axes], tuple(name.strip() for name in text.split(","))
+    if not set(found) <= set(known):
+        raise ValueError(f"{text!r} is not valid; the axes of the topology {topology} are {', '.join(known)}")
+    return found
+
+
 def _seconds(text: str) -> float:
+    return _positive(text, "seconds above 0")
+
+
+def _error(text: str) -> float:
+    return _positive(text, "numbers above 0, such as 0.05")
+
+
+def _positive(text: str, valid: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not valid; valid are seconds above 0")
+        raise ValueError(f"{text!r} is not valid; valid are {valid}")
     return value
 
 

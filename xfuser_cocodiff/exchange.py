@@ -5,33 +5,22 @@ Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from xfuser_cocodiff.collectives import InFlight, Mesh
+from xfuser_cocodiff import coding as coded
+from xfuser_cocodiff.coding import Coding
+from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.part import WHOLE, Part
 from xfuser_cocodiff.plan import Plan
-from xfuser_cocodiff.traffic import Label, Span
+from xfuser_cocodiff.traffic import Label
 
 HEADS, SEQUENCE = 1, 2
 """Dims of attention's tensors, (B, H, S, D)."""
 
 
-class Part(NamedTuple):
-    """One of several equal parts of the heads that each rank holds between two exchanges."""
-
-    index: int = 0
-    count: int = 1
-
-    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This part of a dim, as a view."""
-        size = tensor.shape[dim] // self.count
-        return tensor.narrow(dim, self.index * size, size)
-
-
-WHOLE = Part()
 _ANY = Label("any")
 
 
@@ -57,21 +46,28 @@ def reshard(
     pieces = [_by_destination(tensor, scatter_dim, plan, WHOLE) for tensor in tensors]
     message, span = _pack(pieces, plan), mesh.traffic.span(label, tensors[0].device)
     with span.holds():
-        received = mesh.lane.run(lambda: _travel(message, plan, mesh, span))
+        received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
     return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
 
 
 def send_to_heads(
-    tensors: Sequence[torch.Tensor], mesh: Mesh, label: Label, part: Part = WHOLE
+    tensors: Sequence[torch.Tensor], mesh: Mesh, label: Label, part: Part = WHOLE, coding: Coding | None = None
 ) -> Handle[list[torch.Tensor]]:
     """Start to bring tensors from (B, H, S/P, D) to (B, H/P/part.count, S, D), all in one message.
 
     Args:
         tensors: of one dtype; they must not change before the handle was waited for.
         mesh: ranks and their topology.
-        label: what they are.
+        label: what they are; with a coding, a letter for each.
         part: of the heads that each rank gets.
+        coding: what travels on slow axes; everything, as it is, when not given.
     """
+    if coding:
+        plan = Plan.hierarchical(mesh.topology)
+        pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+        return coded.send(
+            pieces, mesh, coding, label, part, lambda found: [_merge(piece, SEQUENCE, plan) for piece in found]
+        )
     plan = mesh.choose(sum(tensor.nbytes for tensor in tensors) // part.count)
     pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
     message = _pack(pieces, plan)
@@ -79,10 +75,17 @@ def send_to_heads(
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
         return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
 
-    return _start(message, plan, mesh, label, merge)
+    return mesh.post(message, plan, label, merge)
 
 
-def send_to_sequence(tensor: torch.Tensor, target: torch.Tensor, mesh: Mesh, label: Label, part: Part) -> Handle[None]:
+def send_to_sequence(
+    tensor: torch.Tensor,
+    target: torch.Tensor,
+    mesh: Mesh,
+    label: Label,
+    part: Part,
+    coding: Coding | None = None,
+) -> Handle[None]:
     """Start to bring a part of the heads back, from (B, H/P/part.count, S, D) to its place in `target`.
 
     Args:
@@ -91,42 +94,19 @@ def send_to_sequence(tensor: torch.Tensor, target: torch.Tensor, mesh: Mesh, lab
         mesh: ranks and their topology.
         label: what it is.
         part: which part it is.
+        coding: what travels on slow axes; everything, as it is, when not given.
     """
-    plan = mesh.choose(tensor.nbytes)
+    plan = Plan.hierarchical(mesh.topology) if coding else mesh.choose(tensor.nbytes)
     piece = _by_destination(tensor, SEQUENCE, plan, WHOLE)
-    message = _pack([piece], plan)
 
-    def put(received: torch.Tensor) -> None:
+    def put(found: list[torch.Tensor]) -> None:
         place = part.of(_split(target, HEADS, plan), HEADS + len(plan.shape))
-        place.copy_(_from_sources(_unpack(received, [piece], plan)[0], HEADS, plan))
+        place.copy_(_from_sources(found[0], HEADS, plan))
 
-    return _start(message, plan, mesh, label, put)
-
-
-def _start(
-    message: torch.Tensor, plan: Plan, mesh: Mesh, label: Label, finish: Callable[[torch.Tensor], Any]
-) -> Handle[Any]:
-    span = mesh.traffic.span(label, message.device)
-    if len(plan.stages) > 1 and message.device.type != "cpu":
-        received = mesh.all_to_all(message, plan)  # a thread has streams of its own, which nothing orders yet
-        return Handle(str(label), lambda: received, finish)
-    if len(plan.stages) > 1:
-        return mesh.lane.start(str(label), lambda: _travel(message, plan, mesh, span), finish, span.holds)
-    # One stage needs nobody to carry it on, and need not wait for those before it.
-    flight = mesh.start(message, plan, 0)
-    if span.taken:  # somebody has to see when it ends
-        return mesh.lane.start(str(label), lambda: _arrive(flight, mesh, span), finish, span.holds)
-    return Handle(str(label), lambda: mesh.finish(flight), finish)
-
-
-def _arrive(flight: InFlight, mesh: Mesh, span: Span) -> torch.Tensor:
-    with span.travels():
-        return mesh.finish(flight)
-
-
-def _travel(message: torch.Tensor, plan: Plan, mesh: Mesh, span: Span) -> torch.Tensor:
-    with span.travels():
-        return mesh.all_to_all(message, plan)
+    if coding:
+        return coded.send([piece], mesh, coding, label, part, put)
+    message = _pack([piece], plan)
+    return mesh.post(message, plan, label, lambda received: put(_unpack(received, [piece], plan)))
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:

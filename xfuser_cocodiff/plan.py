@@ -7,11 +7,10 @@ but each costs a call from Python. Every plan of a topology moves the same value
 depends on the links and on the size, and is the planner's business.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from xfuser_cocodiff.topology import FLAT, Topology
 
@@ -40,10 +39,24 @@ class Plan:
     """Parts of the message that go through the stages one behind the other, each stage busy with another part."""
     direct: tuple[bool, ...] = ()
     """For each stage whether it sends directly; none of them does when not given."""
+    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Ranks that each stage crosses, outermost first: the leading dims of a buffer that is indexed by rank."""
+    dims: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """For each stage its dim in `shape`."""
+    labels: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """For each stage its name: 'flat', or its axes, innermost first."""
 
     def __post_init__(self) -> None:
-        if not self.direct:
-            object.__setattr__(self, "direct", (False,) * len(self.stages))
+        # Once for all: they are read at every exchange, and a lazy property's lock would break a traced graph.
+        outermost_first = sorted(self.stages)
+        derived = {
+            "direct": self.direct or (False,) * len(self.stages),
+            "shape": tuple(math.prod(self.topology.shape[dim] for dim in stage) for stage in outermost_first),
+            "dims": tuple(map(outermost_first.index, self.stages)),
+            "labels": tuple(map(self._label, self.stages)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def flat(cls, topology: Topology) -> "Plan":
@@ -82,21 +95,6 @@ class Plan:
             raise ValueError(f"{text!r} merges axes that are no neighbours; they are {', '.join(numbers)}")
         direct = tuple(stage.endswith(DIRECT) for stage in marked)
         return cls(topology, found, int(chunks or 1) if len(found) > 1 else 1, direct)
-
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Ranks that each stage crosses, outermost first: the leading dims of a buffer that is indexed by rank."""
-        return tuple(math.prod(self.topology.shape[dim] for dim in stage) for stage in sorted(self.stages))
-
-    @functools.cached_property
-    def dims(self) -> tuple[int, ...]:
-        """For each stage its dim in :attr:`shape`."""
-        return tuple(sorted(self.stages).index(stage) for stage in self.stages)
-
-    @functools.cached_property
-    def labels(self) -> tuple[str, ...]:
-        """For each stage its name: 'flat', or its axes, innermost first."""
-        return tuple(map(self._label, self.stages))
 
     @property
     def is_flat(self) -> bool:

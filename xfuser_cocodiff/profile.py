@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,12 @@ class Profile:
         moving = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
         fastest = max((link.bytes_per_second for link in moving), default=0.0)
         return tuple(link.name for link in moving if link.bytes_per_second < SLOW_SHARE * fastest)
+
+    def along(self, topology: Topology) -> "Profile":
+        """The profile of some of its axes."""
+        links = {axis.name: link for axis, link in zip(self.topology.axes, self.links, strict=True)}
+        direct = self.direct and self.direct.along(topology)
+        return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes), direct=direct)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values; the inverse of :meth:`from_json`."""

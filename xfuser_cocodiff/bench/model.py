@@ -21,12 +21,13 @@ import torch.distributed as dist
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
-from xfuser_cocodiff.choice import by_trial
+from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
 from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.xdit import usp, world
+from xfuser_cocodiff.xdit import sites, usp, world
 from xfuser_cocodiff.xdit.layers import Layers
 from xfuser_cocodiff.xdit.sites import TRAFFIC
 
@@ -38,6 +39,11 @@ SHAPES = {
 _TEXT_TOKENS, _TEXT_WIDTH = 64, 64
 _CLOSE, _ATTEMPTS, _TRIALS = 0.02, 6, 3
 _MOST_STEPS = 40
+_RUN_STEPS = 50
+"""Of the runs that modes with a schedule are judged by."""
+_OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}
+_GOLDEN = 0.618
+"""Steps this share of a run apart cover it evenly, however many there are."""
 _PACKET_SECONDS = 2e-3
 """Messages are long, and packets of a quarter of a millisecond would take a fifth of the processor from the ranks."""
 
@@ -89,6 +95,35 @@ class Contender:
     """Of each step so far."""
     hidden_seconds: list[float] = field(default_factory=list)
     """Of these, those behind which the rank computed."""
+    runtime: Runtime | None = None
+    """What codecs know of the run that its steps make."""
+    done: int = 0
+    """Steps so far."""
+
+    def go_on(self) -> None:
+        """Stand at another step of a run: first at those that are exact, then all over those that are coded."""
+        if self.done == 0:
+            usp.Steps().begin_run(_RUN_STEPS)
+        coded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)]
+        past = self.done - (coded[0] if coded else 0)
+        self.runtime.step = self.done if past < 0 else coded[round(past * _GOLDEN * len(coded)) % len(coded)]
+        self.done += 1
+
+    @property
+    def exact_share(self) -> float:
+        """Of the steps of a run."""
+        if self.runtime is None:
+            return 0.0
+        return sum(map(self.runtime.schedule.is_refresh, range(_RUN_STEPS))) / _RUN_STEPS
+
+    @property
+    def bytes_slow_fraction(self) -> float:
+        """Of what a run would send on slow axes without codecs."""
+        reports = [] if self.runtime is None else [one for one in self.runtime.reports if not one.was_refresh]
+        if not sum(report.exact_bytes for report in reports):
+            return 1.0
+        coded = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
+        return self.exact_share + (1 - self.exact_share) * coded
 
 
 def shares(text: str) -> list[float]:
@@ -121,7 +156,7 @@ def measure(
         topology: how they nest.
         shape: of the transformer.
         asked_shares: of stock's step that its all-to-alls are to take.
-        modes: each MODE[/PLAN][@v_first=on|off][@head_groups=N], such as 'exact/flat@head_groups=2'.
+        modes: each MODE[/PLAN] and options of the plugin, such as 'exact/flat@head_groups=2@v_first=on'.
         repeats: steps of each, in turns.
 
     Raises:
@@ -146,15 +181,15 @@ def measure(
 
 
 def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
-    """Settings of a mode in the notation of the command line."""
+    """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
     main, *fixed = mode.split("@")
     name, _, plan = main.partition("/")
     options = dict(option.partition("=")[::2] for option in fixed)
     try:
-        if unknown := options.keys() - {"v_first", "head_groups"}:
-            raise ValueError(f"{min(unknown)!r} is not valid after @; valid are v_first= and head_groups=")
+        if unknown := options.keys() - _OPTIONS:
+            raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
         values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None}
-        values |= {f"cocodiff_{key}": value for key, value in options.items()}
+        values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
         return resolve(values, {}, topology.size, topology)
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
@@ -162,15 +197,15 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
 
 def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Any) -> Contender:
     """A side that runs over a mesh and counts its messages."""
-    mesh = Mesh.over(group, config.topology, config.plan and [config.plan], TRAFFIC)
-    mesh = mesh if config.plan else replace(mesh, choose=by_trial(mesh, profile, group, torch.device("cpu")))
+    mesh, way = planned_mesh(group, config, torch.device("cpu"), TRAFFIC, profile)
     messages: Counter[int] = Counter()
 
     def choose(message_bytes: int) -> Plan:
         messages[message_bytes] += 1
         return mesh.choose(message_bytes)
 
-    return Contender(replace(mesh, choose=choose), mesh.choose, messages, config.overlap)
+    runtime = sites.make_runtime(config, mesh, way)
+    return Contender(replace(mesh, choose=choose), mesh.choose, messages, config.overlap, runtime=runtime)
 
 
 def _step(shape: Shape) -> Callable[[], torch.Tensor]:
@@ -199,10 +234,14 @@ def _step(shape: Shape) -> Callable[[], torch.Tensor]:
 
 
 def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
-    world.use(side.mesh, side.overlap, side.layers)
+    world.use(side.mesh, side.overlap, side.layers, side.runtime)
     side.messages.clear()
     TRAFFIC.reset()
+    if side.runtime:
+        side.go_on()
     result = step()
+    if side.runtime:
+        usp.Steps().end_step(result)
     side.a2a_seconds.append(sum(TRAFFIC.seconds.values()))
     side.hidden_seconds.append(TRAFFIC.hidden_seconds)
     return result
@@ -269,7 +308,10 @@ def _compare(
     times = contest(runs, repeats, device)
     a2a, hidden = _seconds_of_exchanges(contenders, runs, device)
     rows = []
-    for mode, seconds in times.items():
+    for mode, coded in times.items():
+        # Steps of a run that are exact count as stock's, which is no better than they are.
+        share = contenders[mode].exact_share
+        seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], coded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}
         predicted = sum(planner.seconds(profile, plans[size], size) * count for size, count in messages.items())
@@ -284,7 +326,7 @@ def _compare(
                 "a2a_seconds": a2a[mode],
                 "bit_equal": equal[mode],
                 "hidden_share": min(1.0, hidden[mode] / a2a[mode]),
-                "bytes_slow_fraction": 1.0,
+                "bytes_slow_fraction": contenders[mode].bytes_slow_fraction,
                 "plans": {str(size): str(plan) for size, plan in plans.items()},
                 "schedules": {
                     kind.name: str(kind.trial.schedule) for kind in contenders[mode].layers.kinds if kind.trial
@@ -310,6 +352,7 @@ def show(record: dict[str, Any]) -> None:
         "speedup",
         "a2a ms",
         "hidden",
+        "bytes",
         "bits",
         "schedules",
         "plans",
@@ -325,6 +368,7 @@ def show(record: dict[str, Any]) -> None:
             f"{row['speedup']:.2f}",
             f"{1000 * row['a2a_seconds']:.0f}",
             f"{row['hidden_share']:.2f}",
+            f"{row['bytes_slow_fraction']:.3f}",
             "equal" if row["bit_equal"] else "differ",
             "; ".join(dict.fromkeys(row["schedules"].values())),
             ", ".join(dict.fromkeys(row["plans"].values())),

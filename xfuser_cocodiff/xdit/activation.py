@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.config import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import flags, platform, recorder, sites, usp
+from xfuser_cocodiff.xdit import flags, platform, recorder, run_clock, sites, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -48,12 +48,14 @@ def uninstall() -> None:
 def table() -> list[Patch]:
     """Every row for this machine."""
     here, record = platform.detect(), os.environ.get(RECORD_VARIABLE)
+    recorders = [recorder.Recorder(Path(record), rank=int(os.environ.get("RANK", "0")))] if record else []
     return [
         *(platform.patches(here) if here else []),
         *flags.patches(),
         *sites.patches(),
         *usp.patches(),
-        *(recorder.patches(Path(record)) if record else []),
+        *run_clock.patches([usp.Steps(), *recorders]),
+        *(row for each in recorders for row in recorder.patches(each)),
     ]
 
 

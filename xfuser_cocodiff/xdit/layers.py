@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.schedule import Schedule, Trial
 from xfuser_cocodiff.xdit.v_source import Called, Recipe, find_recipe
@@ -44,6 +45,8 @@ class Kind:
     rehearsed: bool = False
     refusal: str | None = None
     """Why V does not go first."""
+    codable: bool = False
+    """Whether its last call was one that codecs may approximate."""
     trial: Trial | None = None
     """Finds the fastest schedule, once it is known which there are."""
 
@@ -85,6 +88,8 @@ class _Call:
     """Those of them that the processor has asked for since."""
     handle: Handle | None = None
     """V's exchange."""
+    coding: Coding | None = None
+    """How its exchanges are coded, once one of them was."""
 
     def abandon(self) -> None:
         """Forget what was done ahead."""
@@ -93,11 +98,36 @@ class _Call:
         self.handle, self.ahead = None, {}
 
 
+class Root:
+    """A transformer, as a whole, during a call."""
+
+    def __init__(self, transformer: nn.Module, active: Callable[[], bool]) -> None:
+        self._active = active
+        self.calls = 1
+        """Since the step began, the one under way among them."""
+        self.serial = 1
+        """The same, since ever."""
+        self._hook = transformer.register_forward_pre_hook(self._begins)
+
+    def _begins(self, *_: Any) -> None:
+        if self._active():
+            self.calls += 1
+            self.serial += 1
+
+    def remove(self) -> None:
+        """Leave the transformer as it was."""
+        self._hook.remove()
+
+
 class Layer:
     """An attention module of a transformer, and the block that it stands in."""
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module, layers: "Layers") -> None:
+    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: Root, layers: "Layers") -> None:
         self.name, self._module, self._block, self._layers = name, module, block, layers
+        self.root = root
+        self.again = False
+        """Whether this is not its first call within a call of the transformer."""
+        self._serial = 0
         self.call: _Call | None = None
         self._kind: Kind | None = None
         """Of the last call."""
@@ -118,6 +148,11 @@ class Layer:
             self._module.register_forward_hook(self._ends, always_call=True),
             self._block.register_forward_hook(self._block_ends, always_call=True),
         ]
+
+    @property
+    def branch(self) -> int:
+        """Which call of the transformer in this step this is: its branch of classifier-free guidance."""
+        return self.root.calls - 1
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -147,6 +182,7 @@ class Layer:
         if self.call is None:  # its block was not called as a module
             self._block_begins()
         self._stop_watching()
+        self.again, self._serial = self._serial == self.root.serial, self.root.serial
         call, self._around, self._layers.current = self.call, self._layers.current, self
         call.arguments = {key: value for key, value in [*enumerate(args), *kwargs.items()] if torch.is_tensor(value)}
         call.kind = self._layers.kind(self._module, call.arguments)
@@ -230,7 +266,7 @@ class Layer:
         finally:
             self._projecting = False
         if call.kind.ready:
-            call.handle = self._layers.send(self._value_ahead(), self.name, call.schedule.groups)
+            call.handle = self._layers.send(self._value_ahead(), self)
 
     def _value_ahead(self) -> torch.Tensor:
         return self.call.kind.recipe.build(lambda path: self.call.ahead[path].returned)
@@ -342,15 +378,14 @@ class Layers:
 
     Args:
         active: whether the plugin runs just now.
-        send: starts the exchange of V, or of its first part where there are several; given V, the layer's name and how
-            many parts.
+        send: starts the exchange of V, or of its first part where its call has several; given V and the layer.
         agreed: whether all ranks pass the same; they call it alike.
     """
 
     def __init__(
         self,
         active: Callable[[], bool],
-        send: Callable[[torch.Tensor, str, int], Handle],
+        send: Callable[[torch.Tensor, Layer], Handle],
         agreed: Callable[[object], bool],
     ) -> None:
         self.active, self.send, self.agreed = active, send, agreed
@@ -359,17 +394,29 @@ class Layers:
         self._kinds: dict[tuple, Kind] = {}
         # Only their modules hold them, so that a transformer that is not needed any more can go.
         self._layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+        self._roots: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
 
     def discover(self) -> None:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
         running = list(_running_modules())
         if running and id(running[0]) not in self._layers:  # else its forward is called as no module's is
             module, transformer = running[0], running[-1]
+            root = self._roots.get(id(transformer)) or Root(transformer, self.active)
+            self._roots[id(transformer)] = root
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and id(other) not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
-                    self._layers[id(other)] = layer = Layer(name, other, block, self)
+                    self._layers[id(other)] = layer = Layer(name, other, block, root, self)
                     layer.follow()
+
+    def running(self) -> Layer | None:
+        """The layer whose module runs, though its call is not followed."""
+        return next((self._layers[id(module)] for module in _running_modules() if id(module) in self._layers), None)
+
+    def end_step(self) -> None:
+        """A denoising step is over, or a run begins: branches are counted anew."""
+        for root in self._roots.values():
+            root.calls = 0
 
     def kind(self, module: nn.Module, arguments: dict[Argument, torch.Tensor]) -> Kind:
         """The kind of a call."""
@@ -400,9 +447,10 @@ class Layers:
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
-        for layer in list(self._layers.values()):
-            layer.remove()
+        for followed in (*self._layers.values(), *self._roots.values()):
+            followed.remove()
         self._layers.clear()
+        self._roots.clear()
         self._kinds.clear()
         self.current = None
 

@@ -1,7 +1,6 @@
 """Watches an unmodified xDiT run, with or without the plugin in use, and leaves a record of it for each rank.
 
-Runs begin where a pipeline opens its progress bar, which every diffusers pipeline does once, before its first step;
-steps end where its scheduler returns. Each rank keeps in rank{r}.json, rewritten after every run:
+Each rank keeps in rank{r}.json, rewritten after every run:
 
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
      "layers": {class of attention modules: [whether V can go first in them, or why not]}}
@@ -36,17 +35,10 @@ from xfuser_cocodiff.xdit.sites import TRAFFIC
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
-def patches(folder: Path) -> list[Patch]:
-    """Rows that record into a folder."""
-    recorder = Recorder(folder, rank=int(os.environ.get("RANK", "0")))
+def patches(recorder: "Recorder") -> list[Patch]:
+    """Rows that it needs beside those of the clock."""
     TRAFFIC.timed = True
     return [
-        Patch(
-            "diffusers.pipelines.pipeline_utils",
-            "DiffusionPipeline.progress_bar",
-            "a run begins",
-            recorder.watch_progress_bar,
-        ),
         Patch(
             "diffusers.image_processor",
             "VaeImageProcessor.postprocess",
@@ -76,26 +68,14 @@ def watch_stock(original: Callable) -> Callable:
 
 
 class Recorder:
-    """The record of one rank."""
+    """The record of one rank; listens to :mod:`run_clock`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
-        self.scheduler: Any = None
         self._clock = 0.0
         self._tracer = Tracer(folder / f"trace{rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
-
-    def watch_progress_bar(self, original: Callable) -> Callable:
-        recorder = self
-
-        @functools.wraps(original)
-        def progress_bar(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self, "scheduler", None) is not None:
-                recorder.begin_run(self.scheduler, kwargs.get("total"))
-            return original(self, *args, **kwargs)
-
-        return progress_bar
 
     def watch_pictures(self, original: Callable) -> Callable:
         @functools.wraps(original)
@@ -106,32 +86,17 @@ class Recorder:
 
         return postprocess
 
-    def begin_run(self, scheduler: Any, total: int | None) -> None:
-        """Start a new run whose steps `scheduler` ends."""
+    def begin_run(self, total: int | None) -> None:
+        """Start a new run."""
         self.end_run()
         if not self.runs:
             atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
-        self.scheduler, owner = scheduler, type(scheduler)
-        # On the class: pipelines copy their scheduler, and a copy must not step the one that it was copied from.
-        if not hasattr(owner.step, "recorded"):
-            owner.step = self._watch_step(owner.step)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.runs.append({"total_steps": total, "steps": [], "layers": {}})
         TRAFFIC.reset()
         _memory().reset_peak_memory_stats()
         self._trace()
         self._clock = self._now()
-
-    def _watch_step(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(scheduler, *args, **kwargs)
-            if scheduler is self.scheduler:
-                self.end_step(output[0] if isinstance(output, tuple) else output.prev_sample)
-            return output
-
-        step.recorded = True
-        return step
 
     def end_step(self, latents: torch.Tensor) -> None:
         """Take the account of a step and keep its latents."""

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.choice import planned_mesh
+from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.config import EXACT, CocoDiffConfig, Overlap
 from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard
+from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.traffic import Traffic
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
@@ -21,7 +23,7 @@ _USP = "xfuser.model_executor.layers.usp"
 TRAFFIC = Traffic()
 """What all exchanges of this process moved."""
 
-_meshes: dict[tuple[dist.ProcessGroup, CocoDiffConfig], Mesh] = {}
+_meshes: dict[tuple[dist.ProcessGroup, CocoDiffConfig], tuple[Mesh, Runtime | None]] = {}
 
 
 def patches() -> list[Patch]:
@@ -55,6 +57,13 @@ def active_mesh() -> Mesh | None:
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     return getattr(_RUNTIME, "cocodiff_mesh", None)
+
+
+def active_runtime() -> Runtime | None:
+    """What codecs know of the run under way; None where nothing is to be approximated."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return getattr(_RUNTIME, "cocodiff_runtime", None)
 
 
 def active_overlap() -> Overlap:
@@ -138,7 +147,7 @@ def _with_mesh(original: Callable) -> Callable:
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
         if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff_mesh = _make_mesh(engine_config)
+            _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_runtime = _make_mesh(engine_config)
             config = getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
             _RUNTIME.cocodiff_overlap = config.overlap if config else Overlap()
 
@@ -156,27 +165,62 @@ def unsupported(engine_config: Any) -> str | None:
     return None
 
 
-def _make_mesh(engine_config: Any) -> Mesh | None:
+def _make_mesh(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
     parallel = engine_config.parallel_config
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
-        return None
+        return None, None
     if parallel.ulysses_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
-        return None
+        return None, None
     if reason := unsupported(engine_config):
         note(f"{reason}, so this run keeps stock xDiT's all-to-all")
-        return None
+        return None, None
+    if engine_config.runtime_config.use_torch_compile:
+        note(
+            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay in "
+            "one group, and everything travels exactly"
+        )
     from yunchang.globals import PROCESS_GROUP
 
     return _mesh_over(PROCESS_GROUP.ULYSSES_PG, config)
 
 
-def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> Mesh:
+def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> tuple[Mesh, Runtime | None]:
     """The mesh of a group; made once for the same settings, since process groups are dear and never freed singly."""
     key = group, config
     if key not in _meshes:
         for stale in [known for known in _meshes if known[0] is not group]:  # of a world that was torn down
             del _meshes[stale]
-        _meshes[key] = planned_mesh(group, config, compute_device(), TRAFFIC)
+        mesh, way = planned_mesh(group, config, compute_device(), TRAFFIC)
+        _meshes[key] = mesh, make_runtime(config, mesh, way)
     return _meshes[key]
+
+
+def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Runtime | None:
+    """What codecs are to know of runs; None where nothing is to be approximated."""
+    if config.mode == EXACT:
+        return None
+    if way is None:
+        note(f"--cocodiff_mode {config.mode}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes")
+        return None
+
+    def largest(values: list[float]) -> list[float]:
+        return agreed_numbers(mesh, values, dist.ReduceOp.MAX)
+
+    runtime = Runtime(way, config.mode, config.schedule, config.max_error, largest)
+    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
+    slow = ", ".join(moving[dim] for dim in way.slow_dims)
+    note(f"mode {config.mode} on {slow}: {runtime.schedule}")
+    return runtime
+
+
+def agreed_numbers(mesh: Mesh, values: list[float], operation: Any) -> list[float]:
+    """Numbers reduced over the Ulysses group."""
+    from yunchang.globals import PROCESS_GROUP
+
+    found = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
+    found = found.to(compute_device())
+    # In the lane, where it cannot overtake an exchange that is under way.
+    mesh.lane.run(lambda: dist.all_reduce(found, operation, group=PROCESS_GROUP.ULYSSES_PG))
+    return found.tolist()

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.attention import Attend, ulysses_attention
+from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.exchange import HEADS, WHOLE, Part, send_to_heads
+from xfuser_cocodiff.exchange import HEADS, send_to_heads
 from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.part import WHOLE, Part
 from xfuser_cocodiff.schedule import GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.traffic import Label
 from xfuser_cocodiff.xdit import sites
-from xfuser_cocodiff.xdit.layers import Layers
+from xfuser_cocodiff.xdit.layers import Layer, Layers
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
@@ -113,6 +115,11 @@ def _attention(
 
     layer = layers().current
     kind = layer.call.kind if layer else None
+    # K and V of other tokens than Q's need not be those of the same layer's step before.
+    codable = query.shape[2] == key.shape[2] == value.shape[2]
+    if layer:
+        kind.codable = codable
+    coding = _coding(layer or layers().running()) if codable else None
     groups = layer.call.schedule.groups if layer else 1
     try:
         usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
@@ -127,10 +134,10 @@ def _attention(
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
         attend, counts = _comparing(attend, [] if cached else heads)
-        result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way)
+        result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
         kind.trial = _trial(kind.ready, [count for count, same in counts.items() if _all_agree(same) and same])
         return result
-    return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way)
+    return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
 
 
 def _attend(given: _Given) -> Attend:
@@ -195,6 +202,8 @@ def _trial(v_first: bool, counts: list[int]) -> Trial:
         note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
         counts = [1]
     schedules = [Schedule(v_first, count) for count in counts]
+    if sites.active_runtime():  # little is left to hide, and references belong to whole tensors from the first step on
+        return Trial([Schedule(v_first, 1)], _mean_of_all)
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
     if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
@@ -202,18 +211,8 @@ def _trial(v_first: bool, counts: list[int]) -> Trial:
     return Trial(schedules, _mean_of_all)
 
 
-def _group() -> dist.ProcessGroup:
-    from yunchang.globals import PROCESS_GROUP
-
-    return PROCESS_GROUP.ULYSSES_PG
-
-
 def _reduced(values: list[float], operation: Any) -> list[float]:
-    found = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
-    found = found.to(compute_device())
-    # In the lane, where it cannot overtake an exchange that is under way.
-    sites.active_mesh().lane.run(lambda: dist.all_reduce(found, operation, group=_group()))
-    return found.tolist()
+    return sites.agreed_numbers(sites.active_mesh(), values, operation)
 
 
 def _mean_of_all(values: list[float]) -> list[float]:
@@ -228,8 +227,38 @@ def _all_agree(value: object) -> bool:
     return lowest == -highest
 
 
-def _send_value(value: torch.Tensor, layer: str, groups: int) -> Handle:
-    return send_to_heads([value], sites.active_mesh(), Label("v", layer), Part(0, groups))
+def _send_value(value: torch.Tensor, layer: Layer) -> Handle:
+    part = Part(0, layer.call.schedule.groups)
+    coding = _coding(layer) if layer.call.kind.codable else None
+    return send_to_heads([value], sites.active_mesh(), Label("v", layer.name), part, coding)
+
+
+def _coding(layer: Layer | None) -> Coding | None:
+    """How the exchanges of a layer are coded in this call; all ranks find the same."""
+    runtime = sites.active_runtime()
+    if runtime is None or layer is None or layer.again:
+        return None
+    if layer.call is None:  # its first call ever, which is not followed yet
+        return runtime.coding(layer.name, id(layer), layer.branch)
+    if layer.call.coding is None:
+        layer.call.coding = runtime.coding(layer.name, id(layer), layer.branch)
+    return layer.call.coding
+
+
+class Steps:
+    """Hears of runs and steps for what goes by them."""
+
+    def begin_run(self, total: int | None) -> None:
+        """A run begins."""
+        layers().end_step()
+        if runtime := sites.active_runtime():
+            runtime.begin_run(total)
+
+    def end_step(self, latents: torch.Tensor) -> None:
+        """A step has ended."""
+        layers().end_step()
+        if runtime := sites.active_runtime():
+            runtime.end_step()
 
 
 def make_layers() -> Layers:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.collectives import Mesh, set_timeout
 from xfuser_cocodiff.config import Overlap
+from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.xdit import recorder, usp
 from xfuser_cocodiff.xdit.layers import Layers
 
@@ -58,17 +59,21 @@ def make_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(mesh: Mesh | None, overlap: Overlap | None = None, layers: Layers | None = None) -> None:
+def use(
+    mesh: Mesh | None, overlap: Overlap | None = None, layers: Layers | None = None, runtime: Runtime | None = None
+) -> None:
     """Run xDiT's exchanges over a mesh from here on, or leave them to stock xDiT.
 
     Args:
         mesh: None for stock.
         overlap: what is fixed of it.
         layers: what was learned of layers on that mesh; nothing, when not given.
+        runtime: what codecs know of the run; they are not used when not given.
     """
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_overlap = mesh, overlap or Overlap()
+    _RUNTIME.cocodiff_runtime = runtime
     usp.follow(layers or usp.make_layers())
 
 

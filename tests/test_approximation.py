@@ -1,0 +1,132 @@
+"""Modes that approximate, in whole pipelines: near to stock, for fewer bytes, and no run knows of another."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.test_pipelines import MODELS, Run
+
+pytestmark = pytest.mark.usefixtures("hub")
+
+STEPS = 6
+SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", str(STEPS), "--seed", "3"]
+
+
+class Approximating(Run):
+    """xDiT's runner, with latents as the plugin's own clock sees them."""
+
+    def __init__(self, rank: int, world_size: int, model: str, *more: str) -> None:
+        arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
+        super().__init__(rank, world_size, arguments)
+        del self.runner.model.pipe.scheduler.__dict__["step"]
+        from xfuser_cocodiff.xdit import usp
+
+        end_step, run = usp.Steps.end_step, self
+
+        def keep(self: Any, latents: torch.Tensor) -> None:
+            run.latents = latents
+            end_step(self, latents)
+
+        usp.Steps.end_step = keep
+
+    def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
+        """Go on in a mode."""
+        from xfuser.core.distributed import initialize_runtime_state
+
+        from xfuser_cocodiff.config import CocoDiffConfig
+        from xfuser_cocodiff.topology import Topology
+
+        model = self.runner.model
+        given = Topology.parse(topology, model.engine_config.parallel_config.ulysses_degree)
+        options = {"slow_axes": ("node",), **options}
+        model.engine_config.parallel_config.sp_config.cocodiff = CocoDiffConfig(topology=given, mode=mode, **options)
+        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+
+    @property
+    def runtime(self) -> Any:
+        from xfuser_cocodiff.xdit import sites
+
+        return sites.active_runtime()
+
+
+def decibels(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    peak = wanted.float().abs().max()
+    return (20 * peak.log10() - 10 * (found.float() - wanted.float()).square().mean().log10()).item()
+
+
+def approximate(rank: int, model: str) -> dict[str, tuple[float, float]]:
+    """Decibels and bytes of each mode, against stock."""
+    run = Approximating(rank, 4, model)
+    stock = run()
+    found = {}
+    for name, mode, schedule in (
+        ("8 bit", "balanced", "bits=8,bits_o=8"),
+        ("4 bit", "balanced", "bits=4,bits_o=4"),
+        ("2 bit", "balanced", "bits=2,bits_o=2"),
+        ("half", "balanced", "cached=0.5,bits=4,bits_o=4"),
+        ("paper", "paper", None),
+    ):
+        run.by(mode, schedule=schedule)
+        latents = run()
+        reports = run.runtime.reports
+        assert [report.step for report in reports] == list(range(STEPS))
+        assert run.runtime.reference_bytes == 0, "references outlive their run"
+        sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
+        found[name] = decibels(latents, stock), sent
+        assert reports[0].error == 0 < reports[-1].error
+        layers = {name for report in reports for name in report.errors}
+        assert len(layers) == len({name for kind in ("attn", "attn1") for name in layers if name.endswith(kind)})
+    run.by("exact")
+    assert run.runtime is None
+    assert torch.equal(run(), stock)
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_more_bytes_are_nearer_to_stock(model: str) -> None:
+    first, *others = ranks.run(approximate, 4, model)
+    for other in others:  # each rank has seen the same picture
+        assert {name: value for name, (value, _) in other.items()} == {
+            name: value for name, (value, _) in first.items()
+        }
+    print(model, first)
+    quality, sent = ({name: pair[index] for name, pair in first.items()} for index in (0, 1))
+    assert quality["8 bit"] > quality["4 bit"] > quality["2 bit"] > 10
+    assert quality["4 bit"] > quality["paper"]
+    assert sent["2 bit"] < sent["4 bit"] < sent["8 bit"] < sent["paper"] < 1
+    assert sent["half"] < sent["4 bit"]
+
+
+def alone(rank: int, prompt: str) -> torch.Tensor:
+    run = Approximating(rank, 4, "FLUX.1-dev")
+    run.by("fast", schedule="cached=0.5")
+    return run(prompt=prompt)
+
+
+def in_a_row(rank: int) -> list[torch.Tensor]:
+    """Three runs, then one that is broken off, then another."""
+    run = Approximating(rank, 4, "FLUX.1-dev")
+    run.by("fast", schedule="cached=0.5")
+    found = [run(prompt=prompt) for prompt in ("a cat", "the moon", "a cat")]
+    transformer, calls = run.runner.model.pipe.transformer, []
+
+    def break_off(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise InterruptedError("by the user")
+
+    hook = transformer.register_forward_pre_hook(break_off)
+    with pytest.raises(InterruptedError):
+        run(prompt="old coins")
+    hook.remove()
+    return [*found, run(prompt="the moon")]
+
+
+def test_no_run_knows_of_another() -> None:
+    fresh = {prompt: ranks.run(alone, 4, prompt)[0] for prompt in ("a cat", "the moon")}
+    found = ranks.run(in_a_row, 4)[0]
+    assert not torch.equal(fresh["a cat"], fresh["the moon"])
+    for latents, prompt in zip(found, ("a cat", "the moon", "a cat", "the moon"), strict=True):
+        assert torch.equal(latents, fresh[prompt]), prompt

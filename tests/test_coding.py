@@ -1,0 +1,164 @@
+"""The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff.codec import EXACT, Codec, Reference
+from xfuser_cocodiff.coding import Account, Coding, SlowWay
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import send_to_heads, send_to_sequence
+from xfuser_cocodiff.part import Part
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.traffic import Label
+
+BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
+STEPS = 5
+
+
+def whole(name: str, step: int) -> torch.Tensor:
+    """A tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    first, change = (
+        torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
+        for seed in (ord(name), 1000 * ord(name) + step)
+    )
+    return first + 0.1 * change
+
+
+class Pairs:
+    """What each rank is to get of each other: by a codec of their own where they are far from each other."""
+
+    def __init__(self, topology: Topology, slow: tuple[str, ...]) -> None:
+        self.topology, self.dims = topology, [d for d, axis in enumerate(topology.axes) if axis.name in slow]
+        self.references: dict = {}
+        self.choices: dict = {}
+
+    def get(self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int) -> torch.Tensor:
+        """Values (B, n, s, D) on their way."""
+        places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
+        if places[0] == places[1]:
+            return values
+        reference = self.references.setdefault((name, source, target), Reference())
+        values = values.unsqueeze(0).contiguous()
+        if not reference.fits(values):
+            codec = dataclasses.replace(EXACT, predictor=codec.predictor)
+        chosen = None
+        if codec.share < 1:
+            if name in "vo":
+                self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
+            chosen = self.choices[name if name == "o" else "v", source, target]
+        codecs.encode(values, reference, codec, chosen)
+        return reference.expected(0.0)[0]
+
+
+def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
+    return tensor.chunk(count, dim)[index]
+
+
+def expected_heads(pairs: Pairs, name: str, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
+    """What a rank gets of Q, K or V: its heads, all tokens."""
+    values = cut(whole(name, step), 1, size, target)
+    parts = [pairs.get(name, cut(values, 2, size, source), source, target, codec, step) for source in range(size)]
+    return torch.cat(parts, 2)
+
+
+def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
+    """What a rank gets of O: its tokens, all heads."""
+    values = cut(whole("o", step), 2, size, target)
+    parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec, step) for source in range(size)]
+    return torch.cat(parts, 1)
+
+
+def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | None]:
+    plans = [Plan.hierarchical(topology)]
+    mesh = Mesh.over(dist.group.WORLD, topology, plans)
+    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over)
+
+
+def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool) -> None:
+    size = dist.get_world_size()
+    topology = Topology.parse(text, size)
+    mesh, way = way_of(topology, slow)
+    pairs, wires, account = Pairs(topology, slow), {}, Account()
+    for step in range(STEPS):
+        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        if v_first:
+            early = send_to_heads([v], mesh, Label("v"), coding=coding)
+            late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+            found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
+        else:
+            handle = send_to_heads([q, k, v], mesh, Label("qkv"), coding=coding)
+            found = dict(zip("qkv", handle.wait(), strict=True))
+        for name in "vqk":
+            wanted = expected_heads(pairs, name, step, rank, size, codec)
+            assert torch.equal(found[name], wanted), (name, step)
+        target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
+        attended = cut(whole("o", step), 1, size, rank).contiguous()
+        send_to_sequence(attended, target, mesh, Label("o"), Part(), coding).wait()
+        assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
+    assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
+    assert account.repeated == 0
+    if codec.bits:
+        assert 0 < account.lacking < 0.1 * account.wanted
+
+
+CASES = [
+    ("2x2", ("node",), Codec(4), Codec(2)),
+    ("2x2", ("gpu",), Codec(2, predictor=0.5), EXACT),
+    ("2x2", ("node", "gpu"), Codec(2, 0.5), Codec(None, 0.5)),
+    ("flat", ("flat",), Codec(None, 0.3, codecs.RANDOM), Codec(1)),
+    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, codecs.CHANGE), Codec(2, 0.6)),
+    ("2x2x2", ("tile",), Codec(8), Codec(8)),
+    ("2x2", ("node",), EXACT, EXACT),
+]
+
+
+@pytest.mark.parametrize("v_first", [False, True], ids=["together", "V first"])
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
+def test_far_ranks_get_what_a_codec_of_their_own_would_give(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool
+) -> None:
+    ranks.run(carry, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, v_first)
+
+
+def spoil(rank: int, bad: float) -> list[int]:
+    """A value that is not finite, at one rank in one step."""
+    topology, size = Topology.parse("2x2", 4), 4
+    mesh, way = way_of(topology, ("node",))
+    wires, account, codec = {}, Account(), Codec(2, 0.5)
+    repeated = []
+    for step in range(STEPS):
+        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        tensor = whole("v", step)
+        if step == 2:
+            tensor[0, 15, 3, 1] = bad  # of rank 0, for rank 3
+        [found] = send_to_heads([cut(tensor, 2, size, rank).clone()], mesh, Label("v"), coding=coding).wait()
+        repeated.append(account.repeated)
+        wanted = cut(tensor, 1, size, rank)
+        if step in (0, 2) and (step == 0 or rank % 2 == 1):  # rank 1 puts it on the slow axis, to rank 3
+            assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert step == 2 or found.isfinite().all()
+    return repeated
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float) -> None:
+    found = ranks.run(spoil, 4, bad)
+    assert found[1] == found[3] == [0, 0, 1, 1, 1]
+    assert found[0] == found[2] == [0, 0, 0, 0, 0]
+
+
+def part_in_vain(rank: int) -> None:
+    topology = Topology.parse("4x1", 4)
+    _, way = way_of(topology, ("gpu",))
+    assert way is None
+
+
+def test_an_axis_of_one_place_is_not_slow() -> None:
+    ranks.run(part_in_vain, 4)

@@ -1,0 +1,373 @@
+"""The exchange by codecs: exact along fast axes, coded along slow ones.
+
+What a rank holds for others goes along the fast axes first, as it is. What then has to cross slow ones is coded once,
+by the rank that puts it there, forwarded as it is through further slow axes, and decoded where it arrives. So
+references live at the two ends of the slow way: one for each place on the slow axes that is not the rank's own.
+
+Sizes in shapes: S places on slow axes, F on fast ones; n heads, s tokens and D head dim of what one rank holds for
+another; B batch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff.codec import EXACT, Codec, Reference
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.part import Part
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.traffic import Label
+
+_CHOOSING = "vo"
+"""Tensors that choose their active tokens; Q and K take V's choice."""
+_FINITE, _NOT_FINITE = 0, 1
+
+
+@dataclass
+class Wire:
+    """A part of a tensor of one layer, as both ends of this rank's links know it."""
+
+    sent: Reference
+    received: Reference
+    under_way: bool = False
+    """Whether an exchange has begun and not ended: the ends do not agree until it has."""
+
+
+@dataclass
+class Choice:
+    """Active tokens of one step: those that this rank sends, and those that it gets."""
+
+    tokens: int
+    """Of which they were chosen."""
+    sent: torch.Tensor
+    received: torch.Tensor | None = None
+
+
+@dataclass
+class Account:
+    """What codecs saved and what they left out."""
+
+    sent_bytes: int = 0
+    """Sent to other places on slow axes, by this rank as the first."""
+    exact_bytes: int = 0
+    """What that would have been without codecs."""
+    lacking: torch.Tensor | float = 0.0
+    """Sum of squares of what receivers lack."""
+    wanted: torch.Tensor | float = 0.0
+    """The same of what they should have."""
+    repeated: int = 0
+    """Exchanges that were repeated exactly, since there were values that are not finite."""
+
+
+@dataclass
+class Coding:
+    """How the tensors of a layer travel at one step."""
+
+    way: "SlowWay"
+    codecs: Mapping[str, Codec]
+    """For each of q, k, v and o; those of Q, K and V send as many tokens."""
+    wires: dict[tuple[str, Part], Wire]
+    """Of the layer; they outlive the step."""
+    account: Account
+    """Where it is all counted."""
+    seed: int = 0
+    """For choices by chance: another at each step."""
+    compact: bool = False
+    """Whether references are kept in 8 bits."""
+    choices: dict[tuple[str, Part], Choice] = field(default_factory=dict)
+    """Active tokens that V and O have chosen at this step."""
+
+    def wire(self, name: str, part: Part) -> Wire:
+        """The wire of a part of a tensor."""
+        if (name, part) not in self.wires:
+            self.wires[name, part] = Wire(Reference(self.compact), Reference(self.compact))
+        return self.wires[name, part]
+
+
+@dataclass(frozen=True)
+class SlowWay:
+    """The axes of a mesh, parted into fast ones and slow ones."""
+
+    slow_dims: tuple[int, ...]
+    """Those of the axes with more than one place, by number."""
+    shape: tuple[int, ...]
+    """Places of these axes."""
+    here: int
+    """This rank's place on the slow axes."""
+    slow: Mesh
+    fast: Mesh | None
+    """None where all axes are slow."""
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        mesh: Mesh,
+        slow_axes: Sequence[str],
+        make: Callable[[dist.ProcessGroup, Topology], Mesh],
+    ) -> "SlowWay | None":
+        """Part a mesh. Every rank of `group` must call this; None where no slow axis has more than one place.
+
+        Args:
+            group: the ranks of the mesh.
+            mesh: whose lane and account the parts share.
+            slow_axes: their names.
+            make: makes a mesh over a group.
+        """
+        topology, rank, ranks = mesh.topology, dist.get_rank(group), dist.get_process_group_ranks(group)
+        moving = [dim for dim, axis in enumerate(topology.axes) if axis.size > 1]
+        slow = [dim for dim in moving if topology.axes[dim].name in slow_axes]
+        fast = [dim for dim in moving if dim not in slow]
+
+        def part(dims: list[int]) -> Mesh:
+            if dims == moving:
+                return mesh
+            members = [ranks[i] for i in topology.neighbours(rank, *dims)]
+            own = dist.new_group(members, timeout=mesh.timeout, use_local_synchronization=True)
+            made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
+            return replace(made, traffic=mesh.traffic, lane=mesh.lane)
+
+        if not slow:
+            return None
+        return cls(
+            tuple(map(moving.index, slow)),
+            tuple(topology.axes[dim].size for dim in moving),
+            topology.neighbours(rank, *slow).index(rank),
+            part(slow),
+            part(fast) if fast else None,
+        )
+
+    @functools.cached_property
+    def places(self) -> int:
+        """On the slow axes."""
+        return math.prod(self.shape[dim] for dim in self.slow_dims)
+
+    @functools.cached_property
+    def others(self) -> list[int]:
+        """Those that are not this rank's own."""
+        return [place for place in range(self.places) if place != self.here]
+
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        """Slow axes, then fast ones."""
+        return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
+
+    def parted(self, piece: torch.Tensor) -> torch.Tensor:
+        """(*shape, B, n, s, D) as (S, F, B, n, s, D)."""
+        levels = len(self.shape)
+        ordered = piece.permute(*self._order, *range(levels, piece.ndim))
+        slow = len(self.slow_dims)
+        return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
+
+    def joined(self, parted: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`parted`, as a view."""
+        sizes = [self.shape[dim] for dim in self._order]
+        levels = len(sizes)
+        ordered = parted.view(*sizes, *parted.shape[2:])
+        back = sorted(range(levels), key=self._order.__getitem__)
+        return ordered.permute(*back, *range(levels, ordered.ndim))
+
+
+class _Sent(NamedTuple):
+    """What is known of an exchange between its coding and its end."""
+
+    values: list[torch.Tensor]
+    """(L, F * B, n, s, D) each, for the other places on the slow axes."""
+    own: list[torch.Tensor]
+    """(F, B, n, s, D) each, for this rank's own place."""
+    codecs: list[Codec]
+    payload: torch.Tensor
+    """uint8 (S, bytes)."""
+
+
+def send(
+    pieces: Sequence[torch.Tensor],
+    mesh: Mesh,
+    coding: Coding,
+    label: Label,
+    part: Part,
+    finish: Callable[[list[torch.Tensor]], Any],
+) -> Handle[Any]:
+    """Start an exchange.
+
+    Args:
+        pieces: by destination, (*way.shape, B, n, s, D) each, all of one dtype.
+        mesh: over all axes.
+        coding: how to code; V is coded before Q and K of the same part.
+        label: what it is: a letter for each piece, which is q, k, v or o.
+        part: of the heads.
+        finish: what to make of the pieces by source, of the same shapes, once they were waited for.
+    """
+    way, names = coding.way, label.what
+    parted = [way.parted(piece) for piece in pieces]
+
+    def end(sent: _Sent, received: torch.Tensor) -> Any:
+        return finish([way.joined(piece) for piece in _received(received, sent, names, coding, part)])
+
+    if way.fast is None:
+        sent = _coded(parted, names, coding, part)
+        plan = way.slow.choose(sent.payload.nbytes)
+        message = sent.payload.view(*plan.shape, -1)
+        return way.slow.post(message, plan, label, lambda received: end(sent, received))
+    span = mesh.traffic.span(label, pieces[0].device)
+
+    def travel() -> tuple[_Sent, torch.Tensor]:
+        with span.travels():
+            sent = _coded(_along_fast_axes(parted, way), names, coding, part)
+            return sent, _along_slow_axes(sent.payload, way)
+
+    if pieces[0].device.type != "cpu":
+        arrived = travel()
+        return Handle(str(label), lambda: arrived, lambda arrived: end(*arrived))
+    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds)
+
+
+def _along_fast_axes(parted: list[torch.Tensor], way: SlowWay) -> list[torch.Tensor]:
+    """Exchange (S, F, B, n, s, D) along F, as it is."""
+    turned = [piece.transpose(0, 1) for piece in parted]
+    message = torch.cat([piece.flatten(1) for piece in turned], 1)
+    plan = way.fast.choose(message.nbytes)
+    received = way.fast.all_to_all(message.view(*plan.shape, -1), plan).reshape(message.shape)
+    parts = received.split([math.prod(piece.shape[1:]) for piece in turned], 1)
+    return [found.unflatten(1, piece.shape[1:]).transpose(0, 1) for found, piece in zip(parts, turned, strict=True)]
+
+
+def _along_slow_axes(payload: torch.Tensor, way: SlowWay) -> torch.Tensor:
+    plan = way.slow.choose(payload.nbytes)
+    return way.slow.all_to_all(payload.view(*plan.shape, -1), plan)
+
+
+def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -> _Sent:
+    """Code what goes to other places on the slow axes."""
+    way = coding.way
+    values = [piece[way.others].flatten(1, 2) for piece in parted]
+    own = [piece[way.here] for piece in parted]
+    used: dict[int, Codec] = {}
+    payloads: dict[int, list[torch.Tensor]] = {}
+    finite = torch.ones((), dtype=torch.bool, device=values[0].device)
+    for index in _coding_order(names):
+        name, value = names[index], values[index]
+        codec = used[index] = _codec(coding, name, part, value)
+        coding.wire(name, part).under_way = True
+        reference = coding.wire(name, part).sent
+        payloads[index], chosen = [], None
+        if codec.share < 1:
+            if name in _CHOOSING:
+                chosen = codecs.choose(value, reference, codec, coding.seed)
+                coding.choices[name, part] = Choice(value.shape[codecs.TOKENS], chosen)
+                payloads[index].append(codecs.pack_choice(chosen, value.shape[codecs.TOKENS]))
+            else:
+                chosen = coding.choices["v", part].sent
+        payloads[index].append(codecs.encode(value, reference, codec, chosen))
+        if not codec.is_exact:
+            finite &= _count(coding.account, value, reference)
+    flag = torch.where(finite, _FINITE, _NOT_FINITE).to(torch.uint8).expand(len(way.others), 1)
+    coded = torch.cat([flag, *(payload for index in _coding_order(names) for payload in payloads[index])], 1)
+    coding.account.sent_bytes += coded.nbytes
+    coding.account.exact_bytes += sum(value.nbytes for value in values)
+    return _Sent(values, own, [used[index] for index in range(len(names))], _to_others(coded, way))
+
+
+def _to_others(coded: torch.Tensor, way: SlowWay) -> torch.Tensor:
+    """A message (S, bytes) with nothing for this rank's own place."""
+    message = coded.new_zeros(way.places, coded.shape[1])
+    message[way.others] = coded
+    return message
+
+
+def _received(received: torch.Tensor, sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
+    """Decode what came from other places, and put it beside what came from this rank's own."""
+    way = coding.way
+    coded = received.reshape(way.places, -1)[way.others]
+    if coded.device.type == "cpu" and bool(torch.cat([coded[:, 0], sent.payload[way.others[0], :1]]).any()):
+        values = _repeated(sent, names, coding, part)
+    else:
+        values = _decoded(coded[:, 1:], sent, names, coding, part)
+    results = []
+    for value, own in zip(values, sent.own, strict=True):
+        result = own.new_empty(way.places, *own.shape)
+        result[way.others] = value.unflatten(1, own.shape[:2])
+        result[way.here] = own
+        results.append(result)
+    return results
+
+
+def _decoded(coded: torch.Tensor, sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for index in _coding_order(names):
+        name, like, codec = names[index], sent.values[index], sent.codecs[index]
+        groups, tokens, chosen = like.shape[1], like.shape[codecs.TOKENS], None
+        if codec.share < 1:
+            if name in _CHOOSING:
+                size = codecs.choice_bytes(groups, tokens)
+                packed, coded = coded[:, :size], coded[:, size:]
+                chosen = codecs.unpack_choice(packed, groups, tokens, codec.active(tokens))
+                coding.choices[name, part].received = chosen
+            else:
+                chosen = coding.choices["v", part].received
+        size = codec.payload_bytes(like.shape, like.dtype)
+        # A copy, whatever its strides: values of several bytes are read from it, at a multiple of their size.
+        payload, coded = coded[:, :size].clone(memory_format=torch.contiguous_format), coded[:, size:]
+        found[index] = codecs.decode(payload, coding.wire(name, part).received, codec, chosen, like)
+        coding.wire(name, part).under_way = False
+    return [found[index] for index in range(len(names))]
+
+
+def _repeated(sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
+    """Exchange the values as they are: some of them, of some rank on these slow axes, are not finite.
+
+    Every one of these ranks has seen that, since each tells all others.
+    """
+    way = coding.way
+    coding.account.repeated += 1
+    exact = sent._replace(codecs=[replace(EXACT, predictor=codec.predictor) for codec in sent.codecs])
+    payloads = []
+    for index in _coding_order(names):
+        reference = coding.wire(names[index], part).sent
+        payloads.append(codecs.encode(sent.values[index], reference, exact.codecs[index], None))
+    message = _to_others(torch.cat(payloads, 1), way)
+    coding.account.sent_bytes += message.nbytes // way.places * len(way.others)
+    received = way.slow.lane.run(lambda: _along_slow_axes(message, way))
+    found = _decoded(received.reshape(way.places, -1)[way.others], exact, names, coding, part)
+    for name in names:  # what is not finite is no reference for later values
+        wire = coding.wire(name, part)
+        wire.sent.mend()
+        wire.received.mend()
+    return found
+
+
+def _codec(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Codec:
+    """How a tensor travels: exactly while there is no reference, where the last exchange never ended, or where it
+    cannot be packed; with all tokens where V has made no choice for it.
+
+    Depends on shapes and on what was sent before, which are the same on every rank.
+    """
+    codec, wire = coding.codecs[name], coding.wire(name, part)
+    packs = codec.bits is None or values.shape[-1] * codec.bits % 8 == 0
+    if not packs or wire.under_way or not wire.sent.fits(values):
+        return replace(EXACT, predictor=codec.predictor)
+    if codec.share < 1 and name not in _CHOOSING:
+        chosen = coding.choices.get(("v", part))
+        if chosen is None or chosen.tokens != values.shape[codecs.TOKENS]:
+            return replace(codec, share=1.0)
+    return codec
+
+
+def _count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
+    """Count what receivers lack, and return whether all values are finite."""
+    lacking = (values - reference.expected(0.0)).float().square_().sum()
+    account.lacking = account.lacking + lacking
+    account.wanted = account.wanted + values.float().square().sum()
+    return lacking.isfinite()  # the difference of infinite values is not a number
+
+
+def _coding_order(names: str) -> list[int]:
+    """V first: it chooses for Q and K."""
+    return sorted(range(len(names)), key=lambda index: names[index] != "v")

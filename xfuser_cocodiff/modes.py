@@ -1,0 +1,155 @@
+"""Modes: by which codecs the steps of a run travel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from xfuser_cocodiff.codec import CHANGE, DRIFT, EXACT, SCORES, Codec
+from xfuser_cocodiff.quantise import STEPS
+
+NOTATION = (
+    "'warmup=2,refresh=10,cached=0->0.5,bits=4->2,bits_o=2,score=drift,predictor=0.5,exact=blocks.0+blocks.1', or some "
+    "of these"
+)
+
+
+@dataclass(frozen=True)
+class CodecSchedule:
+    """Codecs over a run. A pair is a value at its first step and one at its last, with a straight line between."""
+
+    warmup: int = 1
+    """Steps at the start that travel exactly."""
+    refresh: int = 0
+    """Every so many steps one travels exactly; 0 stands for never."""
+    cached: tuple[float, float] = (0.0, 0.0)
+    """Share of tokens that are not sent."""
+    bits: tuple[int, int] | None = None
+    """Per value of Q, K and V; values themselves are sent where there are none. A change falls half way."""
+    bits_o: tuple[int, int] | None = None
+    """The same for O, of which all tokens are sent."""
+    score: str = DRIFT
+    predictor: float = 0.0
+    exact: tuple[str, ...] = ()
+    """Layers that always travel exactly, by the beginning of their names."""
+
+    def is_refresh(self, step: int) -> bool:
+        """Whether a step, counted from 0, is to travel exactly."""
+        since = step - self.warmup
+        return since < 0 or bool(self.refresh and since % self.refresh == self.refresh - 1)
+
+    def codecs(self, step: int, total: int) -> Mapping[str, Codec]:
+        """Codecs of Q, K, V and O at a step.
+
+        Args:
+            step: counted from 0.
+            total: steps of the run.
+        """
+        if self.is_refresh(step):
+            return dict.fromkeys("qkvo", replace(EXACT, predictor=self.predictor))
+        done = min(1.0, step / max(1, total - 1))
+        share = 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))
+        qkv = Codec(_half_way(self.bits, done), min(1.0, max(0.0, share)), self.score, self.predictor)
+        o = Codec(_half_way(self.bits_o, done), predictor=self.predictor if self.bits_o else 0.0)
+        return {"q": qkv, "k": qkv, "v": qkv, "o": o}
+
+    def leaves_out(self, layer: str) -> bool:
+        """Whether a layer always travels exactly."""
+        return any(layer == name or layer.startswith(f"{name}.") for name in self.exact)
+
+    @classmethod
+    def parse(cls, text: str, usual: "CodecSchedule") -> "CodecSchedule":
+        """Read changes to a schedule.
+
+        Raises:
+            ValueError: not the notation, or values that no schedule has.
+        """
+        found: dict[str, Any] = {}
+        for pair in text.split(","):
+            name, _, value = (part.strip() for part in pair.partition("="))
+            if name not in _READERS:
+                raise ValueError(f"{text!r} names {name!r}; valid are {NOTATION}")
+            try:
+                found[name] = _READERS[name](value)
+            except ValueError:
+                raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {NOTATION}") from None
+        return replace(usual, **found)
+
+    def __str__(self) -> str:
+        usual = CodecSchedule()
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(usual, field.name)]
+        return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
+
+
+def _half_way(pair: tuple[int, int] | None, done: float) -> int | None:
+    return pair and pair[done >= 0.5]
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError
+    return value
+
+
+def _bits(text: str) -> int:
+    value = _whole(text)
+    if value not in STEPS:
+        raise ValueError
+    return value
+
+
+def _score(text: str) -> str:
+    if text not in SCORES:
+        raise ValueError
+    return text
+
+
+def _pair(reader: Any) -> Any:
+    def read(text: str) -> tuple:
+        first, arrow, last = text.partition("->")
+        return reader(first), reader(last if arrow else first)
+
+    return read
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        return "+".join(value)
+    if isinstance(value, tuple):
+        return f"{value[0]:g}" if value[0] == value[1] else f"{value[0]:g}->{value[1]:g}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_READERS = {
+    "warmup": _whole,
+    "refresh": _whole,
+    "cached": _pair(_share),
+    "bits": _pair(_bits),
+    "bits_o": _pair(_bits),
+    "score": _score,
+    "predictor": _share,
+    "exact": lambda text: tuple(text.split("+")),
+}
+
+PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
+"""V-Major as the paper has it: what of V has changed since the step before is sent, and less so from step to step."""
+BALANCED = CodecSchedule(warmup=1, bits=(2, 2), bits_o=(2, 2), predictor=0.5)
+FAST = CodecSchedule(warmup=1, cached=(0.5, 0.5), bits=(2, 2), bits_o=(1, 1), predictor=0.5)
+FEW_STEPS = 12
+"""Up to so many steps, values change too much between two of them for few bits."""
+
+
+def usual(mode: str, total: int | None) -> CodecSchedule | None:
+    """The schedule of a mode for a run of so many steps; None for the one that is exact."""
+    few = total is not None and total <= FEW_STEPS
+    if mode == "balanced":
+        return replace(BALANCED, bits=(4, 4), bits_o=(4, 4)) if few else BALANCED
+    if mode == "fast":
+        return replace(FAST, cached=(0.0, 0.0), bits_o=(2, 2)) if few else FAST
+    return PAPER if mode == "paper" else None

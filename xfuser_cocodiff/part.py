@@ -1,0 +1,20 @@
+"""A part of the heads: what travels and attends as one."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Part(NamedTuple):
+    """One of several equal parts of the heads that each rank holds between two exchanges."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This part of a dim, as a view."""
+        size = tensor.shape[dim] // self.count
+        return tensor.narrow(dim, self.index * size, size)
+
+
+WHOLE = Part()

@@ -1,0 +1,143 @@
+"""Runs, steps and branches, and the references that belong to them.
+
+References live from the first step of a run to its last, for one layer in one branch (of classifier-free guidance).
+Nothing of one run is ever read in another: a new run begins with none, however the one before it ended.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+from xfuser_cocodiff import modes
+from xfuser_cocodiff.coding import Account, Coding, SlowWay, Wire
+from xfuser_cocodiff.modes import CodecSchedule
+
+
+@dataclass
+class _State:
+    """Of one layer in one branch."""
+
+    layer: str
+    wires: dict = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    """Of the step."""
+
+
+@dataclass
+class StepReport:
+    """What codecs did at one step."""
+
+    step: int
+    errors: dict[str, float]
+    """Relative, of what receivers hold, for each layer."""
+    sent_bytes: int
+    """To other places on slow axes, by this rank as the first."""
+    exact_bytes: int
+    """What that would have been without codecs."""
+    repeated: int
+    """Exchanges that went exactly, since there were values that are not finite."""
+    was_refresh: bool
+
+    @property
+    def error(self) -> float:
+        """The largest."""
+        return max(self.errors.values(), default=0.0)
+
+
+class Runtime:
+    """What codecs know of the run under way. All ranks must call its methods alike.
+
+    Args:
+        way: the slow axes.
+        mode: one of config.MODES that approximates.
+        changes: to its schedule, in its notation.
+        max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
+        agreed: given numbers, the largest of all ranks for each.
+    """
+
+    def __init__(
+        self,
+        way: SlowWay,
+        mode: str,
+        changes: str | None,
+        max_error: float | None,
+        agreed: Callable[[list[float]], list[float]],
+    ) -> None:
+        self._way, self._mode, self._changes = way, mode, changes
+        self._max_error, self._agreed = max_error, agreed
+        self._states: dict[Hashable, _State] = {}
+        self._running = False
+        self._refreshing = False
+        self.schedule = self._schedule(None)
+        self.step, self.total = 0, 1
+        self.reports: list[StepReport] = []
+        """Of the run's steps so far."""
+
+    def _schedule(self, total: int | None) -> CodecSchedule:
+        usual = modes.usual(self._mode, total) or CodecSchedule()
+        return CodecSchedule.parse(self._changes, usual) if self._changes else usual
+
+    def begin_run(self, total: int | None) -> None:
+        """A run begins, of so many steps if that is known."""
+        self.end_run()
+        self._running, self._refreshing = True, False
+        self.schedule = self._schedule(total)
+        self.step, self.total = 0, total or 1
+        self.reports = []
+
+    def end_run(self) -> None:
+        """The run is over, or broken off: its references go."""
+        self._running = False
+        self._states.clear()
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if not self._running:
+            return
+        report = self._report()
+        self.reports.append(report)
+        if self._max_error is not None:
+            [largest] = self._agreed([report.error if math.isfinite(report.error) else math.inf])
+            self._refreshing = largest > self._max_error
+        self.step += 1
+        if self.step == self.total:
+            self.end_run()
+
+    def _report(self) -> StepReport:
+        errors: dict[str, float] = {}
+        accounts = [state.account for state in self._states.values()]
+        for state in self._states.values():
+            lacking, wanted = float(state.account.lacking), float(state.account.wanted)
+            error = math.sqrt(lacking / wanted) if wanted else 0.0
+            errors[state.layer] = max(error, errors.get(state.layer, 0.0))
+            state.account = Account()
+        return StepReport(
+            self.step,
+            errors,
+            sum(account.sent_bytes for account in accounts),
+            sum(account.exact_bytes for account in accounts),
+            sum(account.repeated for account in accounts),
+            self._refreshing or self.schedule.is_refresh(self.step),
+        )
+
+    def coding(self, layer: str, key: Hashable, branch: int) -> Coding | None:
+        """How a layer's exchanges travel in a call of its transformer; None where they travel without codecs.
+
+        Args:
+            layer: its name.
+            key: tells it from the layers of other transformers.
+            branch: which call of the transformer within the step this is.
+        """
+        if not self._running or self.schedule.leaves_out(layer):
+            return None
+        state = self._states.setdefault((key, branch), _State(layer))
+        codecs = self.schedule.codecs(self.step, self.total)
+        if self._refreshing:
+            codecs = {name: replace(modes.EXACT, predictor=codec.predictor) for name, codec in codecs.items()}
+        return Coding(self._way, codecs, state.wires, state.account, seed=self.step)
+
+    @property
+    def reference_bytes(self) -> int:
+        """What references take now."""
+        wires: list[Wire] = [wire for state in self._states.values() for wire in state.wires.values()]
+        return sum(wire.sent.nbytes + wire.received.nbytes for wire in wires)
