@@ -178,8 +178,8 @@ def _make_mesh(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
         return None, None
     if engine_config.runtime_config.use_torch_compile:
         note(
-            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay in "
-            "one group, and everything travels exactly"
+            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
+            "in one group, and everything travels exactly"
         )
     from yunchang.globals import PROCESS_GROUP
 
