@@ -16,6 +16,7 @@ from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label
+from xfuser_cocodiff.virtual import VirtualRanks
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5
@@ -162,3 +163,54 @@ def part_in_vain(rank: int) -> None:
 
 def test_an_axis_of_one_place_is_not_slow() -> None:
     ranks.run(part_in_vain, 4)
+
+
+def really(rank: int, topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec) -> list[torch.Tensor]:
+    """What a rank gets of Q, K, V and O over some steps, from segments of which it has its share."""
+    size = dist.get_world_size()
+    mesh, way = way_of(Topology.parse(topology, size), slow)
+    wires, account, found = {}, Account(), []
+    for step in range(STEPS):
+        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        mine = [torch.cat([cut(part, 2, size, rank) for part in whole(n, step).split(SEGMENTS, 2)], 2) for n in "qkv"]
+        found += send_to_heads(mine, mesh, Label("qkv"), coding=coding).wait()
+        target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
+        attended = torch.cat(
+            [cut(part, 2, size, r) for r in range(size) for part in whole("o", step).split(SEGMENTS, 2)], 2
+        )
+        send_to_sequence(cut(attended, 1, size, rank).contiguous(), target, mesh, Label("o"), Part(), coding).wait()
+        found.append(target)
+    return [*found, torch.tensor([account.sent_bytes, account.exact_bytes])]
+
+
+SEGMENTS = [24, 16]
+
+
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
+def test_virtual_ranks_get_what_real_ones_get(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
+) -> None:
+    size = 8 if topology == "2x2x2" else 4
+    results = ranks.run(really, size, topology, slow, codec, codec_of_o)
+    virtual = VirtualRanks(Topology.parse(topology, size), slow)
+    assert virtual.fits(whole("q", 0), SEGMENTS) and not virtual.fits(whole("q", 0), [30, 10])
+    wires, account = {}, Account()
+
+    def heads_of(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A rank's heads, with tokens in the order of real ranks: by rank, and then by segment."""
+        parts = tensor.split(SEGMENTS, 2)
+        return cut(torch.cat([cut(part, 2, size, r) for r in range(size) for part in parts], 2), 1, size, rank)
+
+    def tokens_of(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([cut(part, 2, size, rank) for part in tensor.split(SEGMENTS, 2)], 2)
+
+    for step in range(STEPS):
+        coding = Coding(None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, coding)
+        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, coding)
+        for rank, real in enumerate(results):
+            for found, wanted in zip(qkv, real[4 * step : 4 * step + 3], strict=True):
+                assert torch.equal(heads_of(rank, found), wanted), (step, rank)
+            assert torch.equal(tokens_of(rank, o), real[4 * step + 3]), (step, rank)
+    exact = sum(real[-1][1] for real in results)
+    assert account.exact_bytes == exact

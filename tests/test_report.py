@@ -27,7 +27,7 @@ def step(seconds: float, **axes: float) -> dict:
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
     """A run as the recorder writes it."""
     layers = {f"blocks.{index}.attn": [0.2 * len(steps), 0.1 * index * len(steps)] for index in range(2)}
-    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "layers": layers}
+    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "layers": layers, "codecs": None}
     return {"total_steps": len(steps), "steps": steps, **figures}
 
 
@@ -139,6 +139,35 @@ def test_an_approximate_mode_may_differ(tmp_path: Path) -> None:
     figures["runs"][1]["name"] = "fast"
     assert report.passed(figures)
     assert "approximation" in report.verdict(figures)[1]
+
+
+def coded(*errors: float, sent: int) -> list[dict]:
+    """What the recorder writes of codecs: steps of one layer."""
+    rest = {"sent_bytes": sent, "exact_bytes": 100, "repeated": 1, "reference_bytes": 5000}
+    return [{"step": step, "errors": {"a": e}, "was_refresh": not e, **rest} for step, e in enumerate(errors)]
+
+
+def test_codecs_are_told_of(tmp_path: Path) -> None:
+    ranks = [[{**run(step(0.1), step(0.1)), "codecs": coded(0.0, error, sent=20)}] for error in (0.1, 0.3)]
+    stock, fast = [[run(step(0.1), step(0.1))]] * 2, ranks
+    sides = [Outcome.read([leave(tmp_path / name, *side)], 1) for name, side in (("stock", stock), ("fast", fast))]
+    named = [
+        {"name": name, "model": None, "degree": 2, "command": "x", "trace": None, **figures(side, sides[0], tmp_path)}
+        for name, side in zip(("stock", "fast"), sides, strict=True)
+    ]
+    assert named[0]["codecs"] is None
+    assert named[1]["codecs"] == {
+        "bytes_slow_fraction": 0.2,
+        "errors": {"a": [0.0, 0.3]},
+        "refreshes": 1,
+        "repeated": 4,
+        "reference_bytes": 5000,
+    }
+    whole = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
+    html = report.write(whole, tmp_path).read_text()
+    for words in ("20.0 %", "5.00 kB", "4 exchanges had values", "1 of its steps were exact"):
+        assert words in html
+    assert (tmp_path / "errors.svg").exists()
 
 
 def test_figures_that_cannot_be_had_are_null(tmp_path: Path) -> None:

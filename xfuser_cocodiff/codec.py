@@ -18,6 +18,8 @@ DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """What makes a token active: its distance from the reference, from its value of the step before, or chance."""
 TOKENS = 3
 """Dim of tokens."""
+CHOOSING = "vo"
+"""Tensors that choose their active tokens; Q and K take V's choice."""
 
 
 @dataclass(frozen=True)

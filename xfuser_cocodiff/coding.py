@@ -25,8 +25,6 @@ from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label
 
-_CHOOSING = "vo"
-"""Tensors that choose their active tokens; Q and K take V's choice."""
 _FINITE, _NOT_FINITE = 0, 1
 
 
@@ -254,12 +252,12 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
     finite = torch.ones((), dtype=torch.bool, device=values[0].device)
     for index in _coding_order(names):
         name, value = names[index], values[index]
-        codec = used[index] = _codec(coding, name, part, value)
+        codec = used[index] = coded_by(coding, name, part, value)
         coding.wire(name, part).under_way = True
         reference = coding.wire(name, part).sent
         payloads[index], chosen = [], None
         if codec.share < 1:
-            if name in _CHOOSING:
+            if name in codecs.CHOOSING:
                 chosen = codecs.choose(value, reference, codec, coding.seed)
                 coding.choices[name, part] = Choice(value.shape[codecs.TOKENS], chosen)
                 payloads[index].append(codecs.pack_choice(chosen, value.shape[codecs.TOKENS]))
@@ -267,7 +265,7 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
                 chosen = coding.choices["v", part].sent
         payloads[index].append(codecs.encode(value, reference, codec, chosen))
         if not codec.is_exact:
-            finite &= _count(coding.account, value, reference)
+            finite &= count(coding.account, value, reference)
     flag = torch.where(finite, _FINITE, _NOT_FINITE).to(torch.uint8).expand(len(way.others), 1)
     coded = torch.cat([flag, *(payload for index in _coding_order(names) for payload in payloads[index])], 1)
     coding.account.sent_bytes += coded.nbytes
@@ -305,7 +303,7 @@ def _decoded(coded: torch.Tensor, sent: _Sent, names: str, coding: Coding, part:
         name, like, codec = names[index], sent.values[index], sent.codecs[index]
         groups, tokens, chosen = like.shape[1], like.shape[codecs.TOKENS], None
         if codec.share < 1:
-            if name in _CHOOSING:
+            if name in codecs.CHOOSING:
                 size = codecs.choice_bytes(groups, tokens)
                 packed, coded = coded[:, :size], coded[:, size:]
                 chosen = codecs.unpack_choice(packed, groups, tokens, codec.active(tokens))
@@ -343,7 +341,7 @@ def _repeated(sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch
     return found
 
 
-def _codec(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Codec:
+def coded_by(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Codec:
     """How a tensor travels: exactly while there is no reference, where the last exchange never ended, or where it
     cannot be packed; with all tokens where V has made no choice for it.
 
@@ -353,14 +351,14 @@ def _codec(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Codec
     packs = codec.bits is None or values.shape[-1] * codec.bits % 8 == 0
     if not packs or wire.under_way or not wire.sent.fits(values):
         return replace(EXACT, predictor=codec.predictor)
-    if codec.share < 1 and name not in _CHOOSING:
+    if codec.share < 1 and name not in codecs.CHOOSING:
         chosen = coding.choices.get(("v", part))
         if chosen is None or chosen.tokens != values.shape[codecs.TOKENS]:
             return replace(codec, share=1.0)
     return codec
 
 
-def _count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
+def count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
     """Count what receivers lack, and return whether all values are finite."""
     lacking = (values - reference.expected(0.0)).float().square_().sum()
     account.lacking = account.lacking + lacking

@@ -37,6 +37,8 @@ class StepReport:
     repeated: int
     """Exchanges that went exactly, since there were values that are not finite."""
     was_refresh: bool
+    reference_bytes: int
+    """What references take."""
 
     @property
     def error(self) -> float:
@@ -118,6 +120,7 @@ class Runtime:
             sum(account.exact_bytes for account in accounts),
             sum(account.repeated for account in accounts),
             self._refreshing or self.schedule.is_refresh(self.step),
+            self.reference_bytes,
         )
 
     def coding(self, layer: str, key: Hashable, branch: int) -> Coding | None:

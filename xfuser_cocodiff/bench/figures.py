@@ -64,6 +64,7 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],
         "ratio_to_stock": median(seconds) / median(stock.step_seconds),
         **_traffic(side),
+        "codecs": record.codecs(side.repeats),
         "peak_memory_bytes": record.peak_memory_bytes(side.repeats),
         "latents": _latents(side, stock),
         "image": _image(side, stock, out),

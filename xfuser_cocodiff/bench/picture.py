@@ -72,6 +72,28 @@ def draw_layers(layers: Mapping[str, Mapping[str, float]], out: Path) -> None:
         figure.legend(loc="outside upper right", ncols=2, frameon=False)
 
 
+def draw_errors(errors: Mapping[str, Sequence[float]], out: Path) -> None:
+    """Save a heat map: relative error of what receivers hold, by attention layer and step.
+
+    Args:
+        errors: of a compare record's `codecs`.
+        out: an SVG file.
+    """
+    from matplotlib.colors import LogNorm
+
+    table = np.array(list(errors.values())).T
+    shown = np.ma.masked_less_equal(table, 0)
+    with _figure((7.2, 2.8), out) as (figure, axes):
+        norm = LogNorm() if shown.count() else None
+        image = axes.imshow(shown, aspect="auto", interpolation="nearest", norm=norm, cmap="cividis")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("attention layer, in the order of the model")
+        axes.set_ylabel("step")
+        if shown.count():
+            figure.colorbar(image, label="relative error")
+
+
 @contextmanager
 def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, in colours that suit light and dark pages, saved as SVG in the end."""

@@ -86,6 +86,26 @@ def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]]:
     return {name: {"a2a_seconds": mean(name, 0), "hidden_seconds": mean(name, 1)} for name in names}
 
 
+def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
+    """What codecs did; None where everything travelled exactly.
+
+    Bytes are those of all ranks and repeats. Errors are the largest of any rank, in the last repeat.
+    """
+    runs = [run for repeat in repeats for run in repeat]
+    if not all(run.get("codecs") for run in runs):
+        return None
+    steps = [step for run in runs for step in run["codecs"]]
+    last = [[run["codecs"][number] for run in repeats[-1]] for number in range(len(repeats[-1][0]["codecs"]))]
+    names = dict.fromkeys(name for ranks in last for step in ranks for name in step["errors"])
+    return {
+        "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / sum(step["exact_bytes"] for step in steps),
+        "errors": {name: [max(step["errors"].get(name, 0.0) for step in ranks) for ranks in last] for name in names},
+        "refreshes": sum(ranks[0]["was_refresh"] for ranks in last),
+        "repeated": sum(step["repeated"] for step in steps),
+        "reference_bytes": max(step["reference_bytes"] for step in steps),
+    }
+
+
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
     """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
     return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}

@@ -13,7 +13,7 @@ LIBRARIES = ("jinja2", "matplotlib", "skimage")
 INSTALL = "pip install 'xfuser-cocodiff[report]'"
 NOTHING = "-"
 """Stands for a figure that cannot be had."""
-DIFFERENCE, STEP, LAYERS = "difference.png", "step.svg", "layers.svg"
+DIFFERENCE, STEP, LAYERS, ERRORS = "difference.png", "step.svg", "layers.svg", "errors.svg"
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
@@ -34,7 +34,7 @@ def write(record: dict[str, Any], out: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"time": time, "size": size, "total": total, "decibels": decibels}
+    environment.filters |= {"percent": percent, "time": time, "size": size, "total": total, "decibels": decibels}
     stock, plugin = record["runs"]
     content = {
         "record": record,
@@ -57,6 +57,8 @@ def _draw(record: dict[str, Any], out: Path) -> int | None:
     picture.draw_step(record["runs"], out / STEP)
     if layers := record["runs"][1]["a2a_by_layer"]:
         picture.draw_layers(layers, out / LAYERS)
+    if codecs := record["runs"][1]["codecs"]:
+        picture.draw_errors(codecs["errors"], out / ERRORS)
     paths = [run["image"]["path"] for run in record["runs"]]
     return picture.draw_difference(*(out / path for path in paths), out / DIFFERENCE) if all(paths) else None
 
@@ -132,6 +134,8 @@ def notes(record: dict[str, Any]) -> list[str]:
         found.append("The plugin left this run to stock xDiT (its log says why), so both sides ran the same code.")
     if plugin["a2a_seconds"] is None:
         found.append("Bytes and seconds of the all-to-alls could not be seen, as in a compiled graph.")
+    if plugin["codecs"] and plugin["codecs"]["repeated"]:
+        found.append(f"{plugin['codecs']['repeated']} exchanges had values that are not finite, and were sent exactly.")
     for layer, statuses in (plugin["layers"] or {}).items():
         found += [f"In {layer}, {status}." for status in statuses]
     if stock["image"]["path"] is None:

@@ -5,7 +5,9 @@ Each rank keeps in rank{r}.json, rewritten after every run:
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
      "layers": {class of attention modules: [whether V can go first in them, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
-           "layers": {attention layer: [seconds of its exchanges in all steps, those of them that were hidden]}}
+           "layers": {attention layer: [seconds of its exchanges in all steps, those of them that were hidden]},
+           "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
+                     "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
@@ -15,6 +17,7 @@ the ranks, leaves nothing.
 """
 
 import atexit
+import dataclasses
 import functools
 import hashlib
 import json
@@ -31,7 +34,7 @@ from xfuser_cocodiff.config import TRACE_VARIABLE
 from xfuser_cocodiff.topology import FLAT
 from xfuser_cocodiff.xdit import usp
 from xfuser_cocodiff.xdit.patch import Patch
-from xfuser_cocodiff.xdit.sites import TRAFFIC
+from xfuser_cocodiff.xdit.sites import TRAFFIC, active_runtime
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
@@ -130,6 +133,8 @@ class Recorder:
             self._tracer.stop()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
+        runtime = active_runtime()
+        run["codecs"] = [dataclasses.asdict(report) for report in runtime.reports] if runtime else None
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         if self.rank == 0:
             save_file({"latents": latents}, self.folder / "latents.safetensors")

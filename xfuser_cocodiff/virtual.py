@@ -1,0 +1,121 @@
+"""Virtual ranks: one rank applies what codecs would do among many, so that quality can be judged without a cluster.
+
+Every row of an exchanged tensor, one token of one head, has one rank that it comes from and one that it goes to. Those
+that would cross a slow axis go through the codec, against one reference in the place of the two at its ends.
+
+Sizes in shapes: P virtual ranks at S places on slow axes and F on fast ones, B batch, H heads, N tokens, D head dim.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff.codec import EXACT
+from xfuser_cocodiff.coding import Choice, Coding, coded_by, count
+from xfuser_cocodiff.part import WHOLE
+from xfuser_cocodiff.topology import Topology
+
+_HEADS, _TOKENS = 1, 2
+
+
+@dataclass(frozen=True)
+class VirtualRanks:
+    """Ranks that there are not, and which of their axes are slow."""
+
+    topology: Topology
+    slow_axes: tuple[str, ...]
+
+    @functools.cached_property
+    def _slow_dims(self) -> list[int]:
+        return [dim for dim, axis in enumerate(self.topology.axes) if axis.name in self.slow_axes]
+
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        return [*self._slow_dims, *(dim for dim in range(len(self.topology.axes)) if dim not in self._slow_dims)]
+
+    @functools.cached_property
+    def places(self) -> int:
+        """On slow axes."""
+        return math.prod(self.topology.shape[dim] for dim in self._slow_dims)
+
+    def fits(self, tensor: torch.Tensor, segments: Sequence[int]) -> bool:
+        """Whether a tensor (B, H, N, D) can be dealt to the ranks."""
+        return all(size % self.topology.size == 0 for size in (tensor.shape[_HEADS], *segments))
+
+    def send(self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], coding: Coding) -> list:
+        """What many ranks would get of tensors (B, H, N, D) if all of them were put together again.
+
+        Args:
+            names: a letter for each: q, k, v, which are dealt by tokens and go to heads, or o, the other way round.
+            tensors: all that there is.
+            segments: parts of the tokens, such as text and image, of each of which every rank has its share.
+            coding: how to code.
+        """
+        found = {}
+        for name, tensor in sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] != "v"):
+            rows = self._rows(tensor, segments, to_heads=name != "o")
+            sent = self._coded(name, rows, coding)
+            found[name] = self._whole(sent, rows, tensor, segments, to_heads=name != "o")
+        return [found[name] for name in names]
+
+    def _coded(self, name: str, rows: torch.Tensor, coding: Coding) -> torch.Tensor:
+        """Rows (S, S, F, F, B, n, s, D) of which those off the first diagonal have gone through the codec."""
+        sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
+        values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
+        codec, reference = coded_by(coding, name, WHOLE, values), coding.wire(name, WHOLE).sent
+        chosen = None
+        if codec.share < 1:
+            if name in codecs.CHOOSING:
+                chosen = codecs.choose(values, reference, codec, coding.seed)
+                coding.choices[name, WHOLE] = Choice(values.shape[codecs.TOKENS], chosen)
+            else:
+                chosen = coding.choices["v", WHOLE].sent
+        payload = codecs.encode(values, reference, codec, chosen)
+        coding.account.sent_bytes += payload.nbytes
+        coding.account.exact_bytes += values.nbytes
+        if not codec.is_exact and not bool(count(coding.account, values, reference)):
+            coding.account.repeated += 1
+            codecs.encode(values, reference, replace(EXACT, predictor=codec.predictor), None)
+            received = values
+            reference.mend()
+        else:
+            received = values if codec.is_exact else reference.expected(0.0)
+        sent = rows.clone()
+        sent[sources, targets] = received.view(len(sources), *rows.shape[2:])
+        return sent
+
+    def _split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """View (..., P * n, ...) as (..., S, F, n, ...)."""
+        shape, own = tensor.shape, tensor.shape[dim] // self.topology.size
+        by_axis = tensor.reshape(*shape[:dim], *self.topology.shape, own, *shape[dim + 1 :])
+        levels, ndim = len(self.topology.axes), by_axis.ndim
+        order = [*range(dim), *(dim + each for each in self._order), *range(dim + levels, ndim)]
+        return by_axis.permute(order).reshape(*shape[:dim], self.places, -1, own, *shape[dim + 1 :])
+
+    def _joined(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The inverse of :meth:`_split`."""
+        shape, levels = tensor.shape, len(self.topology.axes)
+        sizes = [self.topology.shape[each] for each in self._order]
+        by_axis = tensor.reshape(*shape[:dim], *sizes, *shape[dim + 2 :])
+        back = sorted(range(levels), key=self._order.__getitem__)
+        order = [*range(dim), *(dim + each for each in back), *range(dim + levels, by_axis.ndim)]
+        return by_axis.permute(order).flatten(dim, dim + levels)
+
+    def _rows(self, tensor: torch.Tensor, segments: Sequence[int], to_heads: bool) -> torch.Tensor:
+        """(B, H, N, D) as (source S, target S, target F, source F, B, n, s, D)."""
+        parts = [self._split(part, _TOKENS) for part in tensor.split(list(segments), _TOKENS)]
+        dealt = self._split(torch.cat(parts, _TOKENS + 2), _HEADS)  # (B, S, F, n, S, F, s, D), heads before tokens
+        return dealt.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else dealt.permute(1, 4, 5, 2, 0, 3, 6, 7)
+
+    def _whole(
+        self, sent: torch.Tensor, rows: torch.Tensor, tensor: torch.Tensor, segments: Sequence[int], to_heads: bool
+    ) -> torch.Tensor:
+        """The inverse of :meth:`_rows`."""
+        dealt = sent.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else sent.permute(4, 0, 3, 5, 1, 2, 6, 7)
+        heads = self._joined(dealt, _HEADS)  # (B, H, S, F, s, D)
+        parts = heads.split([size // self.topology.size for size in segments], _TOKENS + 2)
+        return torch.cat([self._joined(part, _TOKENS) for part in parts], _TOKENS)
