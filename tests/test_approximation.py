@@ -1,5 +1,6 @@
 """Modes that approximate, in whole pipelines: near to stock, for fewer bytes, and no run knows of another."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +129,65 @@ def test_no_run_knows_of_another() -> None:
     assert not torch.equal(fresh["a cat"], fresh["the moon"])
     for latents, prompt in zip(found, ("a cat", "the moon", "a cat", "the moon"), strict=True):
         assert torch.equal(latents, fresh[prompt]), prompt
+
+
+def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Stock's latents, those of a mode by real ranks or by one that stands for them, and bytes on slow axes."""
+    from xfuser_cocodiff.topology import Topology
+
+    run = Approximating(rank, world_size, model)
+    run.runner.model.pipe.to(torch.float32)
+    stock = run()
+    virtual = Topology.parse("2x2") if world_size == 1 else None
+    run.by("balanced", "2x2" if virtual is None else "flat", virtual=virtual, schedule="bits=2,bits_o=2")
+    latents = run()
+    return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
+
+
+@pytest.mark.parametrize("model", ["FLUX.1-dev", "FLUX.2-dev"])
+def test_one_rank_can_stand_for_many(model: str) -> None:
+    """As near to stock, for as many bytes; test_coding has the exchange alone, bit for bit.
+
+    Here rounding differs between degrees, tips values over the edges of their levels, and so grows from layer to layer.
+    """
+    real, [virtual] = (ranks.run(in_fp32, size, model, size) for size in (4, 1))
+    stock, latents, _ = real[0]
+    assert decibels(virtual[0], stock) > 120
+    assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)
+    assert decibels(virtual[1], latents) > decibels(latents, stock)
+    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=1e-2)  # messages also have a flag each
+
+
+def transformer(name: str, **config: object) -> torch.nn.Module:
+    """A transformer of a class of that name, in a wrapper."""
+    base = type(name, (torch.nn.Module,), {"config": SimpleNamespace(**config)})
+    return type("Wrapper", (base,), {})()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "image", "tokens", "expected"),
+    [
+        ("FluxTransformer2DModel", {}, (2, 40, 8), 72, [32, 40]),
+        ("FluxTransformer2DModel", {}, (2, 40, 8), 40, [40]),
+        ("SD3Transformer2DModel", {"patch_size": 2}, (2, 16, 8, 20), 72, [40, 32]),
+        ("CogVideoXTransformer3DModel", {"patch_size": 2, "patch_size_t": None}, (2, 5, 16, 8, 20), 232, [32, 200]),
+        ("WanTransformer3DModel", {"patch_size": (1, 2, 2)}, (2, 16, 5, 8, 20), 200, [200]),
+        ("HunyuanVideoTransformer3DModel", {"patch_size": 2, "patch_size_t": 1}, (2, 16, 5, 8, 20), 232, [200, 32]),
+    ],
+)
+def test_where_text_and_image_lie(name: str, config: dict, image: tuple, tokens: int, expected: list[int]) -> None:
+    from xfuser_cocodiff.xdit.segments import segments
+
+    shapes = {"hidden_states": torch.Size(image), "encoder_hidden_states": torch.Size((2, 32, 64))}
+    assert segments(transformer(name, **config), shapes, tokens) == expected
+    assert segments(transformer(name, **config), {}, tokens) == [tokens]
+
+
+def test_virtual_ranks_need_a_degree_of_one() -> None:
+    from xfuser_cocodiff.config import resolve
+    from xfuser_cocodiff.topology import Topology
+
+    values = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}
+    with pytest.raises(ValueError, match="--cocodiff_virtual: '2x2' is for one rank that stands for many"):
+        resolve(values, {}, 4, Topology.flat(4))
+    assert str(resolve(values, {}, 1, Topology.flat(1)).virtual) == "node=2,gpu=2"

@@ -68,7 +68,8 @@ class Account:
 class Coding:
     """How the tensors of a layer travel at one step."""
 
-    way: "SlowWay"
+    way: "SlowWay | None"
+    """None among virtual ranks."""
     codecs: Mapping[str, Codec]
     """For each of q, k, v and o; those of Q, K and V send as many tokens."""
     wires: dict[tuple[str, Part], Wire]

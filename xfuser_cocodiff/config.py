@@ -97,6 +97,12 @@ OPTIONS = (
         "Axes on which a mode may approximate, such as 'node,gpu'; the slow ones of the profile when not given.",
     ),
     Option(
+        "cocodiff_virtual",
+        "COCODIFF_VIRTUAL",
+        None,
+        "Topology of ranks that are not there: with --ulysses_degree 1, approximate as they would, to see the cost.",
+    ),
+    Option(
         "cocodiff_max_error",
         "COCODIFF_MAX_ERROR",
         None,
@@ -143,6 +149,9 @@ class CocoDiffConfig:
     slow_axes: tuple[str, ...] | None = None
     """Axes on which the mode may approximate; None leaves it to the profile."""
 
+    virtual: Topology | None = None
+    """Of ranks that one rank stands for."""
+
     max_error: float | None = None
     """Relative error above which a step is followed by an exact one."""
 
@@ -175,6 +184,7 @@ def resolve(
     if not _as_bool(use, source):
         return None
     topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
+    virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, degree))
     mode, source = chosen["cocodiff_mode"]
     _check_choice(source, mode or EXACT, MODES)
     v_first, source = chosen["cocodiff_v_first"]
@@ -185,12 +195,13 @@ def resolve(
     return CocoDiffConfig(
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
-        profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, topology)),
+        profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode or EXACT,
         schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode or EXACT)),
-        slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, topology)),
+        slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology)),
+        virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
         detected=chosen["cocodiff_topology"][0] is None,
     )
@@ -231,6 +242,12 @@ def _schedule(text: str, mode: str) -> str:
         )
     CodecSchedule.parse(text, modes.usual(mode, None))
     return text
+
+
+def _virtual(text: str, degree: int) -> Topology:
+    if degree > 1:
+        raise ValueError(f"{text!r} is for one rank that stands for many; valid with it is --ulysses_degree 1")
+    return Topology.parse(text)
 
 
 def _axes(text: str, topology: Topology) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import torch
 STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.03087}
 """Bits per value, and the width of a level in root mean squares: what loses least on a normal distribution.
 
-Levels lie at odd multiples of half of it (J. Max, "Quantizing for minimum distortion", 1960, tables I and II).
+Levels lie at odd multiples of half of it (J. Max, "Quantizing for minimum distortion", 1960, table II).
 """
 _PER_OCTAVE, _ORIGIN = 6, 168
 """A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3."""

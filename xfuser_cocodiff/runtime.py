@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from xfuser_cocodiff import modes
 from xfuser_cocodiff.coding import Account, Coding, SlowWay, Wire
 from xfuser_cocodiff.modes import CodecSchedule
+from xfuser_cocodiff.virtual import VirtualRanks
 
 
 @dataclass
@@ -50,21 +51,24 @@ class Runtime:
     """What codecs know of the run under way. All ranks must call its methods alike.
 
     Args:
-        way: the slow axes.
+        way: the slow axes; None where ranks are virtual.
         mode: one of config.MODES that approximates.
         changes: to its schedule, in its notation.
         max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
         agreed: given numbers, the largest of all ranks for each.
+        virtual: the ranks that this one stands for, in the place of slow axes.
     """
 
     def __init__(
         self,
-        way: SlowWay,
+        way: SlowWay | None,
         mode: str,
         changes: str | None,
         max_error: float | None,
         agreed: Callable[[list[float]], list[float]],
+        virtual: VirtualRanks | None = None,
     ) -> None:
+        self.virtual = virtual
         self._way, self._mode, self._changes = way, mode, changes
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[Hashable, _State] = {}

@@ -45,21 +45,21 @@ class Topology:
         return cls(tuple(Axis(name, sizes[name]) for name in AXIS_NAMES if name in sizes))
 
     @classmethod
-    def parse(cls, text: str, size: int) -> "Topology":
-        """Read a topology for a group of `size` ranks.
+    def parse(cls, text: str, size: int | None = None) -> "Topology":
+        """Read a topology for a group of `size` ranks, or of as many as it says.
 
         Args:
             text: 'flat', '2x3x2' or 'node=2,gpu=3,tile=2'.
-            size: number of ranks that the sizes must multiply to.
+            size: number of ranks that the sizes must multiply to; any when not given.
 
         Raises:
             ValueError: not the notation, an unknown or repeated axis, or sizes that do not multiply to `size`.
         """
         text = text.strip()
-        if text == FLAT:
+        if text == FLAT and size:
             return cls.flat(size)
         topology = cls.named(**_sizes(text))
-        if topology.size != size:
+        if size and topology.size != size:
             product = " x ".join(str(axis.size) for axis in topology.axes)
             raise ValueError(
                 f"topology {text!r} describes {product} = {topology.size} ranks, but the Ulysses degree is {size}"

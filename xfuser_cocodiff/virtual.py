@@ -42,9 +42,9 @@ class VirtualRanks:
         """On slow axes."""
         return math.prod(self.topology.shape[dim] for dim in self._slow_dims)
 
-    def fits(self, tensor: torch.Tensor, segments: Sequence[int]) -> bool:
-        """Whether a tensor (B, H, N, D) can be dealt to the ranks."""
-        return all(size % self.topology.size == 0 for size in (tensor.shape[_HEADS], *segments))
+    def deals(self, size: int) -> bool:
+        """Whether so many heads, or tokens of a segment, can be dealt to the ranks."""
+        return size % self.topology.size == 0
 
     def send(self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], coding: Coding) -> list:
         """What many ranks would get of tensors (B, H, N, D) if all of them were put together again.
@@ -52,15 +52,24 @@ class VirtualRanks:
         Args:
             names: a letter for each: q, k, v, which are dealt by tokens and go to heads, or o, the other way round.
             tensors: all that there is.
-            segments: parts of the tokens, such as text and image, of each of which every rank has its share.
+            segments: parts of the tokens, such as text and image, of each of which every rank has its share. Those that
+                cannot be dealt stay as they are: xDiT gives them to every rank as a whole.
             coding: how to code.
         """
         found = {}
         for name, tensor in sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] != "v"):
-            rows = self._rows(tensor, segments, to_heads=name != "o")
-            sent = self._coded(name, rows, coding)
-            found[name] = self._whole(sent, rows, tensor, segments, to_heads=name != "o")
+            parts = list(tensor.split(list(segments), _TOKENS))
+            dealt = [place for place, size in enumerate(segments) if self.deals(size)]
+            if dealt and self.deals(tensor.shape[_HEADS]):
+                sent = self._sent(name, [parts[place] for place in dealt], coding)
+                for place, part in zip(dealt, sent, strict=True):
+                    parts[place] = part
+            found[name] = torch.cat(parts, _TOKENS)
         return [found[name] for name in names]
+
+    def _sent(self, name: str, parts: list[torch.Tensor], coding: Coding) -> list[torch.Tensor]:
+        rows = self._rows(parts, to_heads=name != "o")
+        return self._parts(self._coded(name, rows, coding), [part.shape[_TOKENS] for part in parts], name != "o")
 
     def _coded(self, name: str, rows: torch.Tensor, coding: Coding) -> torch.Tensor:
         """Rows (S, S, F, F, B, n, s, D) of which those off the first diagonal have gone through the codec."""
@@ -105,17 +114,15 @@ class VirtualRanks:
         order = [*range(dim), *(dim + each for each in back), *range(dim + levels, by_axis.ndim)]
         return by_axis.permute(order).flatten(dim, dim + levels)
 
-    def _rows(self, tensor: torch.Tensor, segments: Sequence[int], to_heads: bool) -> torch.Tensor:
-        """(B, H, N, D) as (source S, target S, target F, source F, B, n, s, D)."""
-        parts = [self._split(part, _TOKENS) for part in tensor.split(list(segments), _TOKENS)]
-        dealt = self._split(torch.cat(parts, _TOKENS + 2), _HEADS)  # (B, S, F, n, S, F, s, D), heads before tokens
+    def _rows(self, parts: list[torch.Tensor], to_heads: bool) -> torch.Tensor:
+        """Segments (B, H, N, D) as (source S, target S, target F, source F, B, n, s, D)."""
+        shares = torch.cat([self._split(part, _TOKENS) for part in parts], _TOKENS + 2)
+        dealt = self._split(shares, _HEADS)  # (B, S, F, n, S, F, s, D): heads, then tokens
         return dealt.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else dealt.permute(1, 4, 5, 2, 0, 3, 6, 7)
 
-    def _whole(
-        self, sent: torch.Tensor, rows: torch.Tensor, tensor: torch.Tensor, segments: Sequence[int], to_heads: bool
-    ) -> torch.Tensor:
+    def _parts(self, rows: torch.Tensor, sizes: Sequence[int], to_heads: bool) -> list[torch.Tensor]:
         """The inverse of :meth:`_rows`."""
-        dealt = sent.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else sent.permute(4, 0, 3, 5, 1, 2, 6, 7)
+        dealt = rows.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else rows.permute(4, 0, 3, 5, 1, 2, 6, 7)
         heads = self._joined(dealt, _HEADS)  # (B, H, S, F, s, D)
-        parts = heads.split([size // self.topology.size for size in segments], _TOKENS + 2)
-        return torch.cat([self._joined(part, _TOKENS) for part in parts], _TOKENS)
+        shares = heads.split([size // self.topology.size for size in sizes], _TOKENS + 2)
+        return [self._joined(share, _TOKENS) for share in shares]

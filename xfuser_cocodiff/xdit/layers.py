@@ -101,18 +101,26 @@ class _Call:
 class Root:
     """A transformer, as a whole, during a call."""
 
-    def __init__(self, transformer: nn.Module, active: Callable[[], bool]) -> None:
-        self._active = active
+    def __init__(self, transformer: nn.Module, arguments: dict[str, Any], active: Callable[[], bool]) -> None:
+        self._transformer, self._active = weakref.ref(transformer), active
+        self.shapes = _shapes(arguments)
+        """Of the tensors that it was given by name in its last call."""
         self.calls = 1
         """Since the step began, the one under way among them."""
         self.serial = 1
         """The same, since ever."""
-        self._hook = transformer.register_forward_pre_hook(self._begins)
+        self._hook = transformer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
-    def _begins(self, *_: Any) -> None:
+    def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._active():
             self.calls += 1
             self.serial += 1
+            self.shapes = _shapes(kwargs)
+
+    @property
+    def transformer(self) -> nn.Module:
+        """The transformer itself, which may go before this does."""
+        return self._transformer()
 
     def remove(self) -> None:
         """Leave the transformer as it was."""
@@ -149,6 +157,10 @@ class Layer:
             self._block.register_forward_hook(self._block_ends, always_call=True),
         ]
 
+    def meet(self) -> None:
+        """Its module is called."""
+        self.again, self._serial = self._serial == self.root.serial, self.root.serial
+
     @property
     def branch(self) -> int:
         """Which call of the transformer in this step this is: its branch of classifier-free guidance."""
@@ -182,7 +194,7 @@ class Layer:
         if self.call is None:  # its block was not called as a module
             self._block_begins()
         self._stop_watching()
-        self.again, self._serial = self._serial == self.root.serial, self.root.serial
+        self.meet()
         call, self._around, self._layers.current = self.call, self._layers.current, self
         call.arguments = {key: value for key, value in [*enumerate(args), *kwargs.items()] if torch.is_tensor(value)}
         call.kind = self._layers.kind(self._module, call.arguments)
@@ -377,7 +389,8 @@ class Layers:
     """The attention layers of this process.
 
     Args:
-        active: whether the plugin runs just now.
+        active: whether exchanges may overlap just now.
+        counting: whether calls are to be counted just now.
         send: starts the exchange of V, or of its first part where its call has several; given V and the layer.
         agreed: whether all ranks pass the same; they call it alike.
     """
@@ -387,8 +400,9 @@ class Layers:
         active: Callable[[], bool],
         send: Callable[[torch.Tensor, Layer], Handle],
         agreed: Callable[[object], bool],
+        counting: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.active, self.send, self.agreed = active, send, agreed
+        self.active, self.send, self.agreed, self.counting = active, send, agreed, counting
         self.current: Layer | None = None
         """The one whose module runs."""
         self._kinds: dict[tuple, Kind] = {}
@@ -401,8 +415,9 @@ class Layers:
         running = list(_running_modules())
         if running and id(running[0]) not in self._layers:  # else its forward is called as no module's is
             module, transformer = running[0], running[-1]
-            root = self._roots.get(id(transformer)) or Root(transformer, self.active)
-            self._roots[id(transformer)] = root
+            root = self._roots.get(id(transformer))
+            if root is None:
+                root = self._roots[id(transformer)] = Root(transformer, _arguments_of(transformer), self.counting)
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and id(other) not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
@@ -455,11 +470,24 @@ class Layers:
         self.current = None
 
 
-def _running_modules() -> Iterator[nn.Module]:
-    """Modules whose forward is running, innermost first."""
+def _running() -> Iterator[dict[str, Any]]:
+    """Of the modules whose forward is running, innermost first: `self`, `args` and `kwargs`."""
     frame = sys._getframe(1)
     while frame is not None:
         # Only in these: a look at a frame's locals keeps them alive for as long as the frame.
         if frame.f_code is nn.Module._call_impl.__code__:
-            yield frame.f_locals["self"]
+            yield frame.f_locals
         frame = frame.f_back
+
+
+def _running_modules() -> Iterator[nn.Module]:
+    return (call["self"] for call in _running())
+
+
+def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in arguments.items() if torch.is_tensor(value)}
+
+
+def _arguments_of(module: nn.Module) -> dict[str, Any]:
+    """What a module that runs was given by name."""
+    return next((call["kwargs"] for call in _running() if call["self"] is module), {})

@@ -14,6 +14,7 @@ from xfuser_cocodiff.config import EXACT, CocoDiffConfig, Overlap
 from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.traffic import Traffic
+from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
@@ -64,6 +65,12 @@ def active_runtime() -> Runtime | None:
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     return getattr(_RUNTIME, "cocodiff_runtime", None)
+
+
+def active_virtual() -> VirtualRanks | None:
+    """The ranks that this one stands for; None where it stands for itself."""
+    runtime = active_runtime()
+    return runtime.virtual if runtime else None
 
 
 def active_overlap() -> Overlap:
@@ -170,6 +177,8 @@ def _make_mesh(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
         return None, None
+    if config.virtual:
+        return None, _virtual_runtime(config)
     if parallel.ulysses_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
         return None, None
@@ -212,6 +221,19 @@ def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Run
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
     slow = ", ".join(moving[dim] for dim in way.slow_dims)
     note(f"mode {config.mode} on {slow}: {runtime.schedule}")
+    return runtime
+
+
+def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
+    if config.mode == EXACT:
+        note(f"--cocodiff_virtual with --cocodiff_mode {EXACT}: there is nothing to see")
+        return None
+    moving = [axis.name for axis in config.virtual.axes if axis.size > 1]
+    profile = config.profile and config.profile.slow_axes
+    slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
+    virtual = VirtualRanks(config.virtual, tuple(slow))
+    runtime = Runtime(None, config.mode, config.schedule, config.max_error, list, virtual)
+    note(f"mode {config.mode} as of virtual ranks {config.virtual}, slow axes {', '.join(slow)}: {runtime.schedule}")
     return runtime
 
 

@@ -22,6 +22,7 @@ from xfuser_cocodiff.xdit.layers import Layer, Layers
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
+from xfuser_cocodiff.xdit.segments import segments
 
 _MODULE = "xfuser.model_executor.layers.usp"
 _PARAMETERS = (
@@ -77,8 +78,10 @@ def _usp(original: Callable) -> Callable:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         mesh = sites.active_mesh()
-        if mesh is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (mesh is None and sites.active_virtual() is None):
             return original(query, key, value, *args, **kwargs)
+        if mesh is None:
+            return _virtually(original, query, key, value, _Given(*args, **kwargs))
         layer = layers().current
         if layer is None:
             layers().discover()
@@ -91,6 +94,24 @@ def _usp(original: Callable) -> Callable:
         return _attention(query, key, value, under_way, given, mesh)
 
     return USP
+
+
+def _virtually(
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+) -> torch.Tensor:
+    """Attention of one rank, with what codecs would leave of its tensors among many."""
+    layers().discover()
+    virtual, runtime, layer = sites.active_virtual(), sites.active_runtime(), layers().running()
+    coding = None
+    if layer and query.shape[2] == key.shape[2] == value.shape[2] and not given.joint_strategy:
+        layer.meet()
+        coding = None if layer.again else runtime.coding(layer.name, id(layer), layer.branch)
+    if coding is None:
+        return original(query, key, value, **vars(given))
+    parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
+    query, key, value = virtual.send("qkv", [query, key, value], parts, coding)
+    attended = original(query, key, value, **vars(given))
+    return virtual.send("o", [attended], parts, coding)[0]
 
 
 def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, mesh: Mesh) -> bool:
@@ -263,11 +284,14 @@ class Steps:
 
 def make_layers() -> Layers:
     """Layers of which nothing is known yet; they are followed while they are those in force."""
-    made = Layers(
-        lambda: made is layers() and sites.active_mesh() is not None and not torch.compiler.is_compiling(),
-        _send_value,
-        _all_agree,
-    )
+
+    def counting() -> bool:
+        return made is layers() and not torch.compiler.is_compiling()
+
+    def active() -> bool:
+        return counting() and sites.active_mesh() is not None
+
+    made = Layers(active, _send_value, _all_agree, counting)
     return made
 
 

@@ -1,0 +1,275 @@
+"""`cocodiff quality`: bytes on slow links against fidelity, for modes and codecs, against exact runs at the same seeds.
+
+Virtual ranks on one real one apply what codecs would do among many. The task of the paper is inpainting: pixels that
+are known are put back, with the noise of the step, after every step, and the rest is judged against the truth.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from xfuser_cocodiff.bench import fidelity, host
+from xfuser_cocodiff.config import EXACT, MODES
+from xfuser_cocodiff.models import slices
+from xfuser_cocodiff.modes import CodecSchedule
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.xdit.solo import Solo
+
+SWEEP = (
+    *(("balanced", f"bits={bits},bits_o={bits},predictor=0") for bits in (8, 4, 2, 1)),
+    *(("balanced", f"bits={bits},bits_o={bits}") for bits in (8, 4, 2, 1)),
+    *(
+        ("balanced", f"bits={bits},bits_o={o},cached={c}")
+        for c in (0.25, 0.5, 0.75)
+        for bits, o in ((4, 2), (2, 2), (2, 1))
+    ),
+    *(("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")),
+)
+"""Modes and changes to their schedules."""
+MASKS = ("block", "center")
+PROMPT = "a slice of {}"
+_TEXT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One codec to judge."""
+
+    mode: str
+    schedule: str | None
+    sweep: bool
+
+
+@dataclass
+class Pictures:
+    """What a run made: grey values from 0 to 1, (N, height, width), and its share of the exact bytes on slow links."""
+
+    values: np.ndarray
+    bytes_slow_fraction: float
+
+
+class Judge:
+    """Runs a model and compares what comes of it.
+
+    Args:
+        model: its name in xDiT's registry.
+        virtual: topology of the virtual ranks.
+        slow_axes: their slow axes; all but the innermost when not given.
+        seeds: how many pictures, each from a seed of its own.
+        steps: of each run.
+        size: of the pictures, in pixels.
+    """
+
+    def __init__(
+        self, model: str, virtual: Topology, slow_axes: tuple[str, ...] | None, seeds: int, steps: int, size: int
+    ) -> None:
+        self._solo = Solo(model, torch.float32)
+        self._virtual, self._slow_axes = virtual, slow_axes
+        self._seeds, self._steps, self._size = seeds, steps, size
+        self._prompts = [PROMPT.format(slices.KINDS[seed % len(slices.KINDS)]) for seed in range(seeds)]
+        self._truth = np.stack(
+            [
+                slices.draw(slices.KINDS[seed % len(slices.KINDS)], size, np.random.default_rng(1000 + seed))
+                for seed in range(seeds)
+            ]
+        )
+
+    def generate(self, row: Row) -> Pictures:
+        """Pictures from noise."""
+        return self._run(row, None)
+
+    def inpaint(self, row: Row, mask: str) -> Pictures:
+        """Pictures of which what the mask leaves is known."""
+        return self._run(row, self._keep_known(_mask(mask, self._size)))
+
+    def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
+        """The true pictures, and where they are to be found."""
+        return self._truth, _mask(mask, self._size)
+
+    def _run(self, row: Row, after_step: Callable | None) -> Pictures:
+        self._solo.use(row.mode, self._virtual, self._slow_axes, row.schedule)
+        generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
+        more = {"callback_on_step_end": after_step} if after_step else {}
+        size = {"height": self._size, "width": self._size}
+        output = self._solo(
+            self._prompts, self._steps, _TEXT_TOKENS, generator=generators, output_type="np", **size, **more
+        )
+        pictures = output.images
+        reports = self._solo.reports
+        exact = sum(report.exact_bytes for report in reports)
+        fraction = sum(report.sent_bytes for report in reports) / exact if exact else 1.0
+        return Pictures(np.asarray(pictures).mean(-1), fraction)
+
+    def _keep_known(self, mask: np.ndarray) -> Callable:
+        """What puts known pixels back after a step, with as much noise as the step has left."""
+        pipe = self._solo.pipe
+        known = self._latents(self._truth)
+        hidden = torch.from_numpy(mask).float()[None, None]
+        scale = known.shape[-1] / self._size
+        hidden = torch.nn.functional.interpolate(hidden, scale_factor=scale, mode="area").gt(0).expand(known.shape)
+        generators = [torch.Generator().manual_seed(seed) for seed in range(len(known))]
+        noise = torch.stack([torch.randn(known.shape[1:], generator=generator) for generator in generators])
+        pack, shape = pipe._pack_latents, known.shape
+
+        def keep(pipe: Any, step: int, timestep: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            sigma = pipe.scheduler.sigmas[step + 1]
+            noisy = pack((1 - sigma) * known + sigma * noise, *shape)
+            latents = values["latents"]
+            values["latents"] = torch.where(pack(hidden.float(), *shape).bool(), latents, noisy.to(latents.dtype))
+            return values
+
+        return keep
+
+    @torch.no_grad()
+    def _latents(self, pictures: np.ndarray) -> torch.Tensor:
+        vae = self._solo.pipe.vae
+        pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
+        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
+        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
+def _mask(name: str, size: int) -> np.ndarray:
+    """Where pixels are to be found: a block off the center, or the center."""
+    hidden = np.zeros((size, size), dtype=bool)
+    edge = size // 2 if name == "center" else size * 3 // 8
+    start = (size - edge) // 2 if name == "center" else size // 8
+    hidden[start : start + edge, start : start + edge] = True
+    return hidden
+
+
+def measure(judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+    """Judge codecs.
+
+    Args:
+        judge: of a model.
+        rows: what to judge.
+        masks: of the inpainting; none leave it out.
+        show: told what is done.
+
+    Returns:
+        A record, less its command.
+    """
+    exact = Row(EXACT, None, sweep=False)
+    show("exact")
+    wanted = judge.generate(exact)
+    stock = {mask: judge.inpaint(exact, mask) for mask in masks}
+    found = []
+    for row in rows:
+        show(f"{row.mode} {row.schedule or ''}")
+        pictures = judge.generate(row)
+        found.append(
+            {
+                "mode": row.mode,
+                "sweep": row.sweep,
+                "codec": row.schedule or "",
+                "bytes_slow_fraction": pictures.bytes_slow_fraction,
+                **_fidelity(pictures.values, wanted.values),
+                "inpaint": {
+                    mask: {
+                        **_inpainted(judge.inpaint(row, mask).values, *judge.truth(mask)),
+                        **{f"{k}_stock": v for k, v in _inpainted(stock[mask].values, *judge.truth(mask)).items()},
+                    }
+                    for mask in masks
+                },
+            }
+        )
+    return {**host.header(), "seeds": len(wanted.values), "rows": found}
+
+
+def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+    """To stock's pictures, over all seeds."""
+    decibels = [_decibels(a, b) for a, b in zip(wanted, found, strict=True)]
+    return {
+        "psnr_db_mean": fmean(decibels),
+        "psnr_db_sd": stdev(decibels) if len(decibels) > 1 else 0.0,
+        "ssim_mean": fmean(_ssim(a, b) for a, b in zip(wanted, found, strict=True)),
+    }
+
+
+def _inpainted(found: np.ndarray, truth: np.ndarray, hidden: np.ndarray) -> dict[str, float]:
+    """Against the truth, over what was hidden; known pixels are as they were given."""
+    whole = np.where(hidden, found, truth)
+    return {
+        "psnr_db": fmean(_decibels(a, b) for a, b in zip(truth, whole, strict=True)),
+        "ssim": fmean(_ssim(a, b) for a, b in zip(truth, whole, strict=True)),
+        "mse": float(((whole - truth)[:, hidden] ** 2).mean()),
+    }
+
+
+def _decibels(reference: np.ndarray, other: np.ndarray) -> float:
+    value = fidelity.psnr_db(reference, other, 1.0)
+    return 150.0 if value is None else value
+
+
+def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
+    from skimage.metrics import structural_similarity
+
+    return float(structural_similarity(reference, other, data_range=1.0))
+
+
+def rows(modes: Sequence[str], sweep: bool) -> list[Row]:
+    """What to judge.
+
+    Args:
+        modes: each MODE or MODE@SCHEDULE, where a semicolon stands for a comma.
+        sweep: whether to add many codecs.
+
+    Raises:
+        ValueError: an unknown mode, or no schedule.
+    """
+    found = []
+    for text in modes:
+        mode, _, schedule = text.partition("@")
+        changes = schedule.replace(";", ",") or None
+        if mode not in MODES or mode == EXACT:
+            raise ValueError(f"--mode {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
+        if changes:
+            CodecSchedule.parse(changes, CodecSchedule())
+        found.append(Row(mode, changes, sweep=bool(changes)))
+    return found + [Row(mode, schedule, sweep=True) for mode, schedule in SWEEP if sweep]
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a table: one row per codec."""
+    from rich.console import Console
+    from rich.table import Table
+
+    masks = list(record["rows"][0]["inpaint"])
+    table = Table(box=None)
+    for column in ("mode", "changes", "bytes", "dB", "sd", "SSIM", *(f"{mask} dB (stock)" for mask in masks)):
+        table.add_column(column, justify="left" if column in ("mode", "changes") else "right")
+    for row in record["rows"]:
+        inpainted = [row["inpaint"][mask] for mask in masks]
+        table.add_row(
+            row["mode"],
+            row["codec"],
+            f"{row['bytes_slow_fraction']:.3f}",
+            f"{row['psnr_db_mean']:.1f}",
+            f"{row['psnr_db_sd']:.1f}",
+            f"{row['ssim_mean']:.4f}",
+            *(f"{one['psnr_db']:.2f} ({one['psnr_db_stock']:.2f})" for one in inpainted),
+        )
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """Plot fidelity by bytes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for sweep, marker in ((True, "."), (False, "*")):
+        chosen = [row for row in record["rows"] if row["sweep"] == sweep]
+        for mode in dict.fromkeys(row["mode"] for row in chosen):
+            own = [row for row in chosen if row["mode"] == mode]
+            places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]
+            axes.scatter(*places, marker=marker, s=40 if sweep else 160, label=f"{mode}, changed" if sweep else mode)
+    axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to stock, dB")
+    axes.legend()
+    figure.savefig(file)

@@ -1,0 +1,54 @@
+"""`cocodiff quality`: what modes and codecs cost in quality."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.cli.answer import fail, write_json
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "quality",
+        help="bytes on slow links against fidelity, for modes and codecs",
+        description="Generates and inpaints with virtual ranks on one real one, and compares with exact runs at equal "
+        "seeds. The model is loaded as the xdit command does it; HF_HOME says from where.",
+    )
+    parser.add_argument("--model", default="FLUX.1-dev", help="in xDiT's registry (%(default)s)")
+    parser.add_argument("--virtual", default="2x2", metavar="TOPOLOGY", help="of the virtual ranks (%(default)s)")
+    parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
+    parser.add_argument(
+        "--mode", default="balanced,fast,paper", metavar="MODES", help="each MODE or MODE@CHANGES (%(default)s)"
+    )
+    parser.add_argument("--sweep", action="store_true", help="judge many codecs besides")
+    parser.add_argument("--seeds", type=int, default=16, help="pictures of each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
+    parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
+    parser.add_argument("--no_inpainting", action="store_true", help="generate only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bytes against fidelity here")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from xfuser_cocodiff.bench import quality
+    from xfuser_cocodiff.topology import Topology
+
+    try:
+        virtual, rows = Topology.parse(options.virtual), quality.rows(options.mode.split(","), options.sweep)
+        if min(options.seeds, options.steps) < 1:
+            raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
+    except ValueError as error:
+        return fail(str(error))
+    slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else None
+    judge = quality.Judge(options.model, virtual, slow_axes, options.seeds, options.steps, options.size)
+    masks = () if options.no_inpainting else quality.MASKS
+    record = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))
+    quality.show(record)
+    if options.json:
+        write_json(options, record)
+    if options.plot:
+        quality.draw(record, options.plot)
+    return 0

@@ -1,0 +1,86 @@
+"""xDiT's own pipeline of a model on one rank, for what virtual ranks can show."""
+
+import inspect
+import os
+import socket
+from typing import Any
+
+import torch
+
+from xfuser_cocodiff.config import EXACT, CocoDiffConfig
+from xfuser_cocodiff.runtime import StepReport
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.xdit import sites
+
+
+class Solo:
+    """A pipeline, loaded and wrapped as the xdit command does it.
+
+    Args:
+        model: its name in xDiT's registry.
+        dtype: of its weights and activations.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype) -> None:
+        from xfuser.config import FlexibleArgumentParser, xFuserArgs
+        from xfuser.core.distributed import init_distributed_environment
+        from xfuser.runner import xFuserModelRunner
+
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+        for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
+            os.environ.setdefault(name, value)
+        init_distributed_environment(rank=0, world_size=1)
+        values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(["--model", model]))
+        self._runner = xFuserModelRunner(values)
+        self._runner.initialize(self._runner.preprocess_args({**values, "prompt": [""]}))
+        self.pipe: Any = self._runner.model.pipe
+        self.pipe.to(dtype)
+        self.pipe.set_progress_bar_config(disable=True)
+
+    def use(self, mode: str, virtual: Topology, slow_axes: tuple[str, ...] | None, schedule: str | None = None) -> None:
+        """Go on in a mode, as so many ranks would; in exact mode as stock xDiT.
+
+        Args:
+            mode: one of config.MODES.
+            virtual: topology of the ranks.
+            slow_axes: those on which the mode approximates; all but the innermost when not given.
+            schedule: changes to the mode's schedule.
+        """
+        from xfuser.core.distributed import initialize_runtime_state
+
+        model = self._runner.model
+        config = CocoDiffConfig(
+            topology=Topology.flat(1), virtual=virtual, mode=mode, schedule=schedule, slow_axes=slow_axes
+        )
+        model.engine_config.parallel_config.sp_config.cocodiff = None if mode == EXACT else config
+        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+
+    def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
+        """Run the pipeline and return its output.
+
+        Args:
+            prompts: one for each picture.
+            steps: of denoising.
+            text_tokens: that the transformer is given, where the pipeline lets one choose.
+            more: arguments of the pipeline.
+        """
+        from xfuser.core.distributed import get_runtime_state
+
+        get_runtime_state().set_input_parameters(
+            batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
+        )
+        if "max_sequence_length" in inspect.signature(self.pipe.__call__).parameters:
+            more["max_sequence_length"] = text_tokens
+        return self.pipe(prompt=prompts, num_inference_steps=steps, **more)
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """What codecs did at each step of the last run."""
+        runtime = sites.active_runtime()
+        return runtime.reports if runtime else []
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
