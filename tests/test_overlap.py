@@ -114,11 +114,13 @@ def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
 
 @pytest.mark.parametrize("groups", [2, 4])
 def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
-    assert ranks.run(change_bits, 2, groups) == [["V first, 1 head group"]] * 2
+    for schedules, report in ranks.run(change_bits, 2, groups):
+        assert schedules == ["V first, 1 head group"]
+        assert all("heads are not cut into 2, 4 groups" in status for status in report["FluxAttention"])
 
 
-def change_bits(rank: int, groups: int) -> list[str]:
-    """The schedules under an attention whose bits depend on how many heads it is given."""
+def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]]:
+    """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
     from xfuser.model_executor.layers import usp as stock
 
     from xfuser_cocodiff.collectives import Mesh
@@ -144,4 +146,4 @@ def change_bits(rank: int, groups: int) -> list[str]:
         world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(True, groups))
         for _ in range(5):
             assert torch.equal(step(), expected)
-    return sorted({str(kind.trial.chosen) for kind in usp.layers().kinds})
+    return sorted({str(kind.trial.chosen) for kind in usp.layers().kinds}), usp.layers().report()

@@ -55,6 +55,8 @@ def test_codecs_are_judged_on_the_trained_model(tmp_path: Path, capsys) -> None:
         (["--mode", "fast@bits=3"], "'3' is not valid for bits"),
         (["--virtual", "2y2"], "'2y2' is not understood"),
         (["--seeds", "0"], "--seeds 0"),
+        (["--slow_axes", "tile"], "--slow_axes 'tile' is not valid; --virtual node=2,gpu=2 has node, gpu"),
+        (["--virtual", "4x1", "--slow_axes", "gpu"], "--slow_axes 'gpu' is not valid; --virtual node=4,gpu=1 has node"),
     ],
 )
 def test_bad_usage(arguments: list[str], words: str, capsys) -> None:

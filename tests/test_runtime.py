@@ -78,6 +78,7 @@ def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
+        one.coding("before", 0, 0).account.wanted = torch.tensor(1.0)
         coding = one.coding("a", 1, 0)
         exact.append(coding.codecs["q"].is_exact)
         error = bad if step == 2 else 0.0 if exact[-1] else 0.05
@@ -85,7 +86,7 @@ def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
         one.end_step()
     assert exact == [True, False, False, True, False, False]
     assert [report.was_refresh for report in one.reports] == exact
-    assert one.reports[1].errors == {"a": pytest.approx(0.05)}
+    assert one.reports[1].errors == {"before": 0, "a": pytest.approx(0.05)}
 
 
 def test_the_bound_is_agreed() -> None:

@@ -111,8 +111,8 @@ class Reference:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int) -> torch.Tensor | None:
-    """The active tokens of each group, (L, G, k), ascending; None where all are.
+def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int) -> torch.Tensor:
+    """The active tokens of each group, (L, G, k), ascending.
 
     Args:
         values: shape (L, G, H, T, D).
@@ -121,8 +121,6 @@ def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int) 
         seed: for choices by chance.
     """
     tokens = values.shape[TOKENS]
-    if codec.share == 1:
-        return None
     if codec.score == RANDOM:
         generator = torch.Generator().manual_seed(seed)
         scores = torch.rand(tokens, generator=generator).to(values.device).expand(*values.shape[:2], tokens)

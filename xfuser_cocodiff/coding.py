@@ -256,14 +256,9 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
         codec = used[index] = coded_by(coding, name, part, value)
         coding.wire(name, part).under_way = True
         reference = coding.wire(name, part).sent
-        payloads[index], chosen = [], None
-        if codec.share < 1:
-            if name in codecs.CHOOSING:
-                chosen = codecs.choose(value, reference, codec, coding.seed)
-                coding.choices[name, part] = Choice(value.shape[codecs.TOKENS], chosen)
-                payloads[index].append(codecs.pack_choice(chosen, value.shape[codecs.TOKENS]))
-            else:
-                chosen = coding.choices["v", part].sent
+        payloads[index], chosen = [], chosen_of(coding, name, part, value, codec)
+        if chosen is not None and name in codecs.CHOOSING:
+            payloads[index].append(codecs.pack_choice(chosen, value.shape[codecs.TOKENS]))
         payloads[index].append(codecs.encode(value, reference, codec, chosen))
         if not codec.is_exact:
             finite &= count(coding.account, value, reference)
@@ -359,12 +354,25 @@ def coded_by(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Cod
     return codec
 
 
+def chosen_of(coding: Coding, name: str, part: Part, values: torch.Tensor, codec: Codec) -> torch.Tensor | None:
+    """The tokens that are sent: a choice made here, or V's; None stands for all."""
+    if codec.share == 1:
+        return None
+    if name in codecs.CHOOSING:
+        chosen = codecs.choose(values, coding.wire(name, part).sent, codec, coding.seed)
+        coding.choices[name, part] = Choice(values.shape[codecs.TOKENS], chosen)
+        return chosen
+    return coding.choices["v", part].sent
+
+
 def count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
     """Count what receivers lack, and return whether all values are finite."""
     lacking = (values - reference.expected(0.0)).float().square_().sum()
-    account.lacking = account.lacking + lacking
-    account.wanted = account.wanted + values.float().square().sum()
-    return lacking.isfinite()  # the difference of infinite values is not a number
+    finite = lacking.isfinite()  # the difference of infinite values is not a number
+    # What is not finite is sent again, exactly: then nothing lacks.
+    account.lacking = account.lacking + torch.where(finite, lacking, 0.0)
+    account.wanted = account.wanted + torch.where(finite, values.float().square().sum(), 0.0)
+    return finite
 
 
 def _coding_order(names: str) -> list[int]:

@@ -103,7 +103,7 @@ class Runtime:
         report = self._report()
         self.reports.append(report)
         if self._max_error is not None:
-            [largest] = self._agreed([report.error if math.isfinite(report.error) else math.inf])
+            [largest] = self._agreed([report.error])
             self._refreshing = largest > self._max_error
         self.step += 1
         if self.step == self.total:
@@ -115,6 +115,7 @@ class Runtime:
         for state in self._states.values():
             lacking, wanted = float(state.account.lacking), float(state.account.wanted)
             error = math.sqrt(lacking / wanted) if wanted else 0.0
+            error = math.inf if math.isnan(error) else error  # which has no place among others
             errors[state.layer] = max(error, errors.get(state.layer, 0.0))
             state.account = Account()
         return StepReport(

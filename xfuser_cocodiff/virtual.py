@@ -15,7 +15,7 @@ import torch
 
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff.codec import EXACT
-from xfuser_cocodiff.coding import Choice, Coding, coded_by, count
+from xfuser_cocodiff.coding import Coding, chosen_of, coded_by, count
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.topology import Topology
 
@@ -76,14 +76,7 @@ class VirtualRanks:
         sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         codec, reference = coded_by(coding, name, WHOLE, values), coding.wire(name, WHOLE).sent
-        chosen = None
-        if codec.share < 1:
-            if name in codecs.CHOOSING:
-                chosen = codecs.choose(values, reference, codec, coding.seed)
-                coding.choices[name, WHOLE] = Choice(values.shape[codecs.TOKENS], chosen)
-            else:
-                chosen = coding.choices["v", WHOLE].sent
-        payload = codecs.encode(values, reference, codec, chosen)
+        payload = codecs.encode(values, reference, codec, chosen_of(coding, name, WHOLE, values, codec))
         coding.account.sent_bytes += payload.nbytes
         coding.account.exact_bytes += values.nbytes
         if not codec.is_exact and not bool(count(coding.account, values, reference)):

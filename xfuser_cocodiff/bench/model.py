@@ -104,8 +104,8 @@ class Contender:
         """Stand at another step of a run: first at those that are exact, then all over those that are coded."""
         if self.done == 0:
             usp.Steps().begin_run(_RUN_STEPS)
-        coded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)]
-        past = self.done - (coded[0] if coded else 0)
+        coded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
+        past = self.done - coded[0]
         self.runtime.step = self.done if past < 0 else coded[round(past * _GOLDEN * len(coded)) % len(coded)]
         self.done += 1
 

@@ -72,13 +72,10 @@ class Judge:
         self._solo = Solo(model, torch.float32)
         self._virtual, self._slow_axes = virtual, slow_axes
         self._seeds, self._steps, self._size = seeds, steps, size
-        self._prompts = [PROMPT.format(slices.KINDS[seed % len(slices.KINDS)]) for seed in range(seeds)]
-        self._truth = np.stack(
-            [
-                slices.draw(slices.KINDS[seed % len(slices.KINDS)], size, np.random.default_rng(1000 + seed))
-                for seed in range(seeds)
-            ]
-        )
+        kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
+        self._prompts = [PROMPT.format(kind) for kind in kinds]
+        pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
+        self._truth = np.stack(pictures)
 
     def generate(self, row: Row) -> Pictures:
         """Pictures from noise."""
@@ -184,10 +181,11 @@ def measure(judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Calla
 
 def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
     """To stock's pictures, over all seeds."""
-    decibels = [_decibels(a, b) for a, b in zip(wanted, found, strict=True)]
+    decibels = _decibels(wanted, found)
     return {
-        "psnr_db_mean": fmean(decibels),
-        "psnr_db_sd": stdev(decibels) if len(decibels) > 1 else 0.0,
+        "bit_equal": bool(np.array_equal(wanted, found)),
+        "psnr_db_mean": fmean(decibels) if decibels else None,
+        "psnr_db_sd": stdev(decibels) if len(decibels) > 1 else None,
         "ssim_mean": fmean(_ssim(a, b) for a, b in zip(wanted, found, strict=True)),
     }
 
@@ -196,15 +194,16 @@ def _inpainted(found: np.ndarray, truth: np.ndarray, hidden: np.ndarray) -> dict
     """Against the truth, over what was hidden; known pixels are as they were given."""
     whole = np.where(hidden, found, truth)
     return {
-        "psnr_db": fmean(_decibels(a, b) for a, b in zip(truth, whole, strict=True)),
+        "psnr_db": fmean(_decibels(truth, whole)),
         "ssim": fmean(_ssim(a, b) for a, b in zip(truth, whole, strict=True)),
         "mse": float(((whole - truth)[:, hidden] ** 2).mean()),
     }
 
 
-def _decibels(reference: np.ndarray, other: np.ndarray) -> float:
-    value = fidelity.psnr_db(reference, other, 1.0)
-    return 150.0 if value is None else value
+def _decibels(references: np.ndarray, others: np.ndarray) -> list[float]:
+    """PSNR of each picture; those that are equal have none."""
+    found = (fidelity.psnr_db(a, b, 1.0) for a, b in zip(references, others, strict=True))
+    return [value for value in found if value is not None]
 
 
 def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
@@ -250,8 +249,7 @@ def show(record: dict[str, Any]) -> None:
             row["mode"],
             row["codec"],
             f"{row['bytes_slow_fraction']:.3f}",
-            f"{row['psnr_db_mean']:.1f}",
-            f"{row['psnr_db_sd']:.1f}",
+            *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("psnr_db_mean", "psnr_db_sd")),
             f"{row['ssim_mean']:.4f}",
             *(f"{one['psnr_db']:.2f} ({one['psnr_db_stock']:.2f})" for one in inpainted),
         )
@@ -265,7 +263,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for sweep, marker in ((True, "."), (False, "*")):
-        chosen = [row for row in record["rows"] if row["sweep"] == sweep]
+        chosen = [row for row in record["rows"] if row["sweep"] == sweep and row["psnr_db_mean"] is not None]
         for mode in dict.fromkeys(row["mode"] for row in chosen):
             own = [row for row in chosen if row["mode"] == mode]
             places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]

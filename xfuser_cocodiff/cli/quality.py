@@ -40,9 +40,14 @@ def run(options: argparse.Namespace) -> int:
         virtual, rows = Topology.parse(options.virtual), quality.rows(options.mode.split(","), options.sweep)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
+        axes = [axis.name for axis in virtual.axes if axis.size > 1]
+        slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
+        if not slow_axes or not set(slow_axes) <= set(axes):
+            raise ValueError(
+                f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}"
+            )
     except ValueError as error:
         return fail(str(error))
-    slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else None
     judge = quality.Judge(options.model, virtual, slow_axes, options.seeds, options.steps, options.size)
     masks = () if options.no_inpainting else quality.MASKS
     record = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))

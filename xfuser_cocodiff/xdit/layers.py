@@ -47,6 +47,8 @@ class Kind:
     """Why V does not go first."""
     codable: bool = False
     """Whether its last call was one that codecs may approximate."""
+    unequal: tuple[int, ...] = ()
+    """Numbers of head groups in which attention would have other bits."""
     trial: Trial | None = None
     """Finds the fastest schedule, once it is known which there are."""
 
@@ -64,10 +66,12 @@ class Kind:
     def status(self) -> str:
         """The same in words."""
         if self.ready:
-            return f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
-        if self.refusal:
-            return f"V does not go first: {self.refusal}"
-        return "V does not go first: too few calls to learn where it comes from"
+            found = f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
+        else:
+            found = f"V does not go first: {self.refusal or 'too few calls to learn where it comes from'}"
+        if self.unequal:
+            found += f"; heads are not cut into {', '.join(map(str, self.unequal))} groups, which would change bits"
+        return found
 
 
 @dataclass

@@ -21,10 +21,12 @@ from xfuser_cocodiff.xdit.platform import compute_device
 
 _USP = "xfuser.model_executor.layers.usp"
 
+_NO_SLOW_AXIS = "--cocodiff_mode {}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes"
+
 TRAFFIC = Traffic()
 """What all exchanges of this process moved."""
 
-_meshes: dict[tuple[dist.ProcessGroup, CocoDiffConfig], tuple[Mesh, Runtime | None]] = {}
+_made: dict[tuple[dist.ProcessGroup, CocoDiffConfig], tuple[Mesh, Runtime | None]] = {}
 
 
 def patches() -> list[Patch]:
@@ -154,7 +156,7 @@ def _with_mesh(original: Callable) -> Callable:
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
         if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_runtime = _make_mesh(engine_config)
+            _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_runtime = _mesh_and_runtime(engine_config)
             config = getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
             _RUNTIME.cocodiff_overlap = config.overlap if config else Overlap()
 
@@ -172,7 +174,7 @@ def unsupported(engine_config: Any) -> str | None:
     return None
 
 
-def _make_mesh(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
+def _mesh_and_runtime(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
     parallel = engine_config.parallel_config
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
@@ -192,18 +194,18 @@ def _make_mesh(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
         )
     from yunchang.globals import PROCESS_GROUP
 
-    return _mesh_over(PROCESS_GROUP.ULYSSES_PG, config)
+    return _made_over(PROCESS_GROUP.ULYSSES_PG, config)
 
 
-def _mesh_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> tuple[Mesh, Runtime | None]:
-    """The mesh of a group; made once for the same settings, since process groups are dear and never freed singly."""
+def _made_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> tuple[Mesh, Runtime | None]:
+    """The mesh of a group and its runtime; made once, since process groups are dear and never freed singly."""
     key = group, config
-    if key not in _meshes:
-        for stale in [known for known in _meshes if known[0] is not group]:  # of a world that was torn down
-            del _meshes[stale]
+    if key not in _made:
+        for stale in [known for known in _made if known[0] is not group]:  # of a world that was torn down
+            del _made[stale]
         mesh, way = planned_mesh(group, config, compute_device(), TRAFFIC)
-        _meshes[key] = mesh, make_runtime(config, mesh, way)
-    return _meshes[key]
+        _made[key] = mesh, make_runtime(config, mesh, way)
+    return _made[key]
 
 
 def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Runtime | None:
@@ -211,7 +213,7 @@ def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Run
     if config.mode == EXACT:
         return None
     if way is None:
-        note(f"--cocodiff_mode {config.mode}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes")
+        note(_NO_SLOW_AXIS.format(config.mode))
         return None
 
     def largest(values: list[float]) -> list[float]:
@@ -232,6 +234,9 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     profile = config.profile and config.profile.slow_axes
     slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
     virtual = VirtualRanks(config.virtual, tuple(slow))
+    if virtual.places == 1:
+        note(_NO_SLOW_AXIS.format(config.mode))
+        return None
     runtime = Runtime(None, config.mode, config.schedule, config.max_error, list, virtual)
     note(f"mode {config.mode} as of virtual ranks {config.virtual}, slow axes {', '.join(slow)}: {runtime.schedule}")
     return runtime

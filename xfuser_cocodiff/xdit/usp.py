@@ -49,6 +49,8 @@ def _forgetting(original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         layers().clear()
+        if runtime := sites.active_runtime():
+            runtime.end_run()  # it knows its layers by what has just gone
         original(pipeline, engine_config)
 
     return initialize_runtime_state
@@ -101,11 +103,11 @@ def _virtually(
 ) -> torch.Tensor:
     """Attention of one rank, with what codecs would leave of its tensors among many."""
     layers().discover()
-    virtual, runtime, layer = sites.active_virtual(), sites.active_runtime(), layers().running()
+    virtual, layer = sites.active_virtual(), layers().running()
     coding = None
-    if layer and query.shape[2] == key.shape[2] == value.shape[2] and not given.joint_strategy:
+    if layer and _codable(query, key, value) and not given.joint_strategy:
         layer.meet()
-        coding = None if layer.again else runtime.coding(layer.name, id(layer), layer.branch)
+        coding = _coding(layer)
     if coding is None:
         return original(query, key, value, **vars(given))
     parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
@@ -136,8 +138,7 @@ def _attention(
 
     layer = layers().current
     kind = layer.call.kind if layer else None
-    # K and V of other tokens than Q's need not be those of the same layer's step before.
-    codable = query.shape[2] == key.shape[2] == value.shape[2]
+    codable = _codable(query, key, value)
     if layer:
         kind.codable = codable
     coding = _coding(layer or layers().running()) if codable else None
@@ -156,7 +157,9 @@ def _attention(
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
         attend, counts = _comparing(attend, [] if cached else heads)
         result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
-        kind.trial = _trial(kind.ready, [count for count, same in counts.items() if _all_agree(same) and same])
+        equal = [count for count, same in counts.items() if _all_agree(same) and same]
+        kind.unequal = tuple(count for count in counts if count not in equal)
+        kind.trial = _trial(kind.ready, equal)
         return result
     return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
 
@@ -252,6 +255,11 @@ def _send_value(value: torch.Tensor, layer: Layer) -> Handle:
     part = Part(0, layer.call.schedule.groups)
     coding = _coding(layer) if layer.call.kind.codable else None
     return send_to_heads([value], sites.active_mesh(), Label("v", layer.name), part, coding)
+
+
+def _codable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether codecs may approximate: K and V of other tokens than Q's need not be those of the step before."""
+    return query.shape[2] == key.shape[2] == value.shape[2]
 
 
 def _coding(layer: Layer | None) -> Coding | None:
