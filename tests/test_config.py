@@ -40,7 +40,12 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
         ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
         ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
         ({}, {"COCODIFF_MODE": "slow"}, ["COCODIFF_MODE", "slow", "exact", "paper", "balanced", "fast"]),
-        ({"cocodiff_schedule": "bits=4"}, {}, ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"]),
+        (
+            {"cocodiff_mode": "exact", "cocodiff_schedule": "bits=4"},
+            {},
+            ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"],
+        ),
+        ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"}, {}, ["--cocodiff_schedule", "'3'", "warmup="]),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
         ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),

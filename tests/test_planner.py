@@ -20,7 +20,7 @@ MESSAGE = 12_000_000
 def profile_of(sizes: list[int], speeds: list[float], latency: float, launch: float, contention: float = 1) -> Profile:
     topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
     links = [AxisLink(axis.name, latency, speed) for axis, speed in zip(topology.axes, speeds, strict=False)]
-    return Profile(topology, tuple(links), launch, 1e9, contention)
+    return Profile(topology, tuple(links), launch, 1e9, 1e9, contention)
 
 
 machines = st.builds(

@@ -58,7 +58,7 @@ def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[l
 def test_exchanges_follow_the_planner() -> None:
     topology = Topology.parse("2x2", 4)
     links = (AxisLink("node", 1e-3, 1e6), AxisLink("gpu", 1e-3, 1e6))
-    profile = Profile(topology, links, 1e-5, 1e9)
+    profile = Profile(topology, links, 1e-5, 1e9, 1e9)
     assert ranks.run(exchange_by, 4, profile, None) == [["gpu,node", "flat"]] * 4
     swift = dataclasses.replace(profile, links=tuple(dataclasses.replace(link, latency_seconds=0) for link in links))
     assert ranks.run(exchange_by, 4, swift, None) == [["flat", "flat"]] * 4

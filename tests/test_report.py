@@ -137,6 +137,9 @@ def test_a_seed_that_is_not_fixed_is_not_the_plugins_fault(tmp_path: Path) -> No
 def test_an_approximate_mode_may_differ(tmp_path: Path) -> None:
     figures = a_record(tmp_path, latents_sha256="other")
     figures["runs"][1]["name"] = "fast"
+    assert not report.passed(figures)  # nothing was approximated
+    assert "Nothing was approximated" in report.verdict(figures)[1]
+    figures["runs"][1]["codecs"] = {"bytes_slow_fraction": 0.1}
     assert report.passed(figures)
     assert "approximation" in report.verdict(figures)[1]
 

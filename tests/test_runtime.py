@@ -8,12 +8,16 @@ import torch
 
 from xfuser_cocodiff.codec import Reference
 from xfuser_cocodiff.coding import Wire
+from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
 
+SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
+WAY = SimpleNamespace(places=2)
+
 
 def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
-    return Runtime(SimpleNamespace(), mode, changes, max_error, lambda values: values)
+    return Runtime(WAY, mode, changes, max_error, lambda values: values)
 
 
 def hold(coding: object, value: float) -> None:
@@ -30,27 +34,27 @@ def held(coding: object) -> float | None:
 
 def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
     one = runtime()
-    assert one.coding("a", 1, 0) is None  # no run is under way
+    assert one.coding("a", 1, 0, SHARE, 1) is None  # no run is under way
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        hold(one.coding(*key), number)
+        hold(one.coding(*key, SHARE, 1), number)
     one.end_step()
-    assert [held(one.coding(*key)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
     assert one.reference_bytes == 3 * 16
     one.end_step()
-    assert [held(one.coding(*key)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
     one.end_step()  # the last one
-    assert one.coding(*keys[0]) is None
+    assert one.coding(*keys[0], SHARE, 1) is None
     assert one.reference_bytes == 0
 
 
 def test_a_run_that_was_broken_off_leaves_nothing() -> None:
     one = runtime()
     one.begin_run(3)
-    hold(one.coding("a", 1, 0), 7)
+    hold(one.coding("a", 1, 0, SHARE, 1), 7)
     one.begin_run(3)
-    assert held(one.coding("a", 1, 0)) is None
+    assert held(one.coding("a", 1, 0, SHARE, 1)) is None
     assert one.step == 0
 
 
@@ -60,7 +64,7 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
         one.begin_run(total)
         shares = []
         for _ in range(total):
-            shares.append(one.coding("a", 1, 0).codecs["v"].share)
+            shares.append(one.coding("a", 1, 0, SHARE, 1).codecs["v"].share)
             one.end_step()
         assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
@@ -68,8 +72,8 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
 def test_layers_that_are_left_out_travel_exactly() -> None:
     one = runtime(changes="exact=blocks.3")
     one.begin_run(3)
-    assert one.coding("blocks.3.attn", 1, 0) is None
-    assert one.coding("blocks.30.attn", 1, 0) is not None
+    assert one.coding("blocks.3.attn", 1, 0, SHARE, 1) is None
+    assert one.coding("blocks.30.attn", 2, 0, SHARE, 1) is not None
 
 
 @pytest.mark.parametrize("bad", [0.3, math.nan])
@@ -78,8 +82,8 @@ def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.coding("before", 0, 0).account.wanted = torch.tensor(1.0)
-        coding = one.coding("a", 1, 0)
+        one.coding("before", 0, 0, SHARE, 1).account.wanted = torch.tensor(1.0)
+        coding = one.coding("a", 1, 0, SHARE, 1)
         exact.append(coding.codecs["q"].is_exact)
         error = bad if step == 2 else 0.0 if exact[-1] else 0.05
         coding.account.lacking, coding.account.wanted = torch.tensor(error**2 * 4), torch.tensor(4.0)
@@ -91,9 +95,9 @@ def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
 
 def test_the_bound_is_agreed() -> None:
     """Another rank's error counts as one's own."""
-    one = Runtime(SimpleNamespace(), "balanced", None, 0.1, lambda values: [0.2])
+    one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2])
     one.begin_run(9)
     one.end_step()
-    assert one.coding("a", 1, 0).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
     one.end_step()
-    assert one.coding("a", 1, 0).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact

@@ -17,7 +17,7 @@ ARGUMENTS = [
     *("--num_inference_steps", "2", "--max_sequence_length", "32", "--seed", "5", "--ulysses_degree", "2"),
 ]
 WITHOUT_PLUGIN = {"COCODIFF_DISABLE": "1", "PYTHONPATH": str(STOCK)}
-FLAGS = ["--use_cocodiff", "--cocodiff_topology", "2", "--cocodiff_a2a", "hierarchical"]
+FLAGS = ["--use_cocodiff", "--cocodiff_topology", "2", "--cocodiff_a2a", "hierarchical", "--cocodiff_mode", "exact"]
 
 
 def launch(command: list[str], folder: Path, **environment: str) -> str:

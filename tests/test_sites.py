@@ -32,7 +32,12 @@ def use(topology: str, ring: int = 1) -> None:
     # xDiT refuses ring attention with every backend that a CPU has; its exchange works there all the same.
     RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
     world = int(os.environ["WORLD_SIZE"]) // ring
-    options = {"use_cocodiff": True, "cocodiff_topology": topology, "cocodiff_a2a": "hierarchical"}
+    options = {
+        "use_cocodiff": True,
+        "cocodiff_topology": topology,
+        "cocodiff_a2a": "hierarchical",
+        "cocodiff_mode": "exact",
+    }
     config = xFuserArgs(model="tiny", ulysses_degree=world, ring_degree=ring, **options).create_config()[0]
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=world))
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)

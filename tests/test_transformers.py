@@ -132,7 +132,7 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     from xfuser_cocodiff.xdit.usp import layers
 
     options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
-    options |= {"use_cocodiff": True} if way else {}
+    options |= {"use_cocodiff": True, "cocodiff_mode": "exact"} if way else {}
     config, _ = xFuserArgs(model="small", ulysses_degree=degree, **options).create_config()
     initialize_runtime_state(small.pipeline, config)
     small.ready()

@@ -74,13 +74,7 @@ def planned_mesh(
         mesh = choosing(group, mesh)
     if config.mode == EXACT:
         return mesh, None
-    return mesh, SlowWay.over(group, mesh, config.slow_axes or slow_axes(profile), part)
-
-
-def slow_axes(profile: Profile) -> tuple[str, ...]:
-    """Axes on which a mode may approximate: the slow ones, or the only one."""
-    moving = [axis.name for axis in profile.topology.axes if axis.size > 1]
-    return profile.slow_axes if len(moving) > 1 else tuple(moving)
+    return mesh, SlowWay.over(group, mesh, config.slow_axes or profile.slow_axes, part)
 
 
 def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:

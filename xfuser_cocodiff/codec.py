@@ -95,7 +95,13 @@ class Reference:
         """Hold other values from now on, and those of before too where their change is needed."""
         self._before = self._held if keeps_change else ()
         self._dtype = values.dtype
-        self._held = quantise(values, 8) if self._compact else (values,)
+        self._held = quantise(values, 8)[:2] if self._compact else (values,)
+
+    def squeeze(self) -> None:
+        """Keep it in 8 bits from now on."""
+        if not self._compact:
+            self._held, self._before = (quantise(*kept, 8)[:2] if kept else () for kept in (self._held, self._before))
+            self._compact = True
 
     def mend(self) -> None:
         """Hold zeros in the place of what is not finite."""
@@ -151,9 +157,9 @@ def encode(values: torch.Tensor, reference: Reference, codec: Codec, chosen: tor
     if codec.bits is None:
         payload = _bytes(part)
     else:
-        packed, scales = quantise(part - base, codec.bits)
+        packed, scales, difference = quantise(part - base, codec.bits)
         payload = torch.cat([scales.flatten(1), packed.flatten(1)], 1)
-        part = _restored(base, packed, scales, codec.bits)
+        part = _moved(base, difference)
     reference.advance(_with(expected, part, chosen), bool(codec.predictor))
     return payload
 
@@ -181,7 +187,8 @@ def decode(
     else:
         rows, width = math.prod(base.shape[1:-1]), base.shape[-1] * codec.bits // 8
         scales, packed = payload.split([rows, payload.shape[1] - rows], 1)
-        part = _restored(base, packed.reshape(*base.shape[:-1], width), scales.reshape(*base.shape[:-1], 1), codec.bits)
+        packed, scales = packed.reshape(*base.shape[:-1], width), scales.reshape(*base.shape[:-1], 1)
+        part = _moved(base, dequantise(packed, scales, codec.bits))
     values = _with(expected, part, chosen)
     reference.advance(values, bool(codec.predictor))
     return values
@@ -217,9 +224,9 @@ def _values(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return payload.flatten().view(like.dtype).view(like.shape)
 
 
-def _restored(base: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
     """What both ends make of a quantised difference."""
-    return dequantise(packed, scales, bits).add_(base).to(base.dtype)
+    return difference.add_(base).to(base.dtype)
 
 
 def _part(values: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:

@@ -37,6 +37,11 @@ class Wire:
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
 
+    def squeeze(self) -> None:
+        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges."""
+        self.sent.squeeze()
+        self.received.squeeze()
+
 
 @dataclass
 class Choice:
@@ -82,6 +87,11 @@ class Coding:
     """Whether references are kept in 8 bits."""
     choices: dict[tuple[str, Part], Choice] = field(default_factory=dict)
     """Active tokens that V and O have chosen at this step."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything travels as it is."""
+        return all(codec.is_exact for codec in self.codecs.values())
 
     def wire(self, name: str, part: Part) -> Wire:
         """The wire of a part of a tensor."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff import modes, plan
+from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
@@ -15,6 +16,7 @@ from xfuser_cocodiff.topology import NOTATION, Topology
 AUTO = "auto"
 EXACT = "exact"
 MODES = (EXACT, "paper", "balanced", "fast")
+DEFAULT_MODE = "balanced"
 OVERLAPS = (AUTO, "on", "off")
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
@@ -81,7 +83,8 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        "What travels on slow axes: exact (the default) equals stock xDiT bit for bit; the others approximate.",
+        f"What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate ({DEFAULT_MODE}, the "
+        "default, so that nobody sees it). Without slow axes everything is exact.",
         MODES,
     ),
     Option(
@@ -94,7 +97,7 @@ OPTIONS = (
         "cocodiff_slow_axes",
         "COCODIFF_SLOW_AXES",
         None,
-        "Axes on which a mode may approximate, such as 'node,gpu'; the slow ones of the profile when not given.",
+        "Axes on which a mode may approximate, such as 'node,gpu'; those that the profile finds slow when not given.",
     ),
     Option(
         "cocodiff_virtual",
@@ -107,6 +110,12 @@ OPTIONS = (
         "COCODIFF_MAX_ERROR",
         None,
         "Relative error of a layer's values above which the next step travels exactly; no bound when not given.",
+    ),
+    Option(
+        "cocodiff_memory_budget",
+        "COCODIFF_MEMORY_BUDGET",
+        None,
+        "GiB that a mode's references may take on each rank; no bound when not given.",
     ),
 )
 
@@ -155,6 +164,9 @@ class CocoDiffConfig:
     max_error: float | None = None
     """Relative error above which a step is followed by an exact one."""
 
+    memory_budget: int | None = None
+    """Bytes that references may take on each rank."""
+
     detected: bool = False
     """Whether the topology was read from the launcher rather than given."""
 
@@ -186,7 +198,8 @@ def resolve(
     topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
     virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, degree))
     mode, source = chosen["cocodiff_mode"]
-    _check_choice(source, mode or EXACT, MODES)
+    mode = mode or DEFAULT_MODE
+    _check_choice(source, mode, MODES)
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -198,11 +211,12 @@ def resolve(
         profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
-        mode=mode or EXACT,
-        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode or EXACT)),
+        mode=mode,
+        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode)),
         slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology)),
         virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
+        memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         detected=chosen["cocodiff_topology"][0] is None,
     )
 
@@ -263,6 +277,10 @@ def _seconds(text: str) -> float:
 
 def _error(text: str) -> float:
     return _positive(text, "numbers above 0, such as 0.05")
+
+
+def _gib(text: str) -> int:
+    return int(_positive(text, "GiB above 0, such as 2.5") * GIB)
 
 
 def _positive(text: str, valid: str) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.codec import Codec, Reference, decode, encode
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan, Stage
 from xfuser_cocodiff.planner import stage_cost
@@ -27,6 +28,9 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
 _SMALL_CALLS, _ROUNDS = 3, 3
+
+
+_CODEC = Codec(bits=2)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def _profile(probe: "_Probe", direct: bool) -> Profile:
     whole = probe.sample(flat, direct) if len(flat) > 1 else None
     launch = _launch_seconds(topology.shape, axes, whole)
     links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
-    profile = Profile(topology, links, launch, probe.copy_speed())
+    profile = Profile(topology, links, launch, probe.copy_speed(), probe.codec_speed())
     if whole is None:
         return profile
     expected = stage_cost(profile, flat, whole.more_bytes).wire
@@ -115,6 +119,18 @@ class _Probe:
         size = self.mesh.topology.size
         buffer = torch.empty(size, size, 2**20 // size**2, dtype=torch.uint8, device=self.device).transpose(0, 1)
         return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
+
+    def codec_speed(self) -> float:
+        """Bytes of values per second that go through a codec: coded here, and others decoded."""
+        values = torch.randn(1, 1, 1, 2**11, 2**7, device=self.device)
+        sent, received = Reference(), Reference()
+        for reference in (sent, received):
+            reference.advance(torch.zeros_like(values), keeps_change=False)
+
+        def code() -> None:
+            decode(encode(values, sent, _CODEC, None), received, _CODEC, None, values)
+
+        return values.nbytes / self._taken(code, 1)
 
     def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int) -> float:
         topology = self.mesh.topology

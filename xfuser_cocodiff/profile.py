@@ -9,8 +9,9 @@ from typing import Any
 from xfuser_cocodiff.topology import Topology
 
 SLOW_SHARE = 0.5
-"""An axis of less than this share of the fastest one's bandwidth is slow: what must cross both spends most of its time
-there."""
+"""An axis is slow where a rank sends at less than this share of the speed at which it codes: coding takes time, and
+what it leaves still has to travel."""
+_SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Profile:
     """What a collective costs before its first message leaves."""
     copy_bytes_per_second: float
     """Speed at which a rank reorders a message between two stages."""
+    codec_bytes_per_second: float
+    """Speed at which a rank codes and decodes values, in bytes of the values."""
     contention: float = 1.0
     """How many times longer the links take when several axes are busy at once: 1 where they share nothing, less where
     one collective keeps them busier than each axis alone does."""
@@ -43,10 +46,11 @@ class Profile:
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Names of the axes, outermost first, along which a rank sends at less than SLOW_SHARE of the fastest one."""
+        """Names of the axes, outermost first, along which a rank sends at less than SLOW_SHARE of the speed at which it
+        codes: there codecs save time, on others they cost it."""
         moving = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
-        fastest = max((link.bytes_per_second for link in moving), default=0.0)
-        return tuple(link.name for link in moving if link.bytes_per_second < SLOW_SHARE * fastest)
+        limit = SLOW_SHARE * self.codec_bytes_per_second
+        return tuple(link.name for link in moving if link.bytes_per_second < limit)
 
     def along(self, topology: Topology) -> "Profile":
         """The profile of some of its axes."""
@@ -69,13 +73,17 @@ class Profile:
         try:
             topology = Topology.parse(values["topology"], int(values["ranks"]))
             links = tuple(AxisLink(**link) for link in values["links"])
-            figures = {name: float(values[name]) for name in ("launch_seconds", "copy_bytes_per_second", "contention")}
+            figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             direct = values["direct"] and cls.from_json(values["direct"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a profile: {type(error).__name__} {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a profile: its links are not those of the topology {topology}")
-        speeds = [figures["copy_bytes_per_second"], figures["contention"], *(link.bytes_per_second for link in links)]
+        speeds = [
+            figures["contention"],
+            *(figures[name] for name in _SPEEDS),
+            *(link.bytes_per_second for link in links),
+        ]
         times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a profile: speeds must be positive, and times not negative")

@@ -15,7 +15,7 @@ _PER_OCTAVE, _ORIGIN = 6, 168
 _ZERO, _NOT_FINITE = 0, 255
 
 
-def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise rows.
 
     Args:
@@ -23,20 +23,24 @@ def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
         bits: one of STEPS.
 
     Returns:
-        Levels, packed, uint8 of shape (..., D * bits / 8), and scales, uint8 of shape (..., 1). A row with a value that
-        is not finite has the scale of none.
+        Levels, packed, uint8 of shape (..., D * bits / 8); scales, uint8 of shape (..., 1); and what :func:`dequantise`
+        makes of the two. A row with a value that is not finite has the scale of none.
     """
     values = values.float()
     scales = _encode_scale(values.square().mean(-1, keepdim=True).sqrt_())
     width = STEPS[bits] * _decode_scale(scales)
     levels = values.div(width).floor_().nan_to_num_(0.0).add_(2 ** (bits - 1)).clamp_(0, 2**bits - 1)
-    return _pack(levels.to(torch.uint8), bits), scales
+    return _pack(levels.to(torch.uint8), bits), scales, _at(levels, width, bits)
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     """The values that levels and scales stand for, float32; NaN in rows that were not finite."""
-    width = STEPS[bits] * _decode_scale(scales)
-    return _unpack(packed, bits).float().sub_(2 ** (bits - 1) - 0.5).mul_(width)
+    return _at(_unpack(packed, bits).float(), STEPS[bits] * _decode_scale(scales), bits)
+
+
+def _at(levels: torch.Tensor, width: torch.Tensor, bits: int) -> torch.Tensor:
+    """Values of levels, in their place."""
+    return levels.sub_(2 ** (bits - 1) - 0.5).mul_(width)
 
 
 def finite(scales: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from xfuser_cocodiff import modes
 from xfuser_cocodiff.coding import Account, Coding, SlowWay, Wire
+from xfuser_cocodiff.memory import GIB, Budget, Need, Share
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.virtual import VirtualRanks
 
@@ -19,6 +20,10 @@ class _State:
     """Of one layer in one branch."""
 
     layer: str
+    share: Share
+    need: Need
+    is_exact: bool
+    """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
     wires: dict = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     """Of the step."""
@@ -40,6 +45,8 @@ class StepReport:
     was_refresh: bool
     reference_bytes: int
     """What references take."""
+    exact_layers: int
+    """Layers, for each branch, that always travel exactly."""
 
     @property
     def error(self) -> float:
@@ -57,6 +64,8 @@ class Runtime:
         max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
         agreed: given numbers, the largest of all ranks for each.
         virtual: the ranks that this one stands for, in the place of slow axes.
+        budget: bytes that references may take on each rank.
+        say: tells the user.
     """
 
     def __init__(
@@ -67,8 +76,15 @@ class Runtime:
         max_error: float | None,
         agreed: Callable[[list[float]], list[float]],
         virtual: VirtualRanks | None = None,
+        budget: int | None = None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.virtual = virtual
+        self._budget, self._say = Budget(budget), say
+        self._met = 0
+        """Layers of the run before, for each branch."""
+        self._settled = 0
+        """Layers of this run that are known to have room, or to have none."""
         self._way, self._mode, self._changes = way, mode, changes
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[Hashable, _State] = {}
@@ -86,7 +102,7 @@ class Runtime:
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
         self.end_run()
-        self._running, self._refreshing = True, False
+        self._running, self._refreshing, self._settled = True, False, 0
         self.schedule = self._schedule(total)
         self.step, self.total = 0, total or 1
         self.reports = []
@@ -94,6 +110,7 @@ class Runtime:
     def end_run(self) -> None:
         """The run is over, or broken off: its references go."""
         self._running = False
+        self._met = max(self._met, len(self._states))
         self._states.clear()
 
     def end_step(self) -> None:
@@ -102,6 +119,8 @@ class Runtime:
             return
         report = self._report()
         self.reports.append(report)
+        if len(self._states) > self._settled:
+            self._settle()
         if self._max_error is not None:
             [largest] = self._agreed([report.error])
             self._refreshing = largest > self._max_error
@@ -126,23 +145,73 @@ class Runtime:
             sum(account.repeated for account in accounts),
             self._refreshing or self.schedule.is_refresh(self.step),
             self.reference_bytes,
+            sum(state.is_exact for state in self._states.values()),
         )
 
-    def coding(self, layer: str, key: Hashable, branch: int) -> Coding | None:
+    def coding(self, layer: str, key: Hashable, branch: int, share: Share, layers: int) -> Coding | None:
         """How a layer's exchanges travel in a call of its transformer; None where they travel without codecs.
 
         Args:
             layer: its name.
             key: tells it from the layers of other transformers.
             branch: which call of the transformer within the step this is.
+            share: what this rank has of the layer.
+            layers: how many there are in the transformer.
         """
-        if not self._running or self.schedule.leaves_out(layer):
+        if not self._running:
             return None
-        state = self._states.setdefault((key, branch), _State(layer))
+        if (key, branch) not in self._states:
+            self._states[key, branch] = self._state(layer, share, layers)
+        state = self._states[key, branch]
+        if state.is_exact:
+            crossing = share.crossing(self._places)
+            state.account.sent_bytes = state.account.exact_bytes = crossing.values * crossing.value_bytes
+            return None
         codecs = self.schedule.codecs(self.step, self.total)
         if self._refreshing:
             codecs = {name: replace(modes.EXACT, predictor=codec.predictor) for name, codec in codecs.items()}
-        return Coding(self._way, codecs, state.wires, state.account, seed=self.step)
+        return Coding(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
+
+    @property
+    def _places(self) -> int:
+        """On slow axes."""
+        return (self.virtual or self._way).places
+
+    def _state(self, layer: str, share: Share, layers: int) -> _State:
+        """Of a layer that is met in a branch for the first time in this run."""
+        need = Need.of(share, self.schedule, self._places)
+        if not self._states:
+            self._foresee(need, layers)
+        return _State(layer, share, need, self.schedule.leaves_out(layer) or not self._budget.admits(need))
+
+    def _foresee(self, need: Need, layers: int) -> None:
+        """Say what references will take, before there are any, and decide how they are kept."""
+        count = self._met or layers
+        expected = Need(*(each * count for each in need))
+        self._budget.begin_run(expected)
+        each = "" if self._met else ", for each branch of guidance,"
+        kept = ", as they are kept" if self._budget.compact else ""
+        bound = "; --cocodiff_memory_budget sets a bound" if self._budget.limit is None else ""
+        self._say(
+            f"references of {count} layers{each} take {expected.full / GIB:.3g} GiB per rank, "
+            f"{expected.compact / GIB:.3g} in 8 bits{kept}{bound}"
+        )
+
+    def _settle(self) -> None:
+        """All layers of a step have been met. If some found no room, let those in that do in 8 bits."""
+        self._settled = len(self._states)
+        wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
+        if not self._budget.compact and any(state.is_exact for state in wanting):
+            self._budget.squeeze()
+            for state in wanting:
+                for wire in state.wires.values():
+                    wire.squeeze()
+                state.is_exact = not self._budget.admits(state.need)
+        if exact := sum(state.is_exact for state in wanting):
+            self._say(
+                f"{exact} of {len(wanting)} layers travel exactly: in {self._budget.limit / GIB:.3g} GiB there is no "
+                "room for their references"
+            )
 
     @property
     def reference_bytes(self) -> int:

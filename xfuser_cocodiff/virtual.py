@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -45,6 +46,11 @@ class VirtualRanks:
     def deals(self, size: int) -> bool:
         """Whether so many heads, or tokens of a segment, can be dealt to the ranks."""
         return size % self.topology.size == 0
+
+    def part_of(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
+        """Of tensors (B, H, N, D) with such segments of tokens, what one of the ranks would have to exchange."""
+        dealt = sum(size for size in segments if self.deals(size)) if self.deals(shape[_HEADS]) else 0
+        return Fraction(dealt, shape[_TOKENS] * self.topology.size)
 
     def send(self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], coding: Coding) -> list:
         """What many ranks would get of tensors (B, H, N, D) if all of them were put together again.

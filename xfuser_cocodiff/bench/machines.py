@@ -11,6 +11,8 @@ from xfuser_cocodiff.profile import AxisLink, Profile
 from xfuser_cocodiff.topology import Topology
 
 NODE = "node"
+_CODEC_COPIES = 4
+"""Assumed: copies of values that take as long as a codec in one kernel at each end."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,14 @@ class Machine:
         by_name = {link.name: link for link in self.links}
         links = tuple(by_name[axis.name] for axis in topology.axes)
         contention = self.contention_at(message_bytes) * (self.contention_across_nodes if nodes > 1 else 1)
-        return Profile(topology, links, self.launch_seconds, self.copy_bytes_per_second, contention)
+        return Profile(
+            topology,
+            links,
+            self.launch_seconds,
+            self.copy_bytes_per_second,
+            self.copy_bytes_per_second / _CODEC_COPIES,
+            contention,
+        )
 
     def contention_at(self, message_bytes: float) -> float:
         """Contention within a node for messages of this size."""

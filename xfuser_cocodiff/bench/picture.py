@@ -94,6 +94,26 @@ def draw_errors(errors: Mapping[str, Sequence[float]], out: Path) -> None:
             figure.colorbar(image, label="relative error")
 
 
+def draw_sheet(rows: Mapping[str, np.ndarray], out: Path) -> None:
+    """Save a contact sheet.
+
+    Args:
+        rows: pictures (N, height, width) of grey values from 0 to 1, by what stands beside them.
+        out: a file of any kind that matplotlib writes.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(map(len, rows.values()))
+    figure = Figure(figsize=(1.2 + 1.1 * columns, 1.1 * len(rows)), layout="constrained")
+    table = figure.subplots(len(rows), columns, squeeze=False)
+    for axes, (name, pictures) in zip(table, rows.items(), strict=True):
+        axes[0].set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=8)
+        for place, picture in zip(axes, pictures, strict=True):
+            place.imshow(picture, cmap="gray", vmin=0, vmax=1)
+            place.set(xticks=[], yticks=[])
+    figure.savefig(out, dpi=150)
+
+
 @contextmanager
 def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, in colours that suit light and dark pages, saved as SVG in the end."""

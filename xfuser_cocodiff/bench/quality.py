@@ -6,7 +6,7 @@ are known are put back, with the noise of the step, after every step, and the re
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.bench import fidelity, host
-from xfuser_cocodiff.config import EXACT, MODES
+from xfuser_cocodiff.bench.picture import draw_sheet
+from xfuser_cocodiff.config import EXACT, MODES, CocoDiffConfig
 from xfuser_cocodiff.models import slices
 from xfuser_cocodiff.modes import CodecSchedule
-from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit.solo import Solo
 
 SWEEP = (
@@ -33,6 +33,8 @@ SWEEP = (
 )
 """Modes and changes to their schedules."""
 MASKS = ("block", "center")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SHEET_PICTURES = 6
 PROMPT = "a slice of {}"
 _TEXT_TOKENS = 32
 
@@ -44,6 +46,9 @@ class Row:
     mode: str
     schedule: str | None
     sweep: bool
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.mode, self.schedule)))
 
 
 @dataclass
@@ -59,23 +64,27 @@ class Judge:
 
     Args:
         model: its name in xDiT's registry.
-        virtual: topology of the virtual ranks.
-        slow_axes: their slow axes; all but the innermost when not given.
+        config: virtual ranks, and what else is the same for all codecs.
         seeds: how many pictures, each from a seed of its own.
         steps: of each run.
         size: of the pictures, in pixels.
+        dtype: of weights and activations.
     """
 
     def __init__(
-        self, model: str, virtual: Topology, slow_axes: tuple[str, ...] | None, seeds: int, steps: int, size: int
+        self, model: str, config: CocoDiffConfig, seeds: int, steps: int, size: int, dtype: torch.dtype
     ) -> None:
-        self._solo = Solo(model, torch.float32)
-        self._virtual, self._slow_axes = virtual, slow_axes
+        self._solo, self._config = Solo(model, dtype), config
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
         self._prompts = [PROMPT.format(kind) for kind in kinds]
         pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
         self._truth = np.stack(pictures)
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether it is known how to put known pixels back into latents of the model."""
+        return type(self._solo.pipe).__name__.endswith("FluxPipeline")
 
     def generate(self, row: Row) -> Pictures:
         """Pictures from noise."""
@@ -90,7 +99,8 @@ class Judge:
         return self._truth, _mask(mask, self._size)
 
     def _run(self, row: Row, after_step: Callable | None) -> Pictures:
-        self._solo.use(row.mode, self._virtual, self._slow_axes, row.schedule)
+        coded = replace(self._config, mode=row.mode, schedule=row.schedule)
+        self._solo.use(None if row.mode == EXACT else coded)
         generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
         more = {"callback_on_step_end": after_step} if after_step else {}
         size = {"height": self._size, "width": self._size}
@@ -140,7 +150,13 @@ def _mask(name: str, size: int) -> np.ndarray:
     return hidden
 
 
-def measure(judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]) -> dict[str, Any]:
+Gallery = dict[str, dict[str, np.ndarray]]
+"""Pictures (N, height, width) by task, that is generation or a mask, and by what made them."""
+
+
+def measure(
+    judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]
+) -> tuple[dict[str, Any], Gallery]:
     """Judge codecs.
 
     Args:
@@ -150,33 +166,41 @@ def measure(judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Calla
         show: told what is done.
 
     Returns:
-        A record, less its command.
+        A record, less its command, and the pictures of all codecs that are not of a sweep.
     """
-    exact = Row(EXACT, None, sweep=False)
-    show("exact")
-    wanted = judge.generate(exact)
-    stock = {mask: judge.inpaint(exact, mask) for mask in masks}
+    tasks = ("", *masks)
+
+    def pictures(row: Row) -> dict[str, Pictures]:
+        show(str(row))
+        return {task: judge.inpaint(row, task) if task else judge.generate(row) for task in tasks}
+
+    stock = pictures(Row(EXACT, None, sweep=False))
+    gallery: Gallery = {task: {"truth": judge.truth(task)[0]} if task else {} for task in tasks}
+    for task in tasks:
+        gallery[task]["stock"] = stock[task].values
     found = []
     for row in rows:
-        show(f"{row.mode} {row.schedule or ''}")
-        pictures = judge.generate(row)
+        made = pictures(row)
         found.append(
             {
                 "mode": row.mode,
                 "sweep": row.sweep,
                 "codec": row.schedule or "",
-                "bytes_slow_fraction": pictures.bytes_slow_fraction,
-                **_fidelity(pictures.values, wanted.values),
+                "bytes_slow_fraction": made[""].bytes_slow_fraction,
+                **_fidelity(made[""].values, stock[""].values),
                 "inpaint": {
                     mask: {
-                        **_inpainted(judge.inpaint(row, mask).values, *judge.truth(mask)),
+                        **_inpainted(made[mask].values, *judge.truth(mask)),
                         **{f"{k}_stock": v for k, v in _inpainted(stock[mask].values, *judge.truth(mask)).items()},
                     }
                     for mask in masks
                 },
             }
         )
-    return {**host.header(), "seeds": len(wanted.values), "rows": found}
+        if not row.sweep:
+            for task in tasks:
+                gallery[task][row.mode] = made[task].values
+    return {**host.header(), "seeds": len(stock[""].values), "rows": found}, gallery
 
 
 def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
@@ -271,3 +295,13 @@ def draw(record: dict[str, Any], file: Path) -> None:
     axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to stock, dB")
     axes.legend()
     figure.savefig(file)
+
+
+def draw_pictures(gallery: Gallery, file: Path) -> None:
+    """Save pictures of all tasks: a row for each mode, a column for each seed."""
+    rows = {
+        f"{task} {name}".strip(): pictures[:SHEET_PICTURES]
+        for task, made in gallery.items()
+        for name, pictures in made.items()
+    }
+    draw_sheet(rows, file)

@@ -95,10 +95,13 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     if not all(run.get("codecs") for run in runs):
         return None
     steps = [step for run in runs for step in run["codecs"]]
+    exact_bytes = sum(step["exact_bytes"] for step in steps)
+    if not exact_bytes:  # a compiled graph knows no codecs
+        return None
     last = [[run["codecs"][number] for run in repeats[-1]] for number in range(len(repeats[-1][0]["codecs"]))]
     names = dict.fromkeys(name for ranks in last for step in ranks for name in step["errors"])
     return {
-        "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / sum(step["exact_bytes"] for step in steps),
+        "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / exact_bytes,
         "errors": {name: [max(step["errors"].get(name, 0.0) for step in ranks) for ranks in last] for name in names},
         "refreshes": sum(ranks[0]["was_refresh"] for ranks in last),
         "repeated": sum(step["repeated"] for step in steps),

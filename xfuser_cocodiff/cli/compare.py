@@ -17,7 +17,8 @@ def add_parser(subparsers: Any) -> None:
         help="run a command with stock xDiT and with the plugin, and report",
         description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
         usage="%(prog)s [--out DIR] [--repeats N] [--trace] [--json FILE] -- <xdit arguments | script and arguments>",
-        epilog="Exit status: 1 when the plugin's exact mode is not bit-equal to stock, 2 when nothing was compared.",
+        epilog="Exit status: 1 when nothing was approximated and the result is not stock's bit for bit, 2 when nothing "
+        "was compared.",
     )
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")

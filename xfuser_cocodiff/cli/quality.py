@@ -25,35 +25,56 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seeds", type=int, default=16, help="pictures of each (%(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
     parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(%(default)s)")
+    parser.add_argument("--memory_budget", type=float, metavar="GIB", help="of references on each rank (no bound)")
     parser.add_argument("--no_inpainting", action="store_true", help="generate only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bytes against fidelity here")
+    parser.add_argument("--sheet", type=Path, metavar="FILE", help="put pictures of all modes side by side here")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from xfuser_cocodiff.bench import quality
-    from xfuser_cocodiff.topology import Topology
 
     try:
-        virtual, rows = Topology.parse(options.virtual), quality.rows(options.mode.split(","), options.sweep)
+        config, rows = _config(options), quality.rows(options.mode.split(","), options.sweep)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
-        axes = [axis.name for axis in virtual.axes if axis.size > 1]
-        slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
-        if not slow_axes or not set(slow_axes) <= set(axes):
-            raise ValueError(
-                f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}"
-            )
     except ValueError as error:
         return fail(str(error))
-    judge = quality.Judge(options.model, virtual, slow_axes, options.seeds, options.steps, options.size)
-    masks = () if options.no_inpainting else quality.MASKS
-    record = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))
+    dtype = quality.DTYPES[options.dtype]
+    judge = quality.Judge(options.model, config, options.seeds, options.steps, options.size, dtype)
+    masks = quality.MASKS if judge.inpaints and not options.no_inpainting else ()
+    record, gallery = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))
     quality.show(record)
     if options.json:
         write_json(options, record)
     if options.plot:
         quality.draw(record, options.plot)
+    if options.sheet:
+        quality.draw_pictures(gallery, options.sheet)
     return 0
+
+
+def _config(options: argparse.Namespace) -> Any:
+    """What is the same for all codecs."""
+    from xfuser_cocodiff.config import CocoDiffConfig
+    from xfuser_cocodiff.memory import GIB
+    from xfuser_cocodiff.topology import Topology
+
+    virtual = Topology.parse(options.virtual)
+    axes = [axis.name for axis in virtual.axes if axis.size > 1]
+    slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
+    if not slow_axes or not set(slow_axes) <= set(axes):
+        raise ValueError(f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}")
+    budget = options.memory_budget
+    if budget is not None and not budget > 0:
+        raise ValueError(f"--memory_budget {budget} is not valid; valid are GiB above 0")
+    return CocoDiffConfig(
+        topology=Topology.flat(1),
+        virtual=virtual,
+        slow_axes=slow_axes,
+        memory_budget=None if budget is None else int(budget * GIB),
+    )

@@ -21,6 +21,7 @@ from torch import nn
 
 from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.schedule import Schedule, Trial
 from xfuser_cocodiff.xdit.v_source import Called, Recipe, find_recipe
 
@@ -45,8 +46,8 @@ class Kind:
     rehearsed: bool = False
     refusal: str | None = None
     """Why V does not go first."""
-    codable: bool = False
-    """Whether its last call was one that codecs may approximate."""
+    share: Share | None = None
+    """What this rank had of its last call, if codecs may approximate that."""
     unequal: tuple[int, ...] = ()
     """Numbers of head groups in which attention would have other bits."""
     trial: Trial | None = None
@@ -229,7 +230,8 @@ class Layer:
             return
         self._stop_watching()
         call.abandon()
-        if call.kind and call.kind.trial and sys.exc_info()[0] is None:
+        exact_step = call.coding is not None and call.coding.is_exact  # which says nothing of those that are coded
+        if call.kind and call.kind.trial and not exact_step and sys.exc_info()[0] is None:
             call.kind.trial.took(time.perf_counter() - call.started)
 
     def _goes_first(self, call: _Call) -> bool:
@@ -431,6 +433,10 @@ class Layers:
     def running(self) -> Layer | None:
         """The layer whose module runs, though its call is not followed."""
         return next((self._layers[id(module)] for module in _running_modules() if id(module) in self._layers), None)
+
+    def count(self, root: Root) -> int:
+        """How many there are in a transformer."""
+        return sum(layer.root is root for layer in self._layers.values())
 
     def end_step(self) -> None:
         """A denoising step is over, or a run begins: branches are counted anew."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import modes
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
@@ -156,7 +157,7 @@ def _with_mesh(original: Callable) -> Callable:
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
         if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_runtime = _mesh_and_runtime(engine_config)
+            _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_runtime = _mesh_and_runtime(pipeline, engine_config)
             config = getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
             _RUNTIME.cocodiff_overlap = config.overlap if config else Overlap()
 
@@ -174,13 +175,16 @@ def unsupported(engine_config: Any) -> str | None:
     return None
 
 
-def _mesh_and_runtime(engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
+def _mesh_and_runtime(pipeline: Any, engine_config: Any) -> tuple[Mesh | None, Runtime | None]:
     parallel = engine_config.parallel_config
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
         return None, None
     if config.virtual:
-        return None, _virtual_runtime(config)
+        runtime = _virtual_runtime(config)
+        if runtime:
+            _lead_through_usp(pipeline)
+        return None, runtime
     if parallel.ulysses_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
         return None, None
@@ -219,11 +223,24 @@ def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Run
     def largest(values: list[float]) -> list[float]:
         return agreed_numbers(mesh, values, dist.ReduceOp.MAX)
 
-    runtime = Runtime(way, config.mode, config.schedule, config.max_error, largest)
+    runtime = _runtime(config, way, largest, None)
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
     slow = ", ".join(moving[dim] for dim in way.slow_dims)
-    note(f"mode {config.mode} on {slow}: {runtime.schedule}")
+    _tell(config, slow, runtime)
     return runtime
+
+
+def _lead_through_usp(pipeline: Any) -> None:
+    """Give attention to xDiT where a rank that is alone leaves it to diffusers, as in SD3.5."""
+    from xfuser.model_executor.layers import attention_processor as xdit
+
+    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
+    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
+        for module in transformer.modules() if transformer is not None else ():
+            ours = processors.get(type(getattr(module, "processor", None)))
+            if ours:
+                module.processor = ours()
+                module.processor.use_long_ctx_attn_kvcache = True  # K and V are not to go to PipeFusion's cache
 
 
 def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
@@ -237,9 +254,27 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     if virtual.places == 1:
         note(_NO_SLOW_AXIS.format(config.mode))
         return None
-    runtime = Runtime(None, config.mode, config.schedule, config.max_error, list, virtual)
-    note(f"mode {config.mode} as of virtual ranks {config.virtual}, slow axes {', '.join(slow)}: {runtime.schedule}")
+    runtime = _runtime(config, None, list, virtual)
+    ranks = f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}"
+    _tell(config, ranks, runtime)
     return runtime
+
+
+def _tell(config: CocoDiffConfig, where: str, runtime: Runtime) -> None:
+    expected = "as you changed it" if config.schedule else f"{modes.QUALITY[config.mode]} in a small model"
+    exact = f"--cocodiff_mode {EXACT} equals stock xDiT bit for bit"
+    note(f"mode {config.mode} on {where}: {runtime.schedule} ({expected}); {exact}")
+
+
+def _runtime(
+    config: CocoDiffConfig,
+    way: SlowWay | None,
+    agreed: Callable[[list[float]], list[float]],
+    virtual: VirtualRanks | None,
+) -> Runtime:
+    return Runtime(
+        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=note
+    )
 
 
 def agreed_numbers(mesh: Mesh, values: list[float], operation: Any) -> list[float]:

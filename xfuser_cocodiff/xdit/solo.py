@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.config import EXACT, CocoDiffConfig
+from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.runtime import StepReport
-from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit import sites
 
 
@@ -37,22 +36,12 @@ class Solo:
         self.pipe.to(dtype)
         self.pipe.set_progress_bar_config(disable=True)
 
-    def use(self, mode: str, virtual: Topology, slow_axes: tuple[str, ...] | None, schedule: str | None = None) -> None:
-        """Go on in a mode, as so many ranks would; in exact mode as stock xDiT.
-
-        Args:
-            mode: one of config.MODES.
-            virtual: topology of the ranks.
-            slow_axes: those on which the mode approximates; all but the innermost when not given.
-            schedule: changes to the mode's schedule.
-        """
+    def use(self, config: CocoDiffConfig | None) -> None:
+        """Go on by these settings, whose ranks are virtual; without any as stock xDiT."""
         from xfuser.core.distributed import initialize_runtime_state
 
         model = self._runner.model
-        config = CocoDiffConfig(
-            topology=Topology.flat(1), virtual=virtual, mode=mode, schedule=schedule, slow_axes=slow_axes
-        )
-        model.engine_config.parallel_config.sp_config.cocodiff = None if mode == EXACT else config
+        model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:

@@ -4,6 +4,7 @@ import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import HEADS, send_to_heads
 from xfuser_cocodiff.lane import Handle
+from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE, Part
 from xfuser_cocodiff.schedule import GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.traffic import Label
@@ -105,12 +107,12 @@ def _virtually(
     layers().discover()
     virtual, layer = sites.active_virtual(), layers().running()
     coding = None
-    if layer and _codable(query, key, value) and not given.joint_strategy:
+    if layer and not given.joint_strategy:
         layer.meet()
-        coding = _coding(layer)
+        parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
+        coding = _coding(layer, _share(query, key, value, virtual.part_of(query.shape, parts)))
     if coding is None:
         return original(query, key, value, **vars(given))
-    parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
     query, key, value = virtual.send("qkv", [query, key, value], parts, coding)
     attended = original(query, key, value, **vars(given))
     return virtual.send("o", [attended], parts, coding)[0]
@@ -138,10 +140,10 @@ def _attention(
 
     layer = layers().current
     kind = layer.call.kind if layer else None
-    codable = _codable(query, key, value)
+    share = _share(query, key, value)
     if layer:
-        kind.codable = codable
-    coding = _coding(layer or layers().running()) if codable else None
+        kind.share = share
+    coding = _coding(layer or layers().running(), share)
     groups = layer.call.schedule.groups if layer else 1
     try:
         usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
@@ -225,9 +227,9 @@ def _trial(v_first: bool, counts: list[int]) -> Trial:
     else:
         note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
         counts = [1]
+    if sites.active_runtime():  # references belong to whole tensors from the first step on
+        counts = [1]
     schedules = [Schedule(v_first, count) for count in counts]
-    if sites.active_runtime():  # little is left to hide, and references belong to whole tensors from the first step on
-        return Trial([Schedule(v_first, 1)], _mean_of_all)
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
     if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
@@ -253,24 +255,32 @@ def _all_agree(value: object) -> bool:
 
 def _send_value(value: torch.Tensor, layer: Layer) -> Handle:
     part = Part(0, layer.call.schedule.groups)
-    coding = _coding(layer) if layer.call.kind.codable else None
+    coding = _coding(layer, layer.call.kind.share)
     return send_to_heads([value], sites.active_mesh(), Label("v", layer.name), part, coding)
 
 
-def _codable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether codecs may approximate: K and V of other tokens than Q's need not be those of the step before."""
-    return query.shape[2] == key.shape[2] == value.shape[2]
+def _share(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Fraction = Fraction(1)) -> Share | None:
+    """What a rank has of a layer, if codecs may approximate it: K and V of other tokens than Q's need not be those of
+    the step before. A rank that stands for others has but a part of what it sees."""
+    if not query.shape[2] == key.shape[2] == value.shape[2]:
+        return None
+    values = 2 * query.numel() + key.numel() + value.numel()  # O is of Q's shape
+    return Share(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 
 
-def _coding(layer: Layer | None) -> Coding | None:
+def _coding(layer: Layer | None, share: Share | None) -> Coding | None:
     """How the exchanges of a layer are coded in this call; all ranks find the same."""
     runtime = sites.active_runtime()
-    if runtime is None or layer is None or layer.again:
+    if runtime is None or layer is None or layer.again or share is None:
         return None
+
+    def found() -> Coding | None:
+        return runtime.coding(layer.name, id(layer), layer.branch, share, layers().count(layer.root))
+
     if layer.call is None:  # its first call ever, which is not followed yet
-        return runtime.coding(layer.name, id(layer), layer.branch)
+        return found()
     if layer.call.coding is None:
-        layer.call.coding = runtime.coding(layer.name, id(layer), layer.branch)
+        layer.call.coding = found()
     return layer.call.coding
 
 

@@ -1,0 +1,117 @@
+"""What references take, foreseen and held, and what a budget does to them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff.coding import Wire
+from xfuser_cocodiff.config import MODES
+from xfuser_cocodiff.memory import GIB, Need, Share
+from xfuser_cocodiff.modes import CodecSchedule, usual
+from xfuser_cocodiff.part import WHOLE
+from xfuser_cocodiff.runtime import Runtime
+
+PLACES, HEAD_DIM = 3, 8
+SHAPE = (PLACES - 1, 2, 2, 6, HEAD_DIM)
+"""Of one tensor: links, groups, heads, tokens, head dim."""
+
+
+def share(dtype: torch.dtype) -> Share:
+    """What a rank has if it sends tensors of that shape to other places, and keeps as much for its own."""
+    value = torch.Size(SHAPE).numel() * PLACES // (PLACES - 1)
+    return Share(4 * value, value, HEAD_DIM, dtype.itemsize)
+
+
+def hold(wires: dict, schedule: CodecSchedule, dtype: torch.dtype, compact: bool, steps: int) -> None:
+    """Go through some steps as an exchange would."""
+    generator = torch.Generator().manual_seed(0)
+    for name in "vqko":
+        wire = wires.setdefault((name, WHOLE), Wire(codecs.Reference(compact), codecs.Reference(compact)))
+        for step in range(steps):
+            codec = schedule.codecs(step, 9)[name]
+            values = torch.randn(SHAPE, generator=generator).to(dtype)
+            chosen = codecs.choose(values, wire.sent, codec, 0) if codec.share < 1 else None
+            payload = codecs.encode(values, wire.sent, codec, chosen)
+            codecs.decode(payload, wire.received, codec, chosen, values)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_what_is_foreseen_is_what_is_held(mode: str, dtype: torch.dtype, compact: bool) -> None:
+    schedule = usual(mode, 50)
+    wires: dict = {}
+    hold(wires, schedule, dtype, compact, steps=4)
+    held = sum(wire.sent.nbytes + wire.received.nbytes for wire in wires.values())
+    if mode == "paper":  # here Q and K make a choice of their own; in an exchange they take V's
+        held -= sum(wires[name, WHOLE].sent.seen.nbytes for name in "qk")
+    assert held == Need.of(share(dtype), schedule, PLACES)[compact]
+
+
+class Run:
+    """Steps of a run with a budget, in which every layer holds what it may."""
+
+    def __init__(self, budget: float | None, layers: int, branches: int = 1) -> None:
+        self.said: list[str] = []
+        way = SimpleNamespace(places=PLACES)
+        self.runtime = Runtime(way, "balanced", None, None, list, budget=budget, say=self.said.append)
+        self.layers, self.branches = layers, branches
+
+    def begin(self) -> None:
+        self.runtime.begin_run(9)
+
+    def step(self) -> list[bool]:
+        """Which layers are coded."""
+        found = []
+        for branch in range(self.branches):
+            for layer in range(self.layers):
+                coding = self.runtime.coding(str(layer), layer, branch, share(torch.bfloat16), self.layers)
+                found.append(coding is not None)
+                if coding:
+                    hold(coding.wires, self.runtime.schedule, torch.bfloat16, coding.compact, steps=3)
+        self.runtime.end_step()
+        return found
+
+
+FULL, COMPACT = Need.of(share(torch.bfloat16), usual("balanced", 50), PLACES)
+
+
+@pytest.mark.parametrize(
+    ("budget", "held", "coded"),
+    [
+        (None, 4 * FULL, 4),
+        (4 * FULL, 4 * FULL, 4),
+        (4 * FULL - 1, 4 * COMPACT, 4),
+        (4 * COMPACT, 4 * COMPACT, 4),
+        (4 * COMPACT - 1, 3 * COMPACT, 3),
+        (COMPACT - 1, 0, 0),
+    ],
+)
+def test_a_budget_is_kept(budget: int | None, held: int, coded: int) -> None:
+    run = Run(budget, layers=4)
+    for _ in range(2):
+        run.begin()
+        for _ in range(3):
+            assert run.step() == [True] * coded + [False] * (4 - coded)
+            assert run.runtime.reference_bytes == held
+            assert run.runtime.reports[-1].exact_layers == 4 - coded
+    assert any(f"{4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said)
+    assert any(f"{4 - coded} of 4 layers travel exactly" in line for line in run.said) == (coded < 4)
+
+
+def test_branches_that_were_not_foreseen_find_room_after_the_first_step() -> None:
+    run = Run(8 * COMPACT, layers=4, branches=2)  # room for four in full
+    run.begin()
+    assert run.step() == [True] * 4 + [False] * 4
+    before = run.runtime.reports[-1]
+    assert before.reference_bytes == 4 * FULL
+    assert run.runtime.reference_bytes == 4 * COMPACT
+    assert before.sent_bytes == before.exact_bytes > 0  # layers that travel exactly count as well
+    for _ in range(2):
+        assert run.step() == [True] * 8
+        assert run.runtime.reference_bytes == 8 * COMPACT
+    run.begin()
+    assert run.step() == [True] * 8  # known from the run before
+    assert run.runtime.reference_bytes == 8 * COMPACT

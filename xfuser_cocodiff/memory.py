@@ -1,0 +1,83 @@
+"""Memory that references take, and what is done where they may not take so much.
+
+Both ends of a slow link hold what the receiver was given last of every value that crosses it, and what it was given
+before that where the change is extrapolated. A budget is met in two ways: references are kept in 8 bits, and if that is
+not enough, the layers that are met last in a step travel exactly, for which nothing is kept. All layers save alike for
+what they hold, and errors of early layers go through all that follow; so it is the order that decides.
+"""
+
+from typing import NamedTuple
+
+from xfuser_cocodiff.codec import CHANGE
+from xfuser_cocodiff.modes import CodecSchedule
+
+GIB = 2**30
+_COMPACT_BYTES = 1
+"""Of a value in 8 bits; a row of a token and head has one more for its scale."""
+
+
+class Share(NamedTuple):
+    """What a rank has of a layer's Q, K, V and O in one call."""
+
+    values: int
+    """In all four."""
+    value: int
+    """In V."""
+    head_dim: int
+    value_bytes: int
+
+    def crossing(self, places: int) -> "Share":
+        """What of it crosses slow axes with so many places."""
+        return self._replace(
+            values=self.values * (places - 1) // places,
+            value=self.value * (places - 1) // places,
+        )
+
+
+class Need(NamedTuple):
+    """Bytes that the references of a layer take on a rank, in one branch."""
+
+    full: int
+    compact: int
+    """In 8 bits."""
+
+    @classmethod
+    def of(cls, share: Share, schedule: CodecSchedule, places: int) -> "Need":
+        """For what a rank has of the layer, and so many places on slow axes."""
+        crossing = share.crossing(places)
+        # At both ends: one rank sends as much as it gets.
+        held = 2 * (2 if schedule.predictor else 1) * crossing.values
+        seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
+        compact = held * _COMPACT_BYTES + held // share.head_dim
+        return cls(held * share.value_bytes + seen, compact + seen)
+
+
+class Budget:
+    """What the references of a run may take.
+
+    Args:
+        limit: in bytes; None where there is none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.compact = False
+        """Whether references are kept in 8 bits."""
+        self._taken = 0
+
+    def begin_run(self, expected: Need) -> None:
+        """A run begins whose references are expected to take so much."""
+        self.compact = self.limit is not None and expected.full > self.limit
+        self._taken = 0
+
+    def admits(self, need: Need) -> bool:
+        """Whether there is room for the references of one more layer, which are then counted."""
+        more = need.compact if self.compact else need.full
+        if self.limit is not None and self._taken + more > self.limit:
+            return False
+        self._taken += more
+        return True
+
+    def squeeze(self) -> None:
+        """Keep references in 8 bits from now on; layers are to ask again."""
+        self.compact, self._taken = True, 0
