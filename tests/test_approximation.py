@@ -1,5 +1,6 @@
 """Modes that approximate, in whole pipelines: near to stock, for fewer bytes, and no run knows of another."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from tests import ranks
 from tests.test_pipelines import MODELS, Run
+from xfuser_cocodiff.memory import Need
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -61,7 +63,8 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
     """Decibels and bytes of each mode against stock, and stock's latents."""
     run = Approximating(rank, 4, model)
     stock = run()
-    found = {}
+    found, foreseen, of = {}, [], Need.of
+    Need.of = lambda *given: foreseen.append(of(*given)) or foreseen[-1]
     for name, mode, schedule in (
         ("8 bit", "balanced", "bits=8,bits_o=8"),
         ("4 bit", "balanced", "bits=4,bits_o=4"),
@@ -70,8 +73,10 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
         ("paper", "paper", None),
     ):
         run.by(mode, schedule=schedule)
+        foreseen.clear()
         latents = run()
         reports = run.runtime.reports
+        assert sum(need.full for need in foreseen) == reports[-1].reference_bytes > 0
         assert [report.step for report in reports] == list(range(STEPS))
         assert run.runtime.reference_bytes == 0, "references outlive their run"
         sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
@@ -96,6 +101,30 @@ def test_more_bytes_are_nearer_to_stock(model: str) -> None:
     assert quality["4 bit"] > quality["paper"]
     assert sent["2 bit"] < sent["4 bit"] < sent["8 bit"] < sent["paper"] < 1
     assert sent["half"] < sent["4 bit"]
+
+
+def on_a_budget(rank: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, list]]]:
+    """Stock's latents, and those of a mode with ever less room, with its reports."""
+    run = Approximating(rank, 4, "FLUX.1-dev")
+    stock, found, budget = run(), [], None
+    for share in (1, 0.6, 0.2):  # of what there is to hold: all of it, in 8 bits, and for some layers
+        run.by("balanced", schedule="bits=4,bits_o=4", memory_budget=budget and int(budget * share))
+        latents, reports = run(), run.runtime.reports
+        found.append((latents, reports))
+        budget = budget or reports[-1].reference_bytes
+        assert max(report.reference_bytes for report in reports) <= share * budget
+    return stock, found
+
+
+def test_a_budget_costs_little_quality_and_then_bytes() -> None:
+    for stock, found in ranks.run(on_a_budget, 4):
+        (full, first), (compact, second), (some, third) = found
+        assert [reports[-1].exact_layers > 0 for reports in (first, second, third)] == [False, False, True]
+        sent = [sum(report.sent_bytes for report in reports) for reports in (first, second, third)]
+        assert sent[0] == sent[1] < sent[2] < sum(report.exact_bytes for report in first)
+        assert len({sum(report.exact_bytes for report in reports) for reports in (first, second, third)}) == 1
+        assert decibels(full, stock) - 6 < decibels(compact, stock)
+        assert decibels(full, stock) - 3 < decibels(some, stock)
 
 
 def alone(rank: int, prompt: str) -> torch.Tensor:
@@ -129,6 +158,39 @@ def test_no_run_knows_of_another() -> None:
     assert not torch.equal(fresh["a cat"], fresh["the moon"])
     for latents, prompt in zip(found, ("a cat", "the moon", "a cat", "the moon"), strict=True):
         assert torch.equal(latents, fresh[prompt]), prompt
+
+
+def with_step_cache(rank: int, model: str, method: str, threshold: float) -> tuple[list[torch.Tensor], list[int]]:
+    """Latents of stock, exact and twice a mode, all with a step cache, and what the mode moved at each step."""
+    config = json.dumps({"residual_diff_threshold": threshold})
+    run = Approximating(rank, 4, model, "--cache_method", method, "--cache_config", config)
+
+    def fresh() -> torch.Tensor:
+        for module in run.runner.model.pipe.transformer.modules():
+            if type(module).__name__.endswith("CachedTransformerBlocks"):  # which know of the run before
+                module.cache_context.modulated_inputs = None
+                module.use_cache, module.cnt = torch.tensor(False), torch.tensor(0)
+                module.accumulated_rel_l1_distance = torch.zeros(1)
+        return run()
+
+    latents = [fresh()]
+    run.by("exact")
+    latents.append(fresh())
+    run.by("balanced", schedule="bits=8,bits_o=8")
+    latents += [fresh(), fresh()]
+    return latents, [report.exact_bytes for report in run.runtime.reports]
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "threshold"), [("FLUX.1-dev", "teacache", 0.3), ("FLUX.2-dev", "fbcache", 0.1)]
+)
+def test_a_step_cache_may_leave_layers_out(model: str, method: str, threshold: float) -> None:
+    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 4, model, method, threshold):
+        assert torch.equal(exact, stock)
+        assert torch.equal(first, second), "a run knows of the one before"
+        assert decibels(first, stock) > 40
+        assert len(moved) == STEPS
+        assert moved[0] == max(moved) > min(moved), "no step was left out, so this shows nothing"
 
 
 def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -377,12 +377,16 @@ def chosen_of(coding: Coding, name: str, part: Part, values: torch.Tensor, codec
 
 def count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
     """Count what receivers lack, and return whether all values are finite."""
-    lacking = (values - reference.expected(0.0)).float().square_().sum()
+    lacking = _square(values - reference.expected(0.0))
     finite = lacking.isfinite()  # the difference of infinite values is not a number
     # What is not finite is sent again, exactly: then nothing lacks.
     account.lacking = account.lacking + torch.where(finite, lacking, 0.0)
-    account.wanted = account.wanted + torch.where(finite, values.float().square().sum(), 0.0)
+    account.wanted = account.wanted + torch.where(finite, _square(values), 0.0)
     return finite
+
+
+def _square(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32).square_()
 
 
 def _coding_order(names: str) -> list[int]:

@@ -27,10 +27,11 @@ def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
         makes of the two. A row with a value that is not finite has the scale of none.
     """
     values = values.float()
-    scales = _encode_scale(values.square().mean(-1, keepdim=True).sqrt_())
+    norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True)  # one pass over the values, where a mean takes two
+    scales = _encode_scale(norms.mul_(values.shape[-1] ** -0.5))
     width = STEPS[bits] * _decode_scale(scales)
     levels = values.div(width).floor_().nan_to_num_(0.0).add_(2 ** (bits - 1)).clamp_(0, 2**bits - 1)
-    return _pack(levels.to(torch.uint8), bits), scales, _at(levels, width, bits)
+    return _pack(levels, bits), scales, _at(levels, width, bits)
 
 
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
@@ -72,15 +73,18 @@ def _scales(device: torch.device) -> torch.Tensor:
 
 
 def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several levels per byte, the first in the lowest bits."""
-    packed = levels[..., :: 8 // bits]
-    for place in range(1, 8 // bits):
-        packed = packed | (levels[..., place :: 8 // bits] << (place * bits))
-    return packed
+    """Several levels, whole numbers in float32, per byte, the first in the lowest bits."""
+    weights = torch.tensor([2.0**shift for shift in range(0, 8, bits)], device=levels.device)
+    return (levels.unflatten(-1, (-1, 8 // bits)) @ weights).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    if bits == 8:
-        return packed
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    """The inverse of :func:`_pack`, uint8. Halves of what a word holds are moved apart until each level has a byte."""
+    words = packed.to({8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}[bits])
+    half = 4
+    while half >= bits:
+        lane = 8 * half // bits
+        mask = sum((2**half - 1) << place for place in range(0, 64 // bits, lane))
+        words = (words | words << lane - half) & mask
+        half //= 2
+    return words.view(torch.uint8)  # the lowest byte first, as on all machines that PyTorch runs on

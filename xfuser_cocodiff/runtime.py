@@ -20,7 +20,6 @@ class _State:
     """Of one layer in one branch."""
 
     layer: str
-    share: Share
     need: Need
     is_exact: bool
     """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
@@ -182,7 +181,7 @@ class Runtime:
         need = Need.of(share, self.schedule, self._places)
         if not self._states:
             self._foresee(need, layers)
-        return _State(layer, share, need, self.schedule.leaves_out(layer) or not self._budget.admits(need))
+        return _State(layer, need, self.schedule.leaves_out(layer) or not self._budget.admits(need))
 
     def _foresee(self, need: Need, layers: int) -> None:
         """Say what references will take, before there are any, and decide how they are kept."""

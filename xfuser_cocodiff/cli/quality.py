@@ -1,6 +1,7 @@
 """`cocodiff quality`: what modes and codecs cost in quality."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _config(options: argparse.Namespace) -> Any:
     if not slow_axes or not set(slow_axes) <= set(axes):
         raise ValueError(f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}")
     budget = options.memory_budget
-    if budget is not None and not budget > 0:
+    if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"--memory_budget {budget} is not valid; valid are GiB above 0")
     return CocoDiffConfig(
         topology=Topology.flat(1),

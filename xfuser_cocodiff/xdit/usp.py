@@ -110,7 +110,7 @@ def _virtually(
     if layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        coding = _coding(layer, _share(query, key, value, virtual.part_of(query.shape, parts)))
+        coding = _coding(layer, _share(query, key, value, part=virtual.part_of(query.shape, parts)))
     if coding is None:
         return original(query, key, value, **vars(given))
     query, key, value = virtual.send("qkv", [query, key, value], parts, coding)
@@ -140,7 +140,7 @@ def _attention(
 
     layer = layers().current
     kind = layer.call.kind if layer else None
-    share = _share(query, key, value)
+    share = _share(query, key, value, given.joint_query)
     if layer:
         kind.share = share
     coding = _coding(layer or layers().running(), share)
@@ -259,12 +259,19 @@ def _send_value(value: torch.Tensor, layer: Layer) -> Handle:
     return send_to_heads([value], sites.active_mesh(), Label("v", layer.name), part, coding)
 
 
-def _share(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Fraction = Fraction(1)) -> Share | None:
+def _share(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    joint_query: torch.Tensor | None = None,
+    part: Fraction = Fraction(1),
+) -> Share | None:
     """What a rank has of a layer, if codecs may approximate it: K and V of other tokens than Q's need not be those of
     the step before. A rank that stands for others has but a part of what it sees."""
     if not query.shape[2] == key.shape[2] == value.shape[2]:
         return None
-    values = 2 * query.numel() + key.numel() + value.numel()  # O is of Q's shape
+    queries = query.numel() + (0 if joint_query is None else joint_query.numel())
+    values = 2 * queries + key.numel() + value.numel()  # O is of the shape of all queries
     return Share(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 
 
