@@ -230,13 +230,21 @@ def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
 
 
 def _part(values: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-    return values if chosen is None else values.gather(TOKENS, _index(chosen, values))
+    if chosen is None:
+        return values
+    part = values.flatten(0, TOKENS).index_select(0, _rows(chosen, values))
+    return part.view(*values.shape[:TOKENS], -1, values.shape[-1])
 
 
 def _with(values: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-    return part if chosen is None else values.scatter(TOKENS, _index(chosen, values), part)
+    if chosen is None:
+        return part
+    rows = values.flatten(0, TOKENS).index_copy(0, _rows(chosen, values), part.flatten(0, TOKENS))
+    return rows.view(values.shape)
 
 
-def _index(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    links, groups, heads, _, dim = values.shape
-    return chosen[:, :, None, :, None].expand(links, groups, heads, -1, dim)
+def _rows(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Where chosen tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
+    links, groups, heads, tokens, _ = values.shape
+    starts = torch.arange(0, links * groups * heads * tokens, tokens, device=values.device)
+    return (starts.view(links, groups, heads, 1) + chosen[:, :, None]).flatten()
