@@ -33,13 +33,13 @@ def test_options_are_read_in_every_spelling() -> None:
 def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat", "COCODIFF_DISABLE": "1", "HOME": "h"}
     line = ["--ulysses_degree=2", "--use-cocodiff", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
-    stock, plugin = compare.contend(line, environment, tmp_path, 5)
-    assert (stock.name, plugin.name) == ("stock", "balanced")
+    stock, exact = compare.contend(line, environment, tmp_path, 5)
+    assert (stock.name, exact.name) == ("stock", "exact")
     assert stock.environment == {"COCODIFF_A2A": "flat", "HOME": "h"}
-    assert plugin.environment == {**stock.environment, "COCODIFF_ENABLE": "1"}
+    assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1"}
     plain = ["--ulysses_degree=2", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
     assert stock.arguments == [*plain, "--num_iterations=5", f"--output_directory={tmp_path}/output/stock"]
-    assert plugin.arguments[: len(plain) + 2] == [*plain, "--use_cocodiff", "--num_iterations=5"]
+    assert exact.arguments[: len(plain) + 2] == [*plain, "--use_cocodiff", "--num_iterations=5"]
 
 
 SCRIPT = """
@@ -83,16 +83,13 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
     line = script(repeats=2)
     assert cli.main([*line[:1], "--json", str(tmp_path / "copy.json"), *line[1:]]) == 0
     found = json.loads((tmp_path / "copy.json").read_text())
-    assert [(run["name"], run["step_seconds"]) for run in found["runs"]] == [
-        ("stock", [0.1] * 2),
-        ("balanced", [0.1] * 2),
-    ]
+    assert [(run["name"], run["step_seconds"]) for run in found["runs"]] == [("stock", [0.1] * 2), ("exact", [0.1] * 2)]
     assert "--use_cocodiff" not in found["runs"][0]["command"]
     assert found["runs"][1]["command"].endswith("--use_cocodiff")
     said = capsys.readouterr().out
     assert "bit for bit" in said
     # Turns change.
-    order = [said.index(f"{turn}: started") for turn in ("stock 1", "balanced 1", "balanced 2", "stock 2")]
+    order = [said.index(f"{turn}: started") for turn in ("stock 1", "exact 1", "exact 2", "stock 2")]
     assert order == sorted(order)
     assert "stock 1: run 1" in said
 
@@ -101,7 +98,7 @@ def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, 
     line = script()
     assert cli.main([line[0], "--trace", *line[1:]]) == 0
     said = capsys.readouterr().out
-    for side in ("stock", "balanced"):
+    for side in ("stock", "exact"):
         file = tmp_path / f"out/trace-{side}.json.gz"
         assert str(file) in said
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
@@ -112,7 +109,7 @@ def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, 
     runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
     assert [(run["trace"], len(run["step_seconds"])) for run in runs] == [
         ("trace-stock.json.gz", 1),
-        ("trace-balanced.json.gz", 1),
+        ("trace-exact.json.gz", 1),
     ]
 
 
@@ -205,7 +202,7 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 2 --prompt cat"
     out = tmp_path / "out"
-    options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on --cocodiff_mode exact"
+    options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on"
     found = compare.compare([*line.split(), *options.split()], out, 2, Console(quiet=True), traced=True)
     stock, exact = found["runs"]
     assert exact["latents"] == stock["latents"]

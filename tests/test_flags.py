@@ -65,11 +65,11 @@ def settings_of(rank: int, arguments: list[str], environments: list[dict[str, st
     ("arguments", "environment", "expected"),
     [
         ([], {}, "none"),
-        (["--use_cocodiff"], {}, "flat|None|balanced|True"),
-        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|balanced|False"),
-        (["--use_cocodiff", "--cocodiff_mode", "exact"], {}, "flat|None|exact|True"),
+        (["--use_cocodiff"], {}, "flat|None|exact|True"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|exact|False"),
+        (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
         (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced|True"),
-        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|balanced|False"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|exact|False"),
     ],
 )
 def test_settings_reach_every_rank(runner: bool, arguments: list, environment: dict, expected: str) -> None:
@@ -142,8 +142,15 @@ def test_variables_reach_entry_points_with_a_parser_of_their_own() -> None:
 def test_ranks_that_were_told_different_things_fail_alike() -> None:
     environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
     arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
-    results = ranks.outcomes(settings_of, 2, arguments, [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "auto"}], False)
-    assert all(isinstance(result, ValueError) for result in results)
+    for name, one, other in (
+        ("A2A", "flat", "auto"),
+        ("SCHEDULE", "bits=4", "bits=2"),
+        ("SLOW_AXES", "node", "gpu"),
+        ("MEMORY_BUDGET", "1", "2"),
+    ):
+        told = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
+        results = ranks.outcomes(settings_of, 2, arguments, told, False)
+        assert all(isinstance(result, ValueError) for result in results), name
     results = ranks.outcomes(settings_of, 4, [*ULYSSES_4, "--cocodiff_topology", "2x2"], environments, False)
     assert all(isinstance(result, ValueError) for result in results)
     assert "differ between ranks" in str(results[0])
@@ -152,9 +159,9 @@ def test_ranks_that_were_told_different_things_fail_alike() -> None:
 
 def test_ranks_that_detect_different_machines_stay_flat() -> None:
     environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
-    assert ranks.run(settings_of, 4, ULYSSES_4, environments, False) == ["flat|None|balanced|True"] * 4
+    assert ranks.run(settings_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4
     asked = [*ULYSSES_4, "--cocodiff_a2a", "hierarchical"]
-    assert ranks.run(settings_of, 4, asked, environments, False) == ["flat|flat|balanced|True"] * 4
+    assert ranks.run(settings_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
 
 
 def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
@@ -189,9 +196,8 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     ("world", "values", "engine", "expected", "warning"),
     [
         (1, {}, {}, "stock", "--ulysses_degree 1: there is nothing to move"),
-        (2, {"ulysses_degree": 2}, {}, "flat", "no axis is slow"),
-        (2, {"ulysses_degree": 2, "cocodiff_mode": "exact"}, {}, "flat", None),
-        (4, {"ulysses_degree": 4, "cocodiff_topology": "2x2", "cocodiff_mode": "exact"}, {}, "node=2,gpu=2", None),
+        (2, {"ulysses_degree": 2}, {}, "flat", None),
+        (4, {"ulysses_degree": 4, "cocodiff_topology": "2x2"}, {}, "node=2,gpu=2", None),
         (4, {"ulysses_degree": 2, "pipefusion_parallel_degree": 2}, {}, "stock", "PipeFusion"),
         (2, {"ulysses_degree": 2}, {"use_fp8_comms": True}, "stock", "--use_fp8_comms"),
         (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "stock", "--use_spargeattn_head_balance"),

@@ -11,12 +11,13 @@ from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
-from xfuser_cocodiff.topology import NOTATION, Topology
+from xfuser_cocodiff.topology import AXIS_NAMES, NOTATION, Topology
 
 AUTO = "auto"
 EXACT = "exact"
 MODES = (EXACT, "paper", "balanced", "fast")
-DEFAULT_MODE = "balanced"
+ACROSS_NODES = "balanced"
+"""The mode where none is given and ranks lie on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
@@ -83,8 +84,8 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        f"What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate ({DEFAULT_MODE}, the "
-        "default, so that nobody sees it). Without slow axes everything is exact.",
+        "What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate. Without it, "
+        f"{ACROSS_NODES} where the launcher started ranks on several nodes, else exact.",
         MODES,
     ),
     Option(
@@ -183,7 +184,7 @@ def resolve(
         values: option fields as parsed; None or False means not given.
         environment: process environment, read for the COCODIFF_ variables of OPTIONS.
         degree: Ulysses degree.
-        detected: topology to use when none is given.
+        detected: topology to use when none is given; it tells whether ranks lie on several nodes in any case.
 
     Returns:
         The settings, or None when the plugin is not asked for.
@@ -198,7 +199,7 @@ def resolve(
     topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
     virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, degree))
     mode, source = chosen["cocodiff_mode"]
-    mode = mode or DEFAULT_MODE
+    mode = mode or (ACROSS_NODES if virtual or _has_nodes(detected) else EXACT)
     _check_choice(source, mode, MODES)
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
@@ -219,6 +220,10 @@ def resolve(
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         detected=chosen["cocodiff_topology"][0] is None,
     )
+
+
+def _has_nodes(topology: Topology) -> bool:
+    return any(axis.name == AXIS_NAMES[0] and axis.size > 1 for axis in topology.axes)
 
 
 def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from xfuser_cocodiff.bench import child, host, trace
 from xfuser_cocodiff.bench.figures import Outcome, figures
-from xfuser_cocodiff.config import DEFAULT_MODE, OPTIONS, TRACE_VARIABLE
+from xfuser_cocodiff.config import EXACT, OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit import command
 
 STOCK = "stock"
@@ -144,7 +144,7 @@ def contend(arguments: Sequence[str], environment: Mapping[str, str], out: Path,
     shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
     off = {name: value for name, value in shared.items() if name != _VARIABLES["use_cocodiff"]}
     plain = command.without(arguments, "use_cocodiff")
-    mode = command.option(arguments, "cocodiff_mode") or environment.get(_VARIABLES["cocodiff_mode"]) or DEFAULT_MODE
+    mode = command.option(arguments, "cocodiff_mode") or environment.get(_VARIABLES["cocodiff_mode"]) or EXACT
     sides = [Contender(STOCK, plain, off), Contender(mode, [*plain, "--use_cocodiff"], shared)]
     if not command.is_script(arguments):
         for side in sides:

@@ -92,12 +92,12 @@ def settings(values: dict[str, Any], degree: int) -> CocoDiffConfig | None:
     # Flags are the same on all ranks, but variables and what the launcher says need not be. A rank that is told
     # nothing takes part too: only so can it learn that another one was.
     proposals = agree(lambda: _as_json(mine()))
-    if all(proposal == proposals[0] for proposal in proposals):
-        return mine()
     if _only_detection_differs(proposals):
         note("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
-        flat = Topology.flat(degree)
-        return resolve(values, os.environ, degree, flat)
+        mine = functools.partial(resolve, values, os.environ, degree, Topology.flat(degree))
+        proposals = agree(lambda: _as_json(mine()))
+    if all(proposal == proposals[0] for proposal in proposals):
+        return mine()
     rank = next(rank for rank, proposal in enumerate(proposals) if proposal != proposals[0])
     raise ValueError(
         f"CoCoDiff's options differ between ranks: rank 0 has {proposals[0] or 'none'}, "
@@ -106,16 +106,23 @@ def settings(values: dict[str, Any], degree: int) -> CocoDiffConfig | None:
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
-    # A plan in words reads differently on another topology, so only whether one was given can be compared.
-    first, *others = ({**one, "topology": "", "plan": one.get("plan") is not None} for one in proposals)
+    # A plan in words reads differently on another topology, so only whether one was given can be compared; and where no
+    # mode is given, it goes by the topology.
+    hidden = {"topology": "", "mode": ""}
+    first, *others = ({**one, **hidden, "plan": one.get("plan") is not None} for one in proposals)
     same_machine = len({proposal.get("topology") for proposal in proposals}) == 1
     return first.get("detected", False) and not same_machine and all(other == first for other in others)
+
+
+_PLAIN = ("mode", "timeout", "detected", "schedule", "max_error", "memory_budget")
 
 
 def _as_json(config: CocoDiffConfig | None) -> dict:
     if config is None:
         return {}
-    plain = {name: getattr(config, name) for name in ("mode", "timeout", "detected")}
+    plain = {name: getattr(config, name) for name in _PLAIN}
     plain["overlap"] = vars(config.overlap)
+    plain["slow_axes"] = config.slow_axes and list(config.slow_axes)
+    plain["virtual"] = config.virtual and str(config.virtual)
     profile = config.profile and config.profile.to_json()
     return {"topology": str(config.topology), "plan": config.plan and str(config.plan), "profile": profile, **plain}
