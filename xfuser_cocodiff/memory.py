@@ -13,8 +13,6 @@ from xfuser_cocodiff.codec import CHANGE
 from xfuser_cocodiff.modes import CodecSchedule
 
 GIB = 2**30
-_COMPACT_BYTES = 1
-"""Of a value in 8 bits; a row of a token and head has one more for its scale."""
 
 
 class Share(NamedTuple):
@@ -49,8 +47,8 @@ class Need(NamedTuple):
         # At both ends: one rank sends as much as it gets.
         held = 2 * (2 if schedule.predictor else 1) * crossing.values
         seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
-        compact = held * _COMPACT_BYTES + held // share.head_dim
-        return cls(held * share.value_bytes + seen, compact + seen)
+        scales = held // share.head_dim  # a byte for each row
+        return cls(held * share.value_bytes + seen, held + scales + seen)
 
 
 class Budget:
