@@ -7,12 +7,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 # huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF_HOME
     os.environ.pop(name, None)
+if torch.accelerator.current_accelerator(check_available=True) is None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels run on the CPU too, slowly
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 

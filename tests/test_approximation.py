@@ -121,7 +121,9 @@ def test_a_budget_costs_little_quality_and_then_bytes() -> None:
         (full, first), (compact, second), (some, third) = found
         assert [reports[-1].exact_layers > 0 for reports in (first, second, third)] == [False, False, True]
         sent = [sum(report.sent_bytes for report in reports) for reports in (first, second, third)]
-        assert sent[0] == sent[1] < sent[2] < sum(report.exact_bytes for report in first)
+        # But for a flag of a byte with each message: V goes alone where that was faster.
+        assert sent[0] == pytest.approx(sent[1], rel=1e-3)
+        assert 1.1 * sent[1] < sent[2] < sum(report.exact_bytes for report in first)
         assert len({sum(report.exact_bytes for report in reports) for reports in (first, second, third)}) == 1
         assert decibels(full, stock) - 6 < decibels(compact, stock)
         assert decibels(full, stock) - 3 < decibels(some, stock)

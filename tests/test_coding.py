@@ -1,6 +1,8 @@
 """The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
 
 import dataclasses
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import EXACT, Codec, Reference
 from xfuser_cocodiff.coding import Account, Coding, SlowWay
 from xfuser_cocodiff.collectives import Mesh
@@ -46,7 +49,7 @@ class Pairs:
             return values
         reference = self.references.setdefault((name, source, target), Reference())
         values = values.unsqueeze(0).contiguous()
-        if not reference.fits(values):
+        if not reference.fits(values.shape, values.dtype):
             codec = dataclasses.replace(EXACT, predictor=codec.predictor)
         chosen = None
         if codec.share < 1:
@@ -116,6 +119,7 @@ CASES = [
     ("flat", ("flat",), Codec(None, 0.3, codecs.RANDOM), Codec(1)),
     ("2x2x2", ("node", "gpu"), Codec(4, 0.4, codecs.CHANGE), Codec(2, 0.6)),
     ("2x2x2", ("tile",), Codec(8), Codec(8)),
+    ("2x2x2", ("node", "tile"), Codec(2), Codec(4)),
     ("2x2", ("node",), EXACT, EXACT),
 ]
 
@@ -126,6 +130,33 @@ def test_far_ranks_get_what_a_codec_of_their_own_would_give(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool
 ) -> None:
     ranks.run(carry, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, v_first)
+
+
+def carry_by_triton(rank: int, *case: object) -> None:
+    from xfuser_cocodiff.kernels import fused
+
+    lock = threading.Lock()  # the interpreter takes one thread at a time
+
+    def locked(call: Callable) -> Callable:
+        def called(*args: object) -> object:
+            with lock:
+                return call(*args)
+
+        return called
+
+    for name in ("scores", "encode", "decode", "move"):
+        setattr(fused, name, locked(getattr(fused, name)))
+    kernels.use(kernels.TRITON)
+    carry(rank, *case)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's interpreter is off where there is a GPU")
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), [CASES[2], CASES[5]], ids=str)
+def test_kernels_of_triton_code_what_lies_among_other_values(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
+) -> None:
+    """Without the copies that PyTorch's make first."""
+    ranks.run(carry_by_triton, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, True)
 
 
 def spoil(rank: int, bad: float) -> list[int]:

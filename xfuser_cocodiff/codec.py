@@ -4,14 +4,19 @@ Both ends of a link hold the same reference: what the receiver was given last. A
 value of now, and the sender brings its own reference along by the same arithmetic. So what one step leaves out is part
 of the difference that the next one sees: error feedback, for which nothing is sent.
 
-Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim. A group is what one rank has of one sample.
+Sizes in shapes: L links, P places of which one may be the rank's own, G groups of tokens, H heads, T tokens, D head
+dim. A group is what one rank has of one sample.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.kernels.reference import bytes_of, expected, square
 from xfuser_cocodiff.quantise import STEPS, dequantise, quantise
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
@@ -73,42 +78,44 @@ class Reference:
     """
 
     def __init__(self, compact: bool = False) -> None:
-        self._compact = compact
+        self.is_compact = compact
         self._held: tuple[torch.Tensor, ...] = ()
         self._before: tuple[torch.Tensor, ...] = ()
         self.seen: torch.Tensor | None = None
         """The values of the step before, where a sender scores by them."""
 
-    def fits(self, values: torch.Tensor) -> bool:
-        """Whether there is a reference for these values."""
-        held = self._held and self._held[0]
-        return bool(self._held) and held.shape[:-1] == values.shape[:-1] and self._dtype == values.dtype
+    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether there is a reference for such values."""
+        return bool(self._held) and self._held[0].shape[:-1] == tuple(shape[:-1]) and self._dtype == dtype
 
     def expected(self, predictor: float) -> torch.Tensor:
         """What both ends expect of the values."""
-        held = self._read(self._held)
+        return expected(*self.known(predictor))
+
+    def known(self, predictor: float) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """What is held, what was held before, and how much of the change between them to expect again."""
         if not (predictor and self._before):
-            return held
-        return torch.add(held, held - self._read(self._before), alpha=predictor)
+            return self._read(self._held), None, 0.0
+        return self._read(self._held), self._read(self._before), predictor
 
     def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
         """Hold other values from now on, and those of before too where their change is needed."""
         self._before = self._held if keeps_change else ()
         self._dtype = values.dtype
-        self._held = quantise(values, 8)[:2] if self._compact else (values,)
+        self._held = quantise(values, 8)[:2] if self.is_compact else (values,)
 
     def squeeze(self) -> None:
         """Keep it in 8 bits from now on."""
-        if not self._compact:
+        if not self.is_compact:
             self._held, self._before = (quantise(*kept, 8)[:2] if kept else () for kept in (self._held, self._before))
-            self._compact = True
+            self.is_compact = True
 
     def mend(self) -> None:
         """Hold zeros in the place of what is not finite."""
         self.advance(self._read(self._held).nan_to_num(0.0, 0.0, 0.0), keeps_change=False)
 
     def _read(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return dequantise(*kept, 8).to(self._dtype) if self._compact else kept[0]
+        return dequantise(*kept, 8).to(self._dtype) if self.is_compact else kept[0]
 
     @property
     def nbytes(self) -> int:
@@ -117,81 +124,97 @@ class Reference:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int) -> torch.Tensor:
+def choose(
+    values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: int | None = None
+) -> torch.Tensor:
     """The active tokens of each group, (L, G, k), ascending.
 
     Args:
-        values: shape (L, G, H, T, D).
+        values: shape (P, G, H, T, D).
         reference: of the sender.
         codec: says how many, and by which score.
         seed: for choices by chance.
+        here: the place among P that is the rank's own, see :mod:`kernels`.
     """
     tokens = values.shape[TOKENS]
     if codec.score == RANDOM:
         generator = torch.Generator().manual_seed(seed)
-        scores = torch.rand(tokens, generator=generator).to(values.device).expand(*values.shape[:2], tokens)
+        links = len(values) if here is None else len(values) - 1
+        scores = torch.rand(tokens, generator=generator).to(values.device).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
+        values = kernels.away(values, here)
         past = reference.expected(0.0) if reference.seen is None else reference.seen
         scores = (values - past).abs().sum((2, 4), dtype=torch.float32)
         reference.seen = values.clone()
     else:
-        scores = (values - reference.expected(codec.predictor)).float().square_().sum((2, 4))
+        scores = kernels.scores(values, *reference.known(codec.predictor), here)
     return scores.topk(codec.active(tokens), -1).indices.sort(-1).values
 
 
-def encode(values: torch.Tensor, reference: Reference, codec: Codec, chosen: torch.Tensor | None) -> torch.Tensor:
-    """What is sent for values, uint8 (L, n), and the sender's reference brought to what the receiver makes of it.
+class Loss(NamedTuple):
+    """What a receiver lacks of values: sums of squares, float32, each a tensor of one element."""
+
+    lacking: torch.Tensor
+    """Not finite where the values are not."""
+    wanted: torch.Tensor
+    """Of the values themselves."""
+
+
+def encode(
+    values: torch.Tensor, reference: Reference, codec: Codec, chosen: torch.Tensor | None, here: int | None = None
+) -> tuple[torch.Tensor, Loss | None]:
+    """What is sent for values, and the sender's reference brought to what the receiver makes of it.
 
     Args:
-        values: shape (L, G, H, T, D).
+        values: shape (P, G, H, T, D).
         reference: of the sender; fits the values unless the codec is exact.
         codec: how.
         chosen: active tokens.
+        here: the place among P that is the rank's own, see :mod:`kernels`.
+
+    Returns:
+        uint8 (L, n), and what the receiver lacks; None where it gets everything.
     """
     if codec.is_exact:
+        values = kernels.away(values, here).contiguous()
         reference.advance(values, bool(codec.predictor))
-        return _bytes(values)
-    expected = reference.expected(codec.predictor)
-    base = _part(expected, chosen)
-    part = _part(values, chosen)
-    if codec.bits is None:
-        payload = _bytes(part)
-    else:
-        packed, scales, difference = quantise(part - base, codec.bits)
-        payload = torch.cat([scales.flatten(1), packed.flatten(1)], 1)
-        part = _moved(base, difference)
-    reference.advance(_with(expected, part, chosen), bool(codec.predictor))
-    return payload
+        return bytes_of(values), None
+    coded = kernels.encode(values, *reference.known(codec.predictor), codec.bits, chosen, here)
+    reference.advance(coded.held, bool(codec.predictor))
+    lacking = coded.lacking
+    if reference.is_compact:  # which loses a little more
+        lacking = square(kernels.away(values, here) - reference.expected(0.0))
+    return coded.payload, Loss(lacking, coded.wanted)
 
 
 def decode(
-    payload: torch.Tensor, reference: Reference, codec: Codec, chosen: torch.Tensor | None, like: torch.Tensor
-) -> torch.Tensor:
-    """Values from what was sent, and the receiver's reference brought to them.
+    payload: torch.Tensor,
+    reference: Reference,
+    codec: Codec,
+    chosen: torch.Tensor | None,
+    target: torch.Tensor,
+    here: int | None = None,
+) -> None:
+    """Write values from what was sent, and bring the receiver's reference to them.
 
     Args:
         payload: uint8 (L, n).
         reference: of the receiver.
         codec: how.
         chosen: active tokens.
-        like: anything with the shape and dtype of the values.
+        target: for the values, (P, G, H, T, D), of any strides.
+        here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
     """
     if codec.is_exact:
-        values = _values(payload, like)
+        links = len(payload)
+        # A copy, whatever its strides: values of several bytes are read from it, at a multiple of their size.
+        whole = payload.clone(memory_format=torch.contiguous_format)
+        values = whole.flatten().view(target.dtype).view(links, *target.shape[1:])
         reference.advance(values, bool(codec.predictor))
-        return values
-    expected = reference.expected(codec.predictor)
-    base = _part(expected, chosen)
-    if codec.bits is None:
-        part = _values(payload, base)
-    else:
-        rows, width = math.prod(base.shape[1:-1]), base.shape[-1] * codec.bits // 8
-        scales, packed = payload.split([rows, payload.shape[1] - rows], 1)
-        packed, scales = packed.reshape(*base.shape[:-1], width), scales.reshape(*base.shape[:-1], 1)
-        part = _moved(base, dequantise(packed, scales, codec.bits))
-    values = _with(expected, part, chosen)
-    reference.advance(values, bool(codec.predictor))
-    return values
+        kernels.put_away(target, values, here)
+        return
+    known = reference.known(codec.predictor)
+    reference.advance(kernels.decode(payload, *known, codec.bits, chosen, target, here), bool(codec.predictor))
 
 
 def pack_choice(chosen: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -212,39 +235,3 @@ def unpack_choice(payload: torch.Tensor, groups: int, tokens: int, active: int) 
 def choice_bytes(groups: int, tokens: int) -> int:
     """Bytes of a packed choice for one link."""
     return groups * -(-tokens // 8)
-
-
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    # Flat, since no token may be active, and then shapes of several dims say nothing.
-    return values.contiguous().flatten().view(torch.uint8).view(len(values), values.nbytes // len(values))
-
-
-def _values(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_bytes`."""
-    return payload.flatten().view(like.dtype).view(like.shape)
-
-
-def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-    """What both ends make of a quantised difference."""
-    return difference.add_(base).to(base.dtype)
-
-
-def _part(values: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-    if chosen is None:
-        return values
-    part = values.flatten(0, TOKENS).index_select(0, _rows(chosen, values))
-    return part.view(*values.shape[:TOKENS], -1, values.shape[-1])
-
-
-def _with(values: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-    if chosen is None:
-        return part
-    rows = values.flatten(0, TOKENS).index_copy(0, _rows(chosen, values), part.flatten(0, TOKENS))
-    return rows.view(values.shape)
-
-
-def _rows(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Where chosen tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
-    links, groups, heads, tokens, _ = values.shape
-    starts = torch.arange(0, links * groups * heads * tokens, tokens, device=values.device)
-    return (starts.view(links, groups, heads, 1) + chosen[:, :, None]).flatten()

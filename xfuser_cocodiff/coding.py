@@ -12,18 +12,21 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff import codec as codecs
-from xfuser_cocodiff.codec import EXACT, Codec, Reference
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec import EXACT, Codec, Loss, Reference
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label
+
+T = TypeVar("T")
 
 _FINITE, _NOT_FINITE = 0, 1
 
@@ -175,6 +178,17 @@ class SlowWay:
         slow = len(self.slow_dims)
         return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
 
+    def landing(self, target: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D), and whether that is the target itself rather than room
+        of its own: axes that interleave cannot be seen as one."""
+        levels = len(self.shape)
+        ordered = target.permute(*self._order, *range(levels, target.ndim))
+        shape = self.places, math.prod(target.shape[: levels + 1]) // self.places, *target.shape[levels + 1 :]
+        try:
+            return ordered.view(shape), True
+        except RuntimeError:
+            return target.new_empty(shape), False
+
     def joined(self, parted: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`parted`, as a view."""
         sizes = [self.shape[dim] for dim in self._order]
@@ -187,10 +201,8 @@ class SlowWay:
 class _Sent(NamedTuple):
     """What is known of an exchange between its coding and its end."""
 
-    values: list[torch.Tensor]
-    """(L, F * B, n, s, D) each, for the other places on the slow axes."""
-    own: list[torch.Tensor]
-    """(F, B, n, s, D) each, for this rank's own place."""
+    parted: list[torch.Tensor]
+    """(S, F, B, n, s, D) each."""
     codecs: list[Codec]
     payload: torch.Tensor
     """uint8 (S, bytes)."""
@@ -198,27 +210,30 @@ class _Sent(NamedTuple):
 
 def send(
     pieces: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
     mesh: Mesh,
     coding: Coding,
     label: Label,
     part: Part,
-    finish: Callable[[list[torch.Tensor]], Any],
-) -> Handle[Any]:
+    result: T,
+) -> Handle[T]:
     """Start an exchange.
 
     Args:
         pieces: by destination, (*way.shape, B, n, s, D) each, all of one dtype.
+        targets: by source, of the same shapes; written when the handle is waited for.
         mesh: over all axes.
         coding: how to code; V is coded before Q and K of the same part.
         label: what it is: a letter for each piece, which is q, k, v or o.
         part: of the heads.
-        finish: what to make of the pieces by source, of the same shapes, once they were waited for.
+        result: what waiting returns.
     """
     way, names = coding.way, label.what
     parted = [way.parted(piece) for piece in pieces]
 
-    def end(sent: _Sent, received: torch.Tensor) -> Any:
-        return finish([way.joined(piece) for piece in _received(received, sent, names, coding, part)])
+    def end(sent: _Sent, received: torch.Tensor) -> T:
+        _receive(received, sent, targets, names, coding, part)
+        return result
 
     if way.fast is None:
         sent = _coded(parted, names, coding, part)
@@ -256,58 +271,75 @@ def _along_slow_axes(payload: torch.Tensor, way: SlowWay) -> torch.Tensor:
 def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -> _Sent:
     """Code what goes to other places on the slow axes."""
     way = coding.way
-    values = [piece[way.others].flatten(1, 2) for piece in parted]
-    own = [piece[way.here] for piece in parted]
     used: dict[int, Codec] = {}
-    payloads: dict[int, list[torch.Tensor]] = {}
-    finite = torch.ones((), dtype=torch.bool, device=values[0].device)
+    payloads: list[torch.Tensor] = []
+    finite = torch.ones((), dtype=torch.bool, device=parted[0].device)
     for index in _coding_order(names):
-        name, value = names[index], values[index]
-        codec = used[index] = coded_by(coding, name, part, value)
-        coding.wire(name, part).under_way = True
-        reference = coding.wire(name, part).sent
-        payloads[index], chosen = [], chosen_of(coding, name, part, value, codec)
+        name, (values, here) = names[index], _to_code(parted[index], way)
+        shape = len(way.others), *values.shape[1:]
+        codec = used[index] = coded_by(coding, name, part, shape, values.dtype)
+        wire = coding.wire(name, part)
+        wire.under_way = True
+        chosen = chosen_of(coding, name, part, values, codec, here)
         if chosen is not None and name in codecs.CHOOSING:
-            payloads[index].append(codecs.pack_choice(chosen, value.shape[codecs.TOKENS]))
-        payloads[index].append(codecs.encode(value, reference, codec, chosen))
-        if not codec.is_exact:
-            finite &= count(coding.account, value, reference)
+            payloads.append(codecs.pack_choice(chosen, values.shape[codecs.TOKENS]))
+        payload, loss = codecs.encode(values, wire.sent, codec, chosen, here)
+        payloads.append(payload)
+        if loss:
+            finite &= count(coding.account, loss)
+        coding.account.exact_bytes += math.prod(shape) * values.itemsize
     flag = torch.where(finite, _FINITE, _NOT_FINITE).to(torch.uint8).expand(len(way.others), 1)
-    coded = torch.cat([flag, *(payload for index in _coding_order(names) for payload in payloads[index])], 1)
-    coding.account.sent_bytes += coded.nbytes
-    coding.account.exact_bytes += sum(value.nbytes for value in values)
-    return _Sent(values, own, [used[index] for index in range(len(names))], _to_others(coded, way))
+    message = _to_others([flag, *payloads], coding)
+    return _Sent(parted, [used[index] for index in range(len(names))], message)
 
 
-def _to_others(coded: torch.Tensor, way: SlowWay) -> torch.Tensor:
-    """A message (S, bytes) with nothing for this rank's own place."""
-    message = coded.new_zeros(way.places, coded.shape[1])
-    message[way.others] = coded
+def _to_code(piece: torch.Tensor, way: SlowWay) -> tuple[torch.Tensor, int | None]:
+    """A piece (S, F, B, n, s, D) as (P, F * B, n, s, D), and which of P is this rank's own, if it is among them."""
+    if kernels.is_fused(piece.device):
+        return piece.flatten(1, 2), way.here
+    return kernels.away(piece, way.here).flatten(1, 2), None
+
+
+def _to_others(payloads: list[torch.Tensor], coding: Coding) -> torch.Tensor:
+    """A message (S, bytes) with nothing for this rank's own place, which counts as sent."""
+    way, sizes = coding.way, [payload.shape[1] for payload in payloads]
+    message = payloads[0].new_zeros(way.places, sum(sizes))
+    for place, payload in zip(message.split(sizes, 1), payloads, strict=True):
+        kernels.put_away(place, payload, way.here)
+    coding.account.sent_bytes += len(way.others) * message.shape[1]
     return message
 
 
-def _received(received: torch.Tensor, sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
-    """Decode what came from other places, and put it beside what came from this rank's own."""
+def _receive(
+    received: torch.Tensor, sent: _Sent, targets: Sequence[torch.Tensor], names: str, coding: Coding, part: Part
+) -> None:
+    """Write to the targets what came from other places and what came from this rank's own."""
     way = coding.way
-    coded = received.reshape(way.places, -1)[way.others]
-    if coded.device.type == "cpu" and bool(torch.cat([coded[:, 0], sent.payload[way.others[0], :1]]).any()):
-        values = _repeated(sent, names, coding, part)
+    received = received.reshape(way.places, -1)
+    landings = [way.landing(target) for target in targets]
+    for (landing, _), piece in zip(landings, sent.parted, strict=True):
+        landing[way.here] = piece[way.here].flatten(0, 1)
+    flags = torch.cat([kernels.away(received[:, 0], way.here), sent.payload[way.others[0], :1]])
+    rooms = [landing for landing, _ in landings]
+    if received.device.type == "cpu" and bool(flags.any()):
+        _repeat(sent, rooms, names, coding, part)
     else:
-        values = _decoded(coded[:, 1:], sent, names, coding, part)
-    results = []
-    for value, own in zip(values, sent.own, strict=True):
-        result = own.new_empty(way.places, *own.shape)
-        result[way.others] = value.unflatten(1, own.shape[:2])
-        result[way.here] = own
-        results.append(result)
-    return results
+        _decode(received[:, 1:], sent, rooms, names, coding, part)
+    for (landing, is_target), target, piece in zip(landings, targets, sent.parted, strict=True):
+        if not is_target:
+            target.copy_(way.joined(landing.view(piece.shape)))
 
 
-def _decoded(coded: torch.Tensor, sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
+def _decode(
+    coded: torch.Tensor, sent: _Sent, landings: list[torch.Tensor], names: str, coding: Coding, part: Part
+) -> None:
+    """Write what other places have coded, uint8 (S, bytes), to (S, F * B, n, s, D) each."""
+    way = coding.way
+    coded = kernels.away(coded, way.here)
     for index in _coding_order(names):
-        name, like, codec = names[index], sent.values[index], sent.codecs[index]
-        groups, tokens, chosen = like.shape[1], like.shape[codecs.TOKENS], None
+        name, landing, codec = names[index], landings[index], sent.codecs[index]
+        shape = len(way.others), *landing.shape[1:]
+        groups, tokens, chosen = shape[1], shape[codecs.TOKENS], None
         if codec.share < 1:
             if name in codecs.CHOOSING:
                 size = codecs.choice_bytes(groups, tokens)
@@ -316,15 +348,13 @@ def _decoded(coded: torch.Tensor, sent: _Sent, names: str, coding: Coding, part:
                 coding.choices[name, part].received = chosen
             else:
                 chosen = coding.choices["v", part].received
-        size = codec.payload_bytes(like.shape, like.dtype)
-        # A copy, whatever its strides: values of several bytes are read from it, at a multiple of their size.
-        payload, coded = coded[:, :size].clone(memory_format=torch.contiguous_format), coded[:, size:]
-        found[index] = codecs.decode(payload, coding.wire(name, part).received, codec, chosen, like)
+        size = codec.payload_bytes(shape, landing.dtype)
+        payload, coded = coded[:, :size], coded[:, size:]
+        codecs.decode(payload, coding.wire(name, part).received, codec, chosen, landing, way.here)
         coding.wire(name, part).under_way = False
-    return [found[index] for index in range(len(names))]
 
 
-def _repeated(sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch.Tensor]:
+def _repeat(sent: _Sent, landings: list[torch.Tensor], names: str, coding: Coding, part: Part) -> None:
     """Exchange the values as they are: some of them, of some rank on these slow axes, are not finite.
 
     Every one of these ranks has seen that, since each tells all others.
@@ -334,59 +364,55 @@ def _repeated(sent: _Sent, names: str, coding: Coding, part: Part) -> list[torch
     exact = sent._replace(codecs=[replace(EXACT, predictor=codec.predictor) for codec in sent.codecs])
     payloads = []
     for index in _coding_order(names):
+        values, here = _to_code(sent.parted[index], way)
         reference = coding.wire(names[index], part).sent
-        payloads.append(codecs.encode(sent.values[index], reference, exact.codecs[index], None))
-    message = _to_others(torch.cat(payloads, 1), way)
-    coding.account.sent_bytes += message.nbytes // way.places * len(way.others)
+        payloads.append(codecs.encode(values, reference, exact.codecs[index], None, here)[0])
+    message = _to_others(payloads, coding)
     received = way.slow.lane.run(lambda: _along_slow_axes(message, way))
-    found = _decoded(received.reshape(way.places, -1)[way.others], exact, names, coding, part)
+    _decode(received.reshape(way.places, -1), exact, landings, names, coding, part)
     for name in names:  # what is not finite is no reference for later values
         wire = coding.wire(name, part)
         wire.sent.mend()
         wire.received.mend()
-    return found
 
 
-def coded_by(coding: Coding, name: str, part: Part, values: torch.Tensor) -> Codec:
-    """How a tensor travels: exactly while there is no reference, where the last exchange never ended, or where it
-    cannot be packed; with all tokens where V has made no choice for it.
+def coded_by(coding: Coding, name: str, part: Part, shape: Sequence[int], dtype: torch.dtype) -> Codec:
+    """How a tensor (L, G, H, T, D) travels: exactly while there is no reference, where the last exchange never ended,
+    or where it cannot be packed; with all tokens where V has made no choice for it.
 
     Depends on shapes and on what was sent before, which are the same on every rank.
     """
     codec, wire = coding.codecs[name], coding.wire(name, part)
-    packs = codec.bits is None or values.shape[-1] * codec.bits % 8 == 0
-    if not packs or wire.under_way or not wire.sent.fits(values):
+    packs = codec.bits is None or shape[-1] * codec.bits % 8 == 0
+    if not packs or wire.under_way or not wire.sent.fits(shape, dtype):
         return replace(EXACT, predictor=codec.predictor)
     if codec.share < 1 and name not in codecs.CHOOSING:
         chosen = coding.choices.get(("v", part))
-        if chosen is None or chosen.tokens != values.shape[codecs.TOKENS]:
+        if chosen is None or chosen.tokens != shape[codecs.TOKENS]:
             return replace(codec, share=1.0)
     return codec
 
 
-def chosen_of(coding: Coding, name: str, part: Part, values: torch.Tensor, codec: Codec) -> torch.Tensor | None:
+def chosen_of(
+    coding: Coding, name: str, part: Part, values: torch.Tensor, codec: Codec, here: int | None = None
+) -> torch.Tensor | None:
     """The tokens that are sent: a choice made here, or V's; None stands for all."""
     if codec.share == 1:
         return None
     if name in codecs.CHOOSING:
-        chosen = codecs.choose(values, coding.wire(name, part).sent, codec, coding.seed)
+        chosen = codecs.choose(values, coding.wire(name, part).sent, codec, coding.seed, here)
         coding.choices[name, part] = Choice(values.shape[codecs.TOKENS], chosen)
         return chosen
     return coding.choices["v", part].sent
 
 
-def count(account: Account, values: torch.Tensor, reference: Reference) -> torch.Tensor:
+def count(account: Account, loss: Loss) -> torch.Tensor:
     """Count what receivers lack, and return whether all values are finite."""
-    lacking = _square(values - reference.expected(0.0))
-    finite = lacking.isfinite()  # the difference of infinite values is not a number
+    finite = loss.lacking.isfinite()  # the difference of infinite values is not a number
     # What is not finite is sent again, exactly: then nothing lacks.
-    account.lacking = account.lacking + torch.where(finite, lacking, 0.0)
-    account.wanted = account.wanted + torch.where(finite, _square(values), 0.0)
+    account.lacking = account.lacking + torch.where(finite, loss.lacking, 0.0)
+    account.wanted = account.wanted + torch.where(finite, loss.wanted, 0.0)
     return finite
-
-
-def _square(values: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float32).square_()
 
 
 def _coding_order(names: str) -> list[int]:

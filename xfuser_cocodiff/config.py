@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff import modes, plan
+from xfuser_cocodiff import kernels, modes, plan
 from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.plan import Plan
@@ -118,6 +118,13 @@ OPTIONS = (
         None,
         "GiB that a mode's references may take on each rank; no bound when not given.",
     ),
+    Option(
+        "cocodiff_kernels",
+        "COCODIFF_KERNELS",
+        None,
+        f"What codes values and moves them: triton, torch, or {AUTO} (the default): Triton on accelerators.",
+        kernels.CHOICES,
+    ),
 )
 
 
@@ -167,6 +174,9 @@ class CocoDiffConfig:
 
     memory_budget: int | None = None
     """Bytes that references may take on each rank."""
+
+    kernels: str = AUTO
+    """One of kernels.CHOICES."""
 
     detected: bool = False
     """Whether the topology was read from the launcher rather than given."""
@@ -218,6 +228,7 @@ def resolve(
         virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
+        kernels=_read(chosen["cocodiff_kernels"], _kernels) or AUTO,
         detected=chosen["cocodiff_topology"][0] is None,
     )
 
@@ -286,6 +297,13 @@ def _error(text: str) -> float:
 
 def _gib(text: str) -> int:
     return int(_positive(text, "GiB above 0, such as 2.5") * GIB)
+
+
+def _kernels(text: str) -> str:
+    if text not in kernels.CHOICES:
+        raise ValueError(f"{text!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
+    kernels.resolved(text, "")  # whether it can be had
+    return text
 
 
 def _positive(text: str, valid: str) -> float:

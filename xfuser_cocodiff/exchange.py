@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from xfuser_cocodiff import coding as coded
+from xfuser_cocodiff import kernels
 from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.lane import Handle
@@ -65,9 +66,13 @@ def send_to_heads(
     if coding:
         plan = Plan.hierarchical(mesh.topology)
         pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
-        return coded.send(
-            pieces, mesh, coding, label, part, lambda found: [_merge(piece, SEQUENCE, plan) for piece in found]
-        )
+        heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
+        results = [
+            tensor.new_empty(len(tensor), count, plan.topology.size * tensor.shape[SEQUENCE], tensor.shape[-1])
+            for tensor, count in zip(tensors, heads, strict=True)
+        ]
+        targets = [_by_destination(result, SEQUENCE, plan, WHOLE) for result in results]
+        return coded.send(pieces, targets, mesh, coding, label, part, results)
     plan = mesh.choose(sum(tensor.nbytes for tensor in tensors) // part.count)
     pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
     message = _pack(pieces, plan)
@@ -97,16 +102,11 @@ def send_to_sequence(
         coding: what travels on slow axes; everything, as it is, when not given.
     """
     plan = Plan.hierarchical(mesh.topology) if coding else mesh.choose(tensor.nbytes)
-    piece = _by_destination(tensor, SEQUENCE, plan, WHOLE)
-
-    def put(found: list[torch.Tensor]) -> None:
-        place = part.of(_split(target, HEADS, plan), HEADS + len(plan.shape))
-        place.copy_(_from_sources(found[0], HEADS, plan))
-
+    piece, place = _by_destination(tensor, SEQUENCE, plan, WHOLE), _by_destination(target, HEADS, plan, part)
     if coding:
-        return coded.send([piece], mesh, coding, label, part, put)
+        return coded.send([piece], [place], mesh, coding, label, part, None)
     message = _pack([piece], plan)
-    return mesh.post(message, plan, label, lambda received: put(_unpack(received, [piece], plan)))
+    return mesh.post(message, plan, label, lambda received: kernels.move(place, _unpack(received, [piece], plan)[0]))
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
@@ -127,14 +127,13 @@ def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
     """Copy pieces into one message (*plan.shape, payload), laid out in memory as the plan's first stage sends it."""
     levels, first = len(plan.shape), plan.dims[0]
     outermost = [piece.movedim(first, 0) for piece in pieces] if first else pieces
-    lead = outermost[0].shape[:levels]
-    if len(pieces) == 1:
-        message = outermost[0].contiguous().view(*lead, -1)
+    if len(pieces) == 1 and outermost[0].is_contiguous():
+        message = outermost[0].view(*outermost[0].shape[:levels], -1)
     else:
         sizes = _payload_sizes(pieces, levels)
-        message = outermost[0].new_empty(*lead, sum(sizes))
+        message = outermost[0].new_empty(*outermost[0].shape[:levels], sum(sizes))
         for piece, part in zip(outermost, message.split(sizes, -1), strict=True):
-            part.unflatten(-1, piece.shape[levels:]).copy_(piece)
+            kernels.move(part.unflatten(-1, piece.shape[levels:]), piece)
     return message.movedim(0, first) if first else message
 
 
@@ -150,12 +149,13 @@ def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
 
 def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
     """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
-    return _from_sources(piece, gather_dim, plan).flatten(gather_dim, gather_dim + len(plan.shape)).contiguous()
-
-
-def _from_sources(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
-    """View (*plan.shape, ..., m, ...) as (..., *plan.shape, m, ...)."""
-    return piece.permute(_moved(piece.ndim, 0, gather_dim, len(plan.shape)))
+    levels = len(plan.shape)
+    ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
+    if ordered.is_contiguous():
+        return ordered.flatten(gather_dim, gather_dim + levels)
+    merged = ordered.new_empty(ordered.shape)
+    kernels.move(merged, ordered)
+    return merged.flatten(gather_dim, gather_dim + levels)
 
 
 @functools.cache

@@ -10,9 +10,9 @@ STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.03087}
 
 Levels lie at odd multiples of half of it (J. Max, "Quantizing for minimum distortion", 1960, table II).
 """
-_PER_OCTAVE, _ORIGIN = 6, 168
+PER_OCTAVE, ORIGIN = 6, 168
 """A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3."""
-_ZERO, _NOT_FINITE = 0, 255
+_ZERO, NOT_FINITE = 0, 255
 
 
 def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,28 +46,28 @@ def _at(levels: torch.Tensor, width: torch.Tensor, bits: int) -> torch.Tensor:
 
 def finite(scales: torch.Tensor) -> torch.Tensor:
     """Whether all rows were finite; a tensor of one element, since reading it may hold up the host."""
-    return (scales != _NOT_FINITE).all()
+    return (scales != NOT_FINITE).all()
 
 
 def _encode_scale(scale: torch.Tensor) -> torch.Tensor:
-    code = scale.log2().mul_(_PER_OCTAVE).round_().add_(_ORIGIN)
+    code = scale.log2().mul_(PER_OCTAVE).round_().add_(ORIGIN)
     # A row of zeros has the logarithm -inf.
-    code = torch.where(scale.isfinite(), code.clamp_(_ZERO, _NOT_FINITE - 1), float(_NOT_FINITE))
+    code = torch.where(scale.isfinite(), code.clamp_(_ZERO, NOT_FINITE - 1), float(NOT_FINITE))
     return code.to(torch.uint8)
 
 
 def _decode_scale(code: torch.Tensor) -> torch.Tensor:
-    return _scales(code.device)[code.int()]
+    return scale_table(code.device)[code.int()]
 
 
 _tables: dict[torch.device, torch.Tensor] = {}
 
 
-def _scales(device: torch.device) -> torch.Tensor:
+def scale_table(device: torch.device) -> torch.Tensor:
     """The scale of each code: a table, since two devices, or two shapes, may round an exponential differently."""
     if device not in _tables:
-        table = [2.0 ** ((code - _ORIGIN) / _PER_OCTAVE) for code in range(256)]
-        table[_ZERO], table[_NOT_FINITE] = 0.0, float("nan")
+        table = [2.0 ** ((code - ORIGIN) / PER_OCTAVE) for code in range(256)]
+        table[_ZERO], table[NOT_FINITE] = 0.0, float("nan")
         _tables[device] = torch.tensor(table, device=device)
     return _tables[device]
 

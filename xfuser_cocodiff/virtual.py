@@ -81,11 +81,12 @@ class VirtualRanks:
         """Rows (S, S, F, F, B, n, s, D) of which those off the first diagonal have gone through the codec."""
         sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
-        codec, reference = coded_by(coding, name, WHOLE, values), coding.wire(name, WHOLE).sent
-        payload = codecs.encode(values, reference, codec, chosen_of(coding, name, WHOLE, values, codec))
+        codec = coded_by(coding, name, WHOLE, values.shape, values.dtype)
+        reference = coding.wire(name, WHOLE).sent
+        payload, loss = codecs.encode(values, reference, codec, chosen_of(coding, name, WHOLE, values, codec))
         coding.account.sent_bytes += payload.nbytes
         coding.account.exact_bytes += values.nbytes
-        if not codec.is_exact and not bool(count(coding.account, values, reference)):
+        if loss and not bool(count(coding.account, loss)):
             coding.account.repeated += 1
             codecs.encode(values, reference, replace(EXACT, predictor=codec.predictor), None)
             received = values

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from xfuser_cocodiff import launcher
+from xfuser_cocodiff import kernels, launcher
 from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit import platform
@@ -124,5 +124,6 @@ def _as_json(config: CocoDiffConfig | None) -> dict:
     plain["overlap"] = vars(config.overlap)
     plain["slow_axes"] = config.slow_axes and list(config.slow_axes)
     plain["virtual"] = config.virtual and str(config.virtual)
+    plain["kernels"] = kernels.resolved(config.kernels, platform.compute_device().type)  # Triton may be absent
     profile = config.profile and config.profile.to_json()
     return {"topology": str(config.topology), "plan": config.plan and str(config.plan), "profile": profile, **plain}

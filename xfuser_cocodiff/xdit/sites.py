@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import modes
+from xfuser_cocodiff import kernels, modes
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
@@ -180,6 +180,7 @@ def _mesh_and_runtime(pipeline: Any, engine_config: Any) -> tuple[Mesh | None, R
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
         return None, None
+    kernels.use(config.kernels)
     if config.virtual:
         runtime = _virtual_runtime(config)
         if runtime:

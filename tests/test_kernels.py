@@ -1,0 +1,184 @@
+"""Triton's kernels, run by its interpreter, against those in plain PyTorch: the same moves and the same bits.
+
+On a machine with a GPU the same tests run on it.
+"""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.kernels import reference
+from xfuser_cocodiff.kernels.layout import merged
+
+HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """Triton's kernels, interpreted where there is no GPU (see conftest)."""
+    if not HAS_GPU:
+        from triton.runtime import interpreter
+
+        interpreter._convert_float = rounding(interpreter._convert_float)
+    from xfuser_cocodiff.kernels import fused
+
+    return fused
+
+
+def rounding(convert):
+    """The interpreter cuts float32 off to bfloat16, where GPUs and PyTorch round to the nearest."""
+
+    def converted(data: np.ndarray, source, target, mode) -> np.ndarray:
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        return torch.tensor(data.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    return converted
+
+
+class Case:
+    """Values, and what both ends hold, for P places of which one may be the rank's own."""
+
+    def __init__(self, dtype: torch.dtype, here: int | None, places: int = 3, dim: int = 16, tokens: int = 11) -> None:
+        generator = torch.Generator().manual_seed(dim + tokens)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+        self.here, links = here, places - (here is not None)
+        # Tokens outside of heads: as they lie in the tensors that models pass.
+        self.values = draw(places, 2, tokens, 3, dim).transpose(2, 3)
+        self.held = draw(links, 2, 3, tokens, dim)
+        self.before = self.held + (0.1 * draw(*self.held.shape)).to(dtype)
+        self.values.copy_(self.values.float() * 0.1 + self._at_places(self.held))
+        self.target = torch.zeros(places, 2, tokens, 3, dim, dtype=dtype, device=DEVICE).transpose(2, 3)
+
+    def _at_places(self, held: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(self.values.shape, dtype=held.dtype, device=DEVICE)
+        kernels.put_away(whole, held, self.here)
+        return whole.float()
+
+    def chosen(self, active: int | None) -> torch.Tensor | None:
+        if active is None:
+            return None
+        scores = torch.rand(*self.held.shape[:2], self.held.shape[3], generator=torch.Generator().manual_seed(1))
+        return scores.topk(active, -1).indices.sort(-1).values.to(DEVICE)
+
+
+def same_but_for_scales(ours: kernels.Coded, theirs: kernels.Coded, rows: int, bits: int | None) -> None:
+    """Scales may fall to either side of a boundary, once in a thousand rows; all else is equal, bit for bit."""
+    if bits is None:
+        assert torch.equal(ours.payload, theirs.payload) and torch.equal(ours.held, theirs.held)
+        return
+    scales = [coded.payload[:, :rows].int() for coded in (ours, theirs)]
+    assert (scales[0] - scales[1]).abs().max() <= 1
+    assert (scales[0] != scales[1]).sum() <= 1 + scales[0].numel() // 1000
+    if torch.equal(*scales):
+        assert torch.equal(ours.payload, theirs.payload)
+        torch.testing.assert_close(ours.held, theirs.held, rtol=0, atol=0, equal_nan=True)
+
+
+CASES = list(
+    itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, 0, 1), (None, 8, 4, 2, 1), (None, 5))
+)
+
+
+@pytest.mark.parametrize(("dtype", "here", "bits", "active"), CASES, ids=str)
+@pytest.mark.parametrize("predictor", [0.0, 0.5])
+def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor) -> None:
+    case = Case(dtype, here)
+    before, chosen = case.before if predictor else None, case.chosen(active)
+    known = case.held, before, predictor, bits, chosen
+    ours, theirs = fused.encode(case.values, *known, here), reference.encode(case.values, *known, here)
+    rows = 2 * 3 * (active or case.held.shape[3])
+    same_but_for_scales(ours, theirs, rows, bits)
+    torch.testing.assert_close(ours.lacking, theirs.lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
+    torch.testing.assert_close(ours.wanted, theirs.wanted, rtol=1e-3, atol=0)
+
+    # What one has coded both decode alike, from a payload that lies among others, and that is what the sender holds.
+    wide = torch.zeros(len(ours.payload), ours.payload.shape[1] + 5, dtype=torch.uint8, device=DEVICE)
+    wide[:, 3:-2] = ours.payload
+    received = fused.decode(wide[:, 3:-2], *known, case.target, here)
+    assert torch.equal(received, ours.held)
+    assert torch.equal(reference.decode(wide[:, 3:-2], *known, None, here), received)
+    landed = torch.zeros_like(case.target)
+    kernels.put_away(landed, received, here)
+    assert torch.equal(case.target, landed)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 72, 80, 128])
+@pytest.mark.parametrize("tokens", [1, 7, 65])
+def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens) -> None:
+    case = Case(torch.float32, 1, dim=dim, tokens=tokens)
+    known = case.held, case.before, 0.5, 2, None
+    ours, theirs = fused.encode(case.values, *known, 1), reference.encode(case.values, *known, 1)
+    same_but_for_scales(ours, theirs, 6 * tokens, 2)
+    assert torch.equal(fused.decode(ours.payload, *known, case.target, 1), ours.held)
+    found, wanted = (each.scores(case.values, *known[:3], 1) for each in (fused, reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bits", [8, 2, 1])
+def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits) -> None:
+    case = Case(torch.float32, None)
+    case.values[1, 0, 2, 4, 3] = bad
+    known = case.held, None, 0.0, bits, None
+    ours, theirs = fused.encode(case.values, *known, None), reference.encode(case.values, *known, None)
+    same_but_for_scales(ours, theirs, 2 * 3 * 11, bits)
+    assert not ours.lacking.isfinite()
+    wrong = ~ours.held.isfinite().all(-1)
+    assert wrong.sum() == 1 and wrong[1, 0, 2, 4]
+
+
+def test_zeros_and_differences_too_small_for_a_scale(fused) -> None:
+    case = Case(torch.float32, None)
+    for values in (case.held.clone(), case.held + 1e-30):
+        known = case.held, None, 0.0, 4, None
+        ours, theirs = fused.encode(values, *known, None), reference.encode(values, *known, None)
+        assert torch.equal(ours.payload, theirs.payload) and torch.equal(ours.held, case.held)
+
+
+def test_moves_between_any_strides(fused) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dims in (2, 3, 4, 5, 6):
+        for order in itertools.islice(itertools.permutations(range(dims - 1)), 0, None, dims):
+            shape = torch.randint(1, 5, (dims - 1,), generator=generator).tolist()
+            source = torch.randn(*shape, 7, generator=generator).to(DEVICE).permute(*order, dims - 1)
+            source.view(-1)[0:1].fill_(float("nan")) if source.is_contiguous() else None
+            room = torch.zeros(*source.shape[:-1], 9, device=DEVICE)
+            fused.move(room[..., 1:-1], source)
+            torch.testing.assert_close(room[..., 1:-1], source, rtol=0, atol=0, equal_nan=True)
+            assert not room[..., 0].any() and not room[..., -1].any()
+
+
+def test_rows_are_as_long_as_both_sides_allow() -> None:
+    layout = merged((4, 1, 6, 2, 8), (96, 5, 16, 8, 1), (16, 9, 64, 8, 1))
+    assert (layout.columns, layout.sizes) == (16, (1, 1, 1, 4, 6))
+    assert layout.target_strides[-2:] == (96, 16) and layout.source_strides[-2:] == (16, 64)
+    assert merged((3, 8), (1, 3), (8, 1)) is None  # single values
+    assert merged((2,) * 7 + (8,), (2048, 512, 128, 64, 32, 16, 8, 1), (*range(7, 0, -1), 1)) is None
+
+
+def test_a_choice_that_is_none() -> None:
+    assert [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")] == [
+        "torch",
+        "triton",
+        "triton",
+    ]
+    assert kernels.resolved(kernels.TORCH, "cuda") == "torch"
+
+
+def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
+    """A CPU needs no Triton: importing the plugin must not ask for it."""
+    code = (
+        "import sys, torch, xfuser_cocodiff.codec, xfuser_cocodiff.exchange as e;"
+        "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,321 @@
+"""The kernels in Triton: each reads and writes every tensor once. See the package for what they do.
+
+A program takes some rows of D values, which it finds by their number in (L, G, H, T). Products and sums are not fused
+into one rounding: encoder and decoder must come to the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from xfuser_cocodiff import quantise
+from xfuser_cocodiff.kernels import Coded
+from xfuser_cocodiff.kernels.layout import merged
+
+_PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
+_NOT_FINITE = tl.constexpr(float(quantise.NOT_FINITE))
+_VALUES = 4096
+"""Of a program."""
+_NOWHERE = -1
+
+
+@triton.jit
+def _place(row, groups, heads, tokens, here):
+    """Coordinates of a row: its link, group, head and token, and the place at the other end of the link."""
+    token = row % tokens
+    head = row // tokens % heads
+    group = row // (tokens * heads) % groups
+    link = row // (tokens * heads * groups)
+    return link, group, head, token, link + (link >= here)
+
+
+@triton.jit
+def _at(place, group, head, token, strides_place, stride_group, stride_head, stride_token):
+    """Where the values of a row begin in a tensor of any strides."""
+    far = place.to(tl.int64) * strides_place + group.to(tl.int64) * stride_group
+    return far + head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
+
+
+@triton.jit
+def _expected(held, before, offsets, inside, predictor, predicts: tl.constexpr):
+    """What both ends expect of values, rounded as tensors of their type are."""
+    now = tl.load(held + offsets, mask=inside, other=0.0)
+    if predicts:
+        change = (now.to(tl.float32) - tl.load(before + offsets, mask=inside, other=0.0).to(tl.float32)).to(now.dtype)
+        now = (now.to(tl.float32) + predictor * change.to(tl.float32)).to(now.dtype)
+    return now
+
+
+@triton.jit
+def _restored(levels, width, base, half: tl.constexpr):
+    """What both ends make of levels."""
+    return ((levels.to(tl.float32) - (half - 0.5)) * width + base.to(tl.float32)).to(base.dtype)
+
+
+@triton.jit
+def _scores_kernel(
+    values, held, before, found,
+    groups, heads, tokens, here, stride_place, stride_group, stride_head, stride_token, predictor,
+    dim: tl.constexpr, block_dim: tl.constexpr, block_tokens: tl.constexpr, predicts: tl.constexpr,
+):  # fmt: skip
+    """One program for some tokens of one group of one link, over all heads."""
+    pair, column = tl.program_id(0), tl.arange(0, block_dim)
+    token = tl.program_id(1) * block_tokens + tl.arange(0, block_tokens)
+    link, group = pair // groups, pair % groups
+    place = link + (link >= here)
+    inside = (token < tokens)[:, None] & (column < dim)[None, :]
+    total = tl.zeros([block_tokens], tl.float32)
+    for head in range(heads):
+        own = ((pair.to(tl.int64) * heads + head) * tokens + token)[:, None] * dim + column[None, :]
+        start = _at(place, group, head + 0 * token, token, stride_place, stride_group, stride_head, stride_token)
+        value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
+        hoped = _expected(held, before, own, inside, predictor, predicts)
+        away = (value.to(tl.float32) - hoped.to(tl.float32)).to(value.dtype).to(tl.float32)
+        total += tl.sum(tl.where(inside, away * away, 0.0), 1)
+    tl.store(found + pair.to(tl.int64) * tokens + token, total, mask=token < tokens)
+
+
+@triton.jit
+def _encode_kernel(
+    values, held, before, slots, table, payload, sent, now, sums,
+    rows, groups, heads, tokens, active, here,
+    stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step, root,
+    dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
+    predicts: tl.constexpr, selects: tl.constexpr,
+):  # fmt: skip
+    """Values to levels and scales, and the reference to what the other end makes of them."""
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    column = tl.arange(0, block_dim)
+    link, group, head, token, place = _place(row, groups, heads, tokens, here)
+    valid = row < rows
+    inside = valid[:, None] & (column < dim)[None, :]
+    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
+    own = row.to(tl.int64)[:, None] * dim + column[None, :]
+    value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
+    hoped = _expected(held, before, own, inside, predictor, predicts)
+    slot = token
+    if selects:
+        slot = tl.load(slots + (link * groups + group) * tokens + token, mask=valid, other=-1)
+    goes = valid & (slot >= 0)
+    line = (group * heads + head) * active + slot  # among those of the link
+    made = value
+    if bits:
+        difference = (value.to(tl.float32) - hoped.to(tl.float32)).to(value.dtype).to(tl.float32)
+        difference = tl.where(inside, difference, 0.0)
+        scale = tl.sqrt(tl.sum(difference * difference, 1)) * root
+        code = tl.floor(tl.log2(scale) * _PER_OCTAVE + _ORIGIN + 0.5)
+        code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
+        code = tl.where(scale < float("inf"), code, _NOT_FINITE).to(tl.int32)
+        width = tl.load(table + code)[:, None] * step
+        half: tl.constexpr = 2 ** (bits - 1)
+        level = tl.floor(tl.div_rn(difference, width))
+        level = tl.where(level == level, level, 0.0) + half
+        level = tl.minimum(tl.maximum(level, 0.0), 2.0**bits - 1.0).to(tl.int32)
+        made = _restored(level, width, hoped, half)
+        per: tl.constexpr = 8 // bits
+        packed = tl.reshape(tl.where(inside, level, 0), [block_rows, block_dim // per, per])
+        packed = tl.sum(packed << (tl.arange(0, per) * bits)[None, None, :], 2)
+        byte = tl.arange(0, block_dim // per)
+        lines = groups * heads * active
+        far = payload + link.to(tl.int64) * payload_stride
+        tl.store(far + line, code.to(tl.uint8), mask=goes)
+        place_of = (far + lines + line.to(tl.int64) * (dim // per))[:, None] + byte[None, :]
+        tl.store(place_of, packed.to(tl.uint8), mask=goes[:, None] & (byte < dim // per)[None, :])
+    else:
+        far = (link.to(tl.int64) * groups * heads * active + line) * dim
+        tl.store(sent + far[:, None] + column[None, :], value, mask=goes[:, None] & inside)
+    if selects:
+        made = tl.where(goes[:, None], made, hoped)
+    tl.store(now + own, made, mask=inside)
+    lacking = (value.to(tl.float32) - made.to(tl.float32)).to(value.dtype).to(tl.float32)
+    wanted = value.to(tl.float32)
+    tl.store(sums + 2 * tl.program_id(0), tl.sum(tl.where(inside, lacking * lacking, 0.0)))
+    tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
+
+
+@triton.jit
+def _decode_kernel(
+    payload, sent, held, before, slots, table, now, target,
+    rows, groups, heads, tokens, active, here,
+    stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step,
+    dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
+    predicts: tl.constexpr, selects: tl.constexpr, lands: tl.constexpr,
+):  # fmt: skip
+    """Levels and scales to values, in the reference and where attention reads them."""
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    column = tl.arange(0, block_dim)
+    link, group, head, token, place = _place(row, groups, heads, tokens, here)
+    valid = row < rows
+    inside = valid[:, None] & (column < dim)[None, :]
+    own = row.to(tl.int64)[:, None] * dim + column[None, :]
+    hoped = _expected(held, before, own, inside, predictor, predicts)
+    slot = token
+    if selects:
+        slot = tl.load(slots + (link * groups + group) * tokens + token, mask=valid, other=-1)
+    goes = valid & (slot >= 0)
+    line = (group * heads + head) * active + slot
+    if bits:
+        per: tl.constexpr = 8 // bits
+        half: tl.constexpr = 2 ** (bits - 1)
+        lines = groups * heads * active
+        far = payload + link.to(tl.int64) * payload_stride
+        code = tl.load(far + line, mask=goes, other=0).to(tl.int32)
+        place_of = (far + lines + line.to(tl.int64) * (dim // per))[:, None] + (column // per)[None, :]
+        packed = tl.load(place_of, mask=goes[:, None] & inside, other=0).to(tl.int32)
+        level = (packed >> (column % per * bits)[None, :]) & (2**bits - 1)
+        made = _restored(level, tl.load(table + code)[:, None] * step, hoped, half)
+    else:
+        far = (link.to(tl.int64) * groups * heads * active + line) * dim
+        made = tl.load(sent + far[:, None] + column[None, :], mask=goes[:, None] & inside, other=0.0)
+    if selects:
+        made = tl.where(goes[:, None], made, hoped)
+    tl.store(now + own, made, mask=inside)
+    if lands:
+        start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
+        tl.store(target + start[:, None] + column[None, :], made, mask=inside)
+
+
+@triton.jit
+def _move_kernel(
+    source, target, rows, columns, size1, size2, size3, size4,
+    from0, from1, from2, from3, from4, to0, to1, to2, to3, to4,
+    block_rows: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    """Rows of values that follow each other in both tensors."""
+    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    i4 = (row % size4).to(tl.int64)
+    i3 = (row // size4 % size3).to(tl.int64)
+    i2 = (row // (size4 * size3) % size2).to(tl.int64)
+    i1 = (row // (size4 * size3 * size2) % size1).to(tl.int64)
+    i0 = (row // (size4 * size3 * size2 * size1)).to(tl.int64)
+    here = i0 * from0 + i1 * from1 + i2 * from2 + i3 * from3 + i4 * from4
+    there = i0 * to0 + i1 * to1 + i2 * to2 + i3 * to3 + i4 * to4
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(source + here[:, None] + column[None, :], mask=inside)
+    tl.store(target + there[:, None] + column[None, :], value, mask=inside)
+
+
+def scores(
+    values: torch.Tensor, held: torch.Tensor, before: torch.Tensor | None, predictor: float, here: int | None
+) -> torch.Tensor:
+    """See the package."""
+    values = _rows_of(values)
+    links, groups, heads, tokens, dim = held.shape
+    found = torch.empty(links, groups, tokens, device=values.device)
+    block_dim = triton.next_power_of_2(dim)
+    block = max(1, min(64, _VALUES // block_dim))
+    _scores_kernel[links * groups, triton.cdiv(tokens, block)](
+        values, held, _or(before, held), found,
+        groups, heads, tokens, _skipped(here, links), *values.stride()[:4], predictor,
+        dim, block_dim, block, before is not None, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found
+
+
+def encode(
+    values: torch.Tensor,
+    held: torch.Tensor,
+    before: torch.Tensor | None,
+    predictor: float,
+    bits: int | None,
+    chosen: torch.Tensor | None,
+    here: int | None,
+) -> Coded:
+    """See the package."""
+    values = _rows_of(values)
+    links, groups, heads, tokens, dim = held.shape
+    active = tokens if chosen is None else chosen.shape[-1]
+    lines = groups * heads * active
+    if bits is None:
+        sent = values.new_empty(links, lines * dim)
+        payload = sent.view(torch.uint8)
+    else:
+        payload = values.new_empty(links, lines * (1 + dim * bits // 8), dtype=torch.uint8)
+        sent = values
+    rows, now = links * groups * heads * tokens, torch.empty_like(held)
+    block_dim, block, programs = _blocks(rows, dim)
+    sums = torch.empty(programs, 2, device=values.device)
+    _encode_kernel[(programs,)](
+        values, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
+        payload, sent, now, sums,
+        rows, groups, heads, tokens, active, _skipped(here, links), *values.stride()[:4], payload.stride(0),
+        predictor, quantise.STEPS.get(bits, 0.0), dim**-0.5,
+        dim, block_dim, block, bits or 0, before is not None, chosen is not None, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Coded(payload, now, *sums.sum(0))
+
+
+def decode(
+    payload: torch.Tensor,
+    held: torch.Tensor,
+    before: torch.Tensor | None,
+    predictor: float,
+    bits: int | None,
+    chosen: torch.Tensor | None,
+    target: torch.Tensor | None,
+    here: int | None,
+) -> torch.Tensor:
+    """See the package."""
+    links, groups, heads, tokens, dim = held.shape
+    active = tokens if chosen is None else chosen.shape[-1]
+    # Values of several bytes are read at a multiple of their size, so those are copied; bytes lie anywhere.
+    sent = held if bits else payload.clone(memory_format=torch.contiguous_format).flatten().view(held.dtype)
+    payload = payload if payload.stride(-1) == 1 else payload.contiguous()
+    landing = held if target is None else target
+    rows, now = links * groups * heads * tokens, torch.empty_like(held)
+    block_dim, block, programs = _blocks(rows, dim)
+    _decode_kernel[(programs,)](
+        payload, sent, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
+        now, landing,
+        rows, groups, heads, tokens, active, _skipped(here, links), *landing.stride()[:4], payload.stride(0),
+        predictor, quantise.STEPS.get(bits, 0.0),
+        dim, block_dim, block, bits or 0, before is not None, chosen is not None, target is not None,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return now
+
+
+def move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """See the package."""
+    layout = merged(target.shape, target.stride(), source.stride())
+    if layout is None or target.numel() == 0:
+        target.copy_(source)
+        return
+    rows, columns = layout.rows, layout.columns
+    block_columns = min(1024, triton.next_power_of_2(columns))
+    block_rows = max(1, _VALUES // block_columns)
+    _move_kernel[triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns)](
+        source, target, rows, columns, *layout.sizes[1:], *layout.source_strides, *layout.target_strides,
+        block_rows, block_columns,
+    )  # fmt: skip
+
+
+def _rows_of(values: torch.Tensor) -> torch.Tensor:
+    """Values whose last dim is contiguous."""
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _blocks(rows: int, dim: int) -> tuple[int, int, int]:
+    """Columns and rows of a program, and how many programs there are."""
+    block_dim = triton.next_power_of_2(dim)
+    block = max(1, _VALUES // block_dim)
+    return block_dim, block, triton.cdiv(rows, block)
+
+
+def _slots(chosen: torch.Tensor | None, tokens: int, held: torch.Tensor) -> torch.Tensor:
+    """Which of the active tokens each token is, int32 (L, G, T); anything where all are."""
+    if chosen is None:
+        return held
+    slots = torch.full((*chosen.shape[:2], tokens), _NOWHERE, dtype=torch.int32, device=chosen.device)
+    order = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
+    return slots.scatter_(-1, chosen, order.expand(chosen.shape))
+
+
+def _skipped(here: int | None, links: int) -> int:
+    return links if here is None else here
+
+
+def _or(before: torch.Tensor | None, held: torch.Tensor) -> torch.Tensor:
+    """A tensor to pass where there may be none."""
+    return held if before is None else before
