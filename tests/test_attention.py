@@ -1,5 +1,6 @@
 """Ulysses attention with exchanges that overlap, against attention over whole tensors, on real ranks."""
 
+import dataclasses
 import random
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from tests import ranks
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import send_to_heads
+from xfuser_cocodiff.lane import CPU, Lane
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
@@ -22,9 +24,10 @@ from xfuser_cocodiff.traffic import Label
 PLANS = ("flat", "flat*", "hierarchical", "hierarchical:gpu,node*/2")
 
 
-def mesh_of(text: str) -> Mesh:
+def mesh_of(text: str, device: torch.device = CPU) -> Mesh:
     topology = Topology.parse("2x2", 4)
-    return Mesh.over(dist.group.WORLD, topology, [Plan.parse(text, topology)], timeout=timedelta(seconds=60))
+    plans = [Plan.parse(text, topology)]
+    return Mesh.over(dist.group.WORLD, topology, plans, timeout=timedelta(seconds=60), device=device)
 
 
 def whole(seed: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -62,13 +65,17 @@ def test_attention_equals_that_of_whole_tensors(plan: str) -> None:
     ranks.run(check, 4, plan)
 
 
-def stress(rank: int, text: str) -> None:
-    """Ranks that are late at random, everywhere."""
-    mesh, late = mesh_of(text), random.Random(rank)
+def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
+    """Ranks that are late at random, everywhere: on the host, and on a device."""
+    mesh, late = mesh_of(text, device), random.Random(rank)
+    if staged:
+        mesh = dataclasses.replace(mesh, lane=Lane(device, staged))
 
     def lag() -> None:
         if late.random() < 0.3:
             time.sleep(late.random() * 0.004)
+        if device.type == "cuda" and late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(5_000_000))
 
     def late_start(self: Mesh, *arguments: object) -> object:
         lag()
@@ -78,7 +85,7 @@ def stress(rank: int, text: str) -> None:
         lag()
         return attend(*arguments)
 
-    start, tensors = Mesh.start, [whole(seed, 16, torch.float32) for seed in range(6)]
+    start, tensors = Mesh.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
     with mock.patch.object(Mesh, "start", late_start):
         for step in range(200):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
@@ -89,9 +96,16 @@ def stress(rank: int, text: str) -> None:
             assert torch.equal(found, share(attend(q, k, v, Part()))), step
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["", "staged"])
 @pytest.mark.parametrize("plan", ["flat*", "hierarchical"])
-def test_late_ranks_change_nothing(plan: str) -> None:
-    ranks.run(stress, 4, plan)
+def test_late_ranks_change_nothing(plan: str, staged: bool) -> None:
+    ranks.run(stress, 4, plan, CPU, staged)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which four ranks then share")
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_late_ranks_change_nothing_on_a_device_that_they_share(plan: str) -> None:
+    ranks.run(stress, 4, plan, torch.device("cuda", 0), True)
 
 
 def fail_between(rank: int, groups: int, early: bool) -> None:

@@ -53,10 +53,10 @@ def planned_mesh(
     """
     plans = [config.plan] if config.plan else candidates(config.topology)
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
-    mesh = Mesh.over(group, config.topology, plans, traffic, timeout)
+    mesh = Mesh.over(group, config.topology, plans, traffic, timeout, device)
     profile = config.profile or measured
     if profile is None and (config.plan is None or (config.mode != EXACT and config.slow_axes is None)):
-        every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout)
+        every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout, device=device)
         profile = probe.measure(every, group, device)
 
     def choosing(group: dist.ProcessGroup, mesh: Mesh) -> Mesh:
@@ -68,7 +68,7 @@ def planned_mesh(
         return replace(mesh, choose=by_trial(mesh, known, group, device))
 
     def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
-        return choosing(group, Mesh.over(group, topology, timeout=timeout))
+        return choosing(group, Mesh.over(group, topology, timeout=timeout, device=device))
 
     if config.plan is None:
         mesh = choosing(group, mesh)

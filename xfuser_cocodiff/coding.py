@@ -247,9 +247,6 @@ def send(
             sent = _coded(_along_fast_axes(parted, way), names, coding, part)
             return sent, _along_slow_axes(sent.payload, way)
 
-    if pieces[0].device.type != "cpu":
-        arrived = travel()
-        return Handle(str(label), lambda: arrived, lambda arrived: end(*arrived))
     return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds)
 
 

@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import roll_call
-from xfuser_cocodiff.lane import Handle, Lane
+from xfuser_cocodiff.lane import CPU, Handle, Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label, Span, Traffic
@@ -60,6 +60,7 @@ class Mesh:
         plans: Iterable[Plan] | None = None,
         traffic: Traffic | None = None,
         timeout: timedelta | None = None,
+        device: torch.device = CPU,
     ) -> "Mesh":
         """Make the groups of each stage. Every rank of `group` must call this, in the same order among its groups.
 
@@ -70,6 +71,7 @@ class Mesh:
                 flat one first, when not given.
             traffic: where to count what moves; an account of its own when not given.
             timeout: how long a collective may take; torch's default when not given.
+            device: where messages lie. Those on an accelerator go through the host's memory where the group is gloo's.
         """
         ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
         if len(ranks) != topology.size:
@@ -85,8 +87,9 @@ class Mesh:
                     set_timeout(group, timeout)
             else:  # Only the members make the group, so that Ulysses groups need not march in step.
                 groups[stage] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-        timeout = timeout or default_pg_timeout
-        return cls(topology, groups, lambda message_bytes: plans[0], traffic or Traffic(), timeout=timeout)
+        staged = device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
+        traffic, lane = traffic or Traffic(), Lane(device, staged)
+        return cls(topology, groups, lambda message_bytes: plans[0], traffic, lane, timeout or default_pg_timeout)
 
     def post(
         self, message: torch.Tensor, plan: Plan, label: Label, finish: Callable[[torch.Tensor], Any]
@@ -100,10 +103,7 @@ class Mesh:
             finish: what to make of the result once it was waited for.
         """
         span = self.traffic.span(label, message.device)
-        if len(plan.stages) > 1 and message.device.type != "cpu":
-            received = self.all_to_all(message, plan)  # a thread has streams of its own, which nothing orders yet
-            return Handle(str(label), lambda: received, finish)
-        if len(plan.stages) > 1:
+        if len(plan.stages) > 1 or self.lane.staged:
             return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
         # One stage needs nobody to carry it on, and need not wait for those before it.
         flight = self.start(message, plan, 0)
@@ -159,7 +159,9 @@ class Mesh:
         self.traffic.count(plan.labels[number], group.size(), sent)
         begin = _send_directly if plan.direct[number] else _collective
         with self.traffic.time(plan.labels[number], sent.device), roll_call.naming_the_lost(group, plan.labels[number]):
-            return InFlight(plan, number, sent, *begin(sent, group))
+            outgoing = _on_host(sent) if self.lane.staged else sent
+            received = torch.empty_like(outgoing, pin_memory=self.lane.staged and sent.device.type != "cpu")
+            return InFlight(plan, number, outgoing, *begin(outgoing, received, group))
 
     def finish(self, flight: InFlight) -> torch.Tensor:
         """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
@@ -173,15 +175,28 @@ class Mesh:
                     # A collective has its group's timeout, and one that is passed here would hold up the host.
                     work.wait(self.timeout) if plan.direct[number] else work.wait()
                 received = _wait(received)
+            if self.lane.staged:
+                received = received.to(self.lane.device, non_blocking=True)
         received, dim = received.view(flight.sent.shape), plan.dims[number]
         return received.movedim(0, dim) if dim else received
 
 
-def _collective(sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+def _collective(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
     if sent.device.type == "xpu":  # where the other one is known to corrupt data: intel/torch-xpu-ops#3021
         return _functional(sent, group), ()
-    received = torch.empty_like(sent)
     return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
+
+
+def _on_host(sent: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the host that the device reads and writes by itself, once it is there."""
+    if sent.device.type == "cpu":
+        return sent.clone()
+    copy = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+    copy.copy_(sent, non_blocking=True)
+    torch.accelerator.current_stream(sent.device).synchronize()
+    return copy
 
 
 def _functional(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -198,11 +213,12 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _send_directly(sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+def _send_directly(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
     """Start to swap shares with every rank of a group, all receives before the first send (see :mod:`plan`)."""
     size, here = group.size(), group.rank()
-    shares, received = sent.view(size, -1), torch.empty_like(sent)
-    places = received.view(size, -1)
+    shares, places = sent.view(size, -1), received.view(size, -1)
     # Peers by their distance from this rank, so that not all ranks turn to the same one first.
     works = [group.recv([places[(here - away) % size]], (here - away) % size, _TAG) for away in range(1, size)]
     works += [group.send([shares[(here + away) % size]], (here + away) % size, _TAG) for away in range(1, size)]

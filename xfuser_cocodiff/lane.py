@@ -2,11 +2,16 @@
 
 All ranks start the same exchanges in the same order, and a lane keeps that order whatever waits for what. So no rank
 meets another in the wrong collective, and an exchange of several stages needs nobody to push it from one to the next.
+
+A lane is a thread, a stream, or both. Work for a CPU takes time on the host, so a thread does it. Work for an
+accelerator is only queued by the host; it goes to a stream of its own, which waits for what the caller's stream holds
+when the work is started, and for which the caller's stream waits in turn: nothing holds up the host. Messages that are
+staged through the host's memory do hold it up, so a thread queues them.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -14,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class Handle(Generic[T]):
@@ -68,9 +74,16 @@ class Handle(Generic[T]):
 
 
 class Lane:
-    """Runs work in the order in which it is handed in."""
+    """Runs work in the order in which it is handed in.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the work's tensors lie.
+        staged: whether the work waits for the device.
+    """
+
+    def __init__(self, device: torch.device = CPU, staged: bool = False) -> None:
+        self.device, self.staged = device, staged
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future | None = None
 
@@ -89,20 +102,58 @@ class Lane:
             finish: what the caller runs on the result when it has waited.
             holds: context of its wait.
         """
+        queue = self._on_stream(work)
+        if self._stream is not None and not self.staged:
+            queued = queue()
+            return Handle(name, lambda: self._joined(*queued, work), finish, holds)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "cocodiff")
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
-        def run() -> Any:
+        def run() -> tuple[Any, torch.Event | None]:
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
-                return work()
+                return queue()
 
-        self._last = self._executor.submit(run)
-        return Handle(name, self._last.result, finish, holds)
+        future = self._last = self._executor.submit(run)
+        return Handle(name, lambda: self._joined(*future.result(), work), finish, holds)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run work when all that was started before is done, and return what it returns."""
+        """Run work when all that was started before is done or queued, and return what it returns."""
         if self._last is None or self._last.done():
             self._last = None
             return work()  # at once: a thread would only cost time
         return self.start("", work).wait()
+
+    def _on_stream(self, work: Callable[[], Any]) -> Callable[[], tuple[Any, torch.Event | None]]:
+        """Work on the lane's stream, behind what the caller has queued by now; returns its end too."""
+        stream = self._stream
+        if stream is None:
+            return lambda: (work(), None)
+        ready = torch.accelerator.current_stream(self.device).record_event()
+
+        def queue() -> tuple[Any, torch.Event]:
+            with stream:
+                stream.wait_event(ready)
+                return work(), stream.record_event()
+
+        return queue
+
+    def _joined(self, result: Any, end: torch.Event | None, work: Callable) -> Any:
+        """The result of work, once the caller's stream waits for it. What the work reads must live until then, whence
+        the reference to it."""
+        if end is not None:
+            caller = torch.accelerator.current_stream(self.device)
+            caller.wait_event(end)
+            for tensor in _tensors(result):  # it was allocated for the lane's stream, and is used in the caller's
+                tensor.record_stream(caller)
+        return result
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors on accelerators in nested tuples and lists."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)

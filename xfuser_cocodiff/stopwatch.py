@@ -46,6 +46,8 @@ def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:
 def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """What every rank holds, shape (P, ...), by an all-to-all: there every rank notices itself if one is gone."""
     size = group.size()
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        values = values.cpu()
     with roll_call.naming_the_lost(group, "stopwatch"):
         found = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
         if isinstance(found, functional.AsyncCollectiveTensor):

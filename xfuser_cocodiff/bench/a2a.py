@@ -53,7 +53,7 @@ def measure(
     Returns:
         The record, the same on every rank.
     """
-    mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())])
+    mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())], device=device)
     started = time.perf_counter()
     profile = Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device)
     probe_seconds = slowest(time.perf_counter() - started, device)

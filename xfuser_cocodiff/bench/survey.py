@@ -38,7 +38,7 @@ def measure(
     inferred = _named(infer_topology(measured))
     topology = topology or inferred
     halfway = time.perf_counter()
-    mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None)
+    mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
     profile = probe.measure(mesh, group, device)
     ended = time.perf_counter()
     fastest = profile.direct or profile

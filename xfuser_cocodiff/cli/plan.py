@@ -50,4 +50,4 @@ def _probe(group: Any, topology: Any) -> Any:
     from xfuser_cocodiff.collectives import Mesh
     from xfuser_cocodiff.xdit.platform import compute_device
 
-    return probe.measure(Mesh.over(group, topology), group, compute_device())
+    return probe.measure(Mesh.over(group, topology, device=compute_device()), group, compute_device())
