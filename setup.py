@@ -44,5 +44,7 @@ setup(
     entry_points={
         "console_scripts": ["cocodiff=xfuser_cocodiff.cli:main"],
         "torch.backends": ["cocodiff=xfuser_cocodiff.autoload:watch"],
+        # Called by an xDiT with the series in patches/; the one above is for releases without it.
+        "xfuser.plugins": ["cocodiff=xfuser_cocodiff.autoload:plug_in"],
     },
 )

@@ -85,13 +85,16 @@ class RowState:
     site: str
     why: str
     state: str
-    """'applied', 'ready' (applied when its module is imported) or what is wrong with it."""
+    """'applied', 'ready' (applied when its module is imported), 'not needed' or what is wrong with it."""
 
 
 def states() -> list[RowState]:
     """The state of every row in this process."""
     patch_set = _installed or PatchSet(table(), PACKAGE)
-    return [
-        RowState(row.name, row.why, "applied" if patch_set.is_applied(row) else row.problem() or "ready")
-        for row in patch_set.rows
-    ]
+
+    def state(row: Patch) -> str:
+        if not row.needed:
+            return "not needed"
+        return "applied" if patch_set.is_applied(row) else row.problem() or "ready"
+
+    return [RowState(row.name, row.why, state(row)) for row in patch_set.rows]

@@ -23,15 +23,21 @@ class Patch:
     """Makes the replacement from the original."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None where the replacement does not care."""
+    unless: tuple[str, str] | None = None
+    """Module and symbol of a host that does of itself what this row is for."""
 
     @property
     def name(self) -> str:
         return f"{self.module}.{self.symbol}"
 
+    @property
+    def needed(self) -> bool:
+        """Whether the installed host lacks what this row adds."""
+        return self.unless is None or source.found(*self.unless) is None
+
     def problem(self) -> str | None:
         """What keeps this row from fitting the installed host, found without importing it."""
-        loaded = sys.modules.get(self.module)
-        found = source.declared(loaded, self.symbol) if loaded else source.parameters(self.module, self.symbol)
+        found = source.found(self.module, self.symbol)
         if found is None:
             return f"{self.name} does not exist"
         if self.parameters is not None and found != self.parameters:
@@ -58,17 +64,22 @@ class PatchSet:
     applied: list[_Applied] = field(default_factory=list)
     withdrawn: bool = False
     """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
+    needed: list[Patch] = field(init=False)
+    """Rows less those whose work the host does itself."""
+
+    def __post_init__(self) -> None:
+        self.needed = [row for row in self.rows if row.needed]
 
     def problems(self) -> list[str]:
         """Why the set cannot be applied to the installed host; empty when it can."""
-        return [problem for row in self.rows if (problem := row.problem())]
+        return [problem for row in self.needed if (problem := row.problem())]
 
     def install(self) -> None:
         """Apply rows whose modules are loaded, and watch the import of the others."""
-        for name in dict.fromkeys(row.module for row in self.rows):
+        for name in dict.fromkeys(row.module for row in self.needed):
             if name in sys.modules:
                 self.apply(sys.modules[name])
-        if len(self.applied) < len(self.rows) and not self.withdrawn:
+        if len(self.applied) < len(self.needed) and not self.withdrawn:
             sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
@@ -84,7 +95,7 @@ class PatchSet:
         """Apply the rows of a module that has run. An error takes back the whole set, and is reported, not raised:
         it is ours, and no reason for the host not to be imported."""
         try:
-            for row in self.rows:
+            for row in self.needed:
                 if row.module == module.__name__ and not self.withdrawn and not self.is_applied(row):
                     self._apply(row, module)
         except Exception as error:
@@ -119,7 +130,7 @@ class PatchSet:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Part of the import system: have the rows of a module applied right after it has run."""
-        if not any(row.module == name for row in self.rows):
+        if not any(row.module == name for row in self.needed):
             return None
         for finder in list(sys.meta_path):
             if finder is not self and (spec := finder.find_spec(name, path, target)):

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.xdit import host_clock
+from xfuser_cocodiff.xdit import host_clock, source
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
+_XDITS_OWN = ("xfuser.envs", "supports_usp")
+"""What an xDiT has that runs on CPU and XPU by itself: the series in patches/ brings it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ def detect() -> Platform | None:
         return None if any(importlib.util.find_spec(name) for name in ("torch_musa", "torch_npu")) else _cpu()
     make = PLATFORMS.get(accelerator.type)
     return make() if make else None
+
+
+def is_xdits_own() -> bool:
+    """Whether the installed xDiT runs on CPU and XPU by itself."""
+    return source.found(*_XDITS_OWN) is not None
 
 
 def _cpu() -> Platform:
@@ -139,32 +146,34 @@ PLATFORMS: Mapping[str, Callable[[], Platform]] = {"xpu": _xpu}
 def patches(platform: Platform) -> list[Patch]:
     """Rows that make xDiT run on a platform."""
     never = lambda original: lambda *_: False  # noqa: E731
+    add = functools.partial(Patch, unless=_XDITS_OWN)
     return [
         # These must be in place before other modules copy them, that is right after xfuser.envs has run.
-        Patch("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
-        Patch("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
-        Patch("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
-        Patch("xfuser.envs", "get_device_name", "knows no XPU", lambda _: lambda: platform.device_type),
-        Patch("xfuser.envs", "get_device_version", "raises without an accelerator", lambda _: lambda: None),
-        Patch(
+        add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
+        add("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
+        add("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
+        add("xfuser.envs", "get_device_name", "knows no XPU", lambda _: lambda: platform.device_type),
+        add("xfuser.envs", "get_device_version", "raises without an accelerator", lambda _: lambda: None),
+        add(
             "xfuser.envs", "get_torch_distributed_backend", "raises without an accelerator", lambda _: platform.backend
         ),
-        Patch(
+        add(
             "xfuser.envs",
             "PACKAGES_CHECKER.packages_info",
             "sequence parallelism is off without CUDA",
             lambda info: {**info, "has_long_ctx_attn": True},
         ),
         # Asked for the architecture of an AMD GPU when a model is compiled.
-        Patch("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
-        Patch("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
-        Patch(
+        add("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
+        add("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
+        add(
             "xfuser.core.distributed.parallel_state",
             "init_distributed_environment",
             "sets the device of CUDA, MUSA and NPU only",
             lambda original: _select_device_first(original, platform),
         ),
-        Patch("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
+        add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
+        # The rest serves scripts, which name CUDA themselves, whatever xDiT knows.
         Patch(
             "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
         ),

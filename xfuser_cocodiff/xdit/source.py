@@ -3,9 +3,16 @@
 import ast
 import importlib.util
 import inspect
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+
+def found(module: str, symbol: str) -> tuple[str, ...] | None:
+    """Parameter names of a symbol as :func:`parameters` has them, or as the module has it where it is loaded."""
+    loaded = sys.modules.get(module)
+    return declared(loaded, symbol) if loaded else parameters(module, symbol)
 
 
 def parameters(module: str, symbol: str) -> tuple[str, ...] | None:
