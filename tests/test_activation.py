@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit import activation
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -233,6 +234,40 @@ def test_a_row_that_fails_takes_back_the_others() -> None:
     patch_set.install()
     assert patch_set.withdrawn
     assert module.run is before
+
+
+def test_a_row_stays_out_where_the_host_does_its_work() -> None:
+    import tests.ranks as module
+
+    before = module.run
+    rows = [
+        Patch(module.__name__, "run", "", lambda _: len, unless=(module.__name__, "outcomes")),
+        Patch(module.__name__, "gone", "", lambda _: len, unless=("xfuser.envs", "get_device")),
+        Patch(module.__name__, "_read", "", lambda _: len, unless=(module.__name__, "gone")),
+    ]
+    patch_set = PatchSet(rows, "tests")
+    assert patch_set.problems() == []
+    patch_set.install()
+    assert (module.run, module._read) == (before, len)
+    assert patch_set not in sys.meta_path
+    patch_set.uninstall()
+    assert module._read is not len
+
+
+@pytest.mark.parametrize(("disable", "decided", "installs"), [("", False, 1), ("1", False, 0), ("", True, 0)])
+def test_the_entry_point_that_xdit_calls(
+    monkeypatch: pytest.MonkeyPatch, disable: str, decided: bool, installs: int
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setenv("COCODIFF_DISABLE", disable)
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(autoload, "_decided", decided)  # by torch's entry point, by install() or by uninstall()
+    monkeypatch.setattr(autoload, "_install", lambda: installed.append(True))
+    autoload.plug_in()
+    autoload.plug_in()
+    autoload.watch()  # as installing imports torch
+    assert len(installed) == installs
+    assert sys.meta_path == []
 
 
 def test_the_table_fits_the_installed_xdit() -> None:

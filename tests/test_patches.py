@@ -1,0 +1,291 @@
+"""The series in patches/: it fits the release, xDiT runs with it alone, and the plugin then needs less.
+
+What needs the patched xDiT runs in an interpreter of its own, on whose path it comes first.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+
+ROOT = Path(__file__).parent.parent
+SERIES = sorted((ROOT / "patches").glob("*.patch"))
+
+pytestmark = pytest.mark.skipif(importlib.metadata.version("xfuser") != "0.7.0", reason="the series is for 0.7.0")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Run git in a folder that belongs to no repository but its own."""
+    who = {f"GIT_{role}_{part}": "test" for role in ("AUTHOR", "COMMITTER") for part in ("NAME", "EMAIL")}
+    environment = {**os.environ, **who, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(["git", "-C", folder, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def copy_release(folder: Path) -> Path:
+    """Copy the installed xfuser package into a folder."""
+    release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
+    shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def register(folder: Path, name: str, groups: dict[str, list[str]]) -> None:
+    """Make entry points known to interpreters that have the folder on their path."""
+    metadata = folder / f"{name}-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    lines = [line for group, points in groups.items() for line in (f"[{group}]", *points)]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+def declared_entry_points() -> dict[str, list[str]]:
+    """What setup.py registers."""
+    keywords = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.keyword)]
+    return ast.literal_eval(next(node.value for node in keywords if node.arg == "entry_points"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the patched xDiT, the plugin's entry points, and those of a plugin that is broken."""
+    folder = copy_release(tmp_path_factory.mktemp("site"))
+    for patch in SERIES:
+        git(folder, "apply", "--check", str(patch))
+        git(folder, "apply", str(patch))
+    register(folder, "xfuser_cocodiff", declared_entry_points())
+    register(folder, "broken", {"xfuser.plugins": ["broken=no_such_module:gone"]})
+    return folder
+
+
+def answer(site: Path, function: Callable, **environment: str) -> Any:
+    """Call a function of this module in an interpreter with the patched xDiT; its answer, and all that was printed."""
+    path = os.pathsep.join([str(site), str(ROOT)])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import json, tests.{Path(__file__).stem} as t; print(json.dumps(t.{function.__name__}()))",
+        ],
+        env={**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *printed, last = done.stdout.splitlines()
+    return json.loads(last), "\n".join([*printed, done.stderr])
+
+
+def test_the_series_can_also_be_committed(site: Path, tmp_path: Path) -> None:
+    copy_release(tmp_path)
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "release"], ["am", "-q", *map(str, SERIES)]):
+        git(tmp_path, *arguments)
+    for file in (site / "xfuser").rglob("*.py"):
+        assert file.read_bytes() == (tmp_path / file.relative_to(site)).read_bytes()
+
+
+def start(heads: int, **options: Any) -> None:
+    """Make all ranks one Ulysses group, and begin a runtime state."""
+    from types import SimpleNamespace
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import (
+        get_runtime_state,
+        init_distributed_environment,
+        initialize_model_parallel,
+        initialize_runtime_state,
+        model_parallel_is_initialized,
+    )
+
+    world = int(os.environ["WORLD_SIZE"])
+    if not model_parallel_is_initialized():
+        init_distributed_environment(rank=int(os.environ["RANK"]), world_size=world)
+        initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world)
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
+    config = xFuserArgs(model="tiny", ulysses_degree=world, **options).create_config()[0]
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+    get_runtime_state().max_condition_sequence_length = TEXT
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the expected values."""
+    assert got.shape == expected.shape
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def attention_error(rank: int) -> float:
+    """USP of a rank's tokens against plain attention of all of them."""
+    from xfuser.model_executor.layers.usp import USP
+
+    start(heads=4)
+    q, k, v = whole = [noise(seed, 2, 4, 10, 8) for seed in range(3)]
+    got = USP(*(tensor.chunk(2, dim=2)[rank] for tensor in whole))
+    return error(got, torch.nn.functional.scaled_dot_product_attention(q, k, v).chunk(2, dim=2)[rank])
+
+
+TEXT = 4
+"""Tokens of FLUX.1's text."""
+FLUX = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+FLUX |= {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}
+
+
+def pair(ours: type, plain: type, sizes: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """xDiT's transformer, and that of diffusers with the same weights."""
+    torch.manual_seed(0)
+    transformer, reference = ours(**sizes).eval(), plain(**sizes).eval()
+    reference.load_state_dict(transformer.state_dict())
+    return transformer, reference
+
+
+def flux(tokens: int) -> tuple[Callable[[], torch.Tensor], ...]:
+    """FLUX.1 as xDiT has it, and diffusers' with the padding that xDiT adds."""
+    from diffusers import FluxTransformer2DModel
+    from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
+
+    transformer, reference = pair(xFuserFlux1Transformer2DWrapper, FluxTransformer2DModel, FLUX)
+    text = {"encoder_hidden_states": noise(1, 1, TEXT, 16), "pooled_projections": noise(2, 1, 16)}
+    given = {**text, "timestep": torch.ones(1), "txt_ids": torch.zeros(TEXT, 3), "return_dict": False}
+    image, ids = noise(3, 1, tokens, 4), torch.arange(3.0 * tokens).view(tokens, 3)
+    pad = tokens % 2
+    padded = torch.nn.functional.pad(image, (0, 0, 0, pad)), torch.nn.functional.pad(ids, (0, 0, 0, pad))
+    return (
+        lambda: transformer(image, img_ids=ids, **given)[0],
+        lambda: reference(padded[0], img_ids=padded[1], **given)[0][:, :tokens],
+    )
+
+
+@torch.no_grad()
+def flux_error(rank: int) -> float:
+    """FLUX.1 at a size that does not divide."""
+    start(heads=2)
+    ours, plain = flux(tokens=7)
+    return error(ours(), plain())
+
+
+QWEN = {"in_channels": 4, "out_channels": 1, "num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+QWEN |= {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)}
+
+
+def qwen(text: int, rows: int, lengths: tuple[int, int] | None) -> tuple[Callable[[], torch.Tensor], ...]:
+    """Qwen-Image as xDiT and as diffusers has it, for two texts and images of 3 * `rows` tokens."""
+    from diffusers import QwenImageTransformer2DModel
+    from xfuser.model_executor.models.transformers.transformer_qwen import xFuserQwenImageTransformerWrapper
+
+    given = {
+        "hidden_states": noise(1, 2, 3 * rows, 4),
+        "encoder_hidden_states": noise(2, 2, text, 16),
+        "encoder_hidden_states_mask": lengths and torch.arange(text) < torch.tensor(lengths)[:, None],
+        "timestep": torch.ones(2),
+        "img_shapes": [[(1, rows, 3)]] * 2,
+        "return_dict": False,
+    }
+    models = pair(xFuserQwenImageTransformerWrapper, QwenImageTransformer2DModel, QWEN)
+    return tuple(lambda model=model: model(**given)[0] for model in models)
+
+
+@torch.no_grad()
+def qwen_errors(rank: int) -> list[float]:
+    """Qwen-Image: text that divides, text that does not, an image that does not either, texts of different lengths."""
+    start(heads=2)
+    cases = ((6, 2, None), (5, 2, None), (5, 1, None), (6, 2, (6, 3)), (5, 1, (2, 5)))
+    return [error(ours(), plain()) for ours, plain in (qwen(*case) for case in cases)]
+
+
+def without_plugin() -> list:
+    """What xDiT does alone, without triton."""
+    sys.modules["triton"] = None
+    import xfuser.runner  # the xdit command, which imports every model
+
+    with mock.patch("torch.xpu.is_available", lambda: True):  # a stand-in, as far as one goes
+        assert xfuser.envs.get_device(3) == torch.device("xpu", 3)
+        assert (xfuser.envs.get_device_name(), xfuser.envs.get_torch_distributed_backend()) == ("xpu", "xccl")
+        assert xfuser.envs.supports_usp() and xfuser.envs.device_module() is torch.xpu
+    assert not any(name.startswith("xfuser_cocodiff") for name in sys.modules)
+    return [xfuser.__file__, *(ranks.run(case, 2) for case in (attention_error, flux_error, qwen_errors))]
+
+
+def test_xdit_runs_on_a_cpu_by_itself_and_its_padding_is_right(site: Path) -> None:
+    (file, attention, flux, qwen), _ = answer(site, without_plugin, XDIT_PLUGINS="")
+    assert file == str(site / "xfuser" / "__init__.py")
+    assert max(*attention, *flux, *qwen[0], *qwen[1]) < 1e-5
+
+
+def test_without_the_series_padding_is_wrong() -> None:
+    for outcome in ranks.outcomes(flux_error, 2):
+        assert "_pad_to_sp_divisible" in str(outcome)
+    divides, *others = ranks.run(qwen_errors, 2)[0]
+    assert divides < 1e-5
+    assert min(others) > 1e-3
+
+
+def with_plugin() -> list:
+    """How the plugin got into xDiT, and what it does there."""
+    from xfuser_cocodiff import autoload, install
+
+    plug_in, before = autoload.plug_in, []
+
+    def watched() -> None:
+        before.extend(name for name in sys.modules if name.partition(".")[0] == "xfuser")
+        plug_in()
+
+    autoload.plug_in = watched
+    importlib.import_module("xfuser.runner")
+    from xfuser_cocodiff.xdit import activation
+
+    installed = activation._installed
+    plug_in()
+    assert install() and activation._installed is installed
+    return [before, {state.site: state.state for state in activation.states()}]
+
+
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
+    from xfuser_cocodiff.xdit import activation, platform
+
+    (before, states), printed = answer(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
+    assert "Plugin broken (no_such_module:gone) failed" in printed
+    superfluous = {site for site, state in states.items() if state == "not needed"}
+    assert superfluous == {row.name for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")}
+    assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {"applied", "ready"}
+    assert not any(state.state == "not needed" for state in activation.states())  # with the release as it is
+
+
+@torch.no_grad()
+def same_bits(rank: int) -> list[bool]:
+    """Whether models that pad give with the plugin in use what they give without."""
+    from xfuser_cocodiff.xdit.sites import TRAFFIC
+
+    same = []
+    for model in (flux(tokens=7)[0], qwen(text=5, rows=1, lengths=(2, 5))[0]):
+        found = []
+        for asked in (False, True):
+            start(heads=2, use_cocodiff=asked, cocodiff_mode="exact")
+            TRAFFIC.reset()
+            found.append([model() for _ in range(4)])  # V goes first once the layers are known
+            assert bool(TRAFFIC.calls) == asked
+        same.append(all(map(torch.equal, *found)))
+    return same
+
+
+def plugin_on_ranks() -> list[list[bool]]:
+    return ranks.run(same_bits, 2)
+
+
+def test_exact_mode_equals_the_patched_xdit(site: Path) -> None:
+    assert answer(site, plugin_on_ranks)[0] == [[True, True]] * 2
