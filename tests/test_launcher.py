@@ -2,7 +2,14 @@
 
 import pytest
 
-from xfuser_cocodiff.launcher import detect, ranks_per_node, tiles_per_gpu
+from xfuser_cocodiff.launcher import (
+    collectives_block,
+    detect,
+    device_index,
+    local_rank,
+    ranks_per_node,
+    tiles_per_gpu,
+)
 
 PVC = "Intel(R) Data Center GPU Max 1550"
 
@@ -22,6 +29,36 @@ PVC = "Intel(R) Data Center GPU Max 1550"
 )
 def test_ranks_per_node(environment: dict[str, str], count: int | None) -> None:
     assert ranks_per_node(environment) == count
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"LOCAL_RANK": "3", "PALS_LOCAL_RANKID": "5"}, 3),
+        ({"PALS_LOCAL_RANKID": "11"}, 11),
+        ({"SLURM_LOCALID": "2"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+        ({"MPI_LOCALRANKID": "4"}, 4),
+        ({}, 0),
+    ],
+)
+def test_local_rank(environment: dict[str, str], rank: int) -> None:
+    assert local_rank(environment) == rank
+
+
+def test_a_local_rank_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"PALS_LOCAL_RANKID='first' is not valid; valid are numbers from 0"):
+        local_rank({"PALS_LOCAL_RANKID": "first"})
+
+
+@pytest.mark.parametrize(("mask", "index"), [(None, 7), ("", 7), ("7", 0), ("3.1", 0), ("0,1,2,3,4,5,6,7", 7)])
+def test_device_of_a_rank(mask: str | None, index: int) -> None:
+    assert device_index(7, {} if mask is None else {"ZE_AFFINITY_MASK": mask}) == index
+
+
+@pytest.mark.parametrize(("value", "block"), [(None, False), ("0", False), ("1", True), ("true", True), ("", False)])
+def test_synchronous_collectives(value: str | None, block: bool) -> None:
+    assert collectives_block({} if value is None else {"CCL_OP_SYNC": value}) == block
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Platforms that xDiT lacks. The XPU is a stand-in for torch.xpu: no Intel GPU was there to run this on."""
 
+import re
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +58,7 @@ def test_xpu_takes_the_place_of_cuda(xpu: StandInXPU) -> None:
     assert xpu.calls == [
         ("max_memory_allocated", (), {"device": torch.device("xpu", 1)}),
         ("synchronize", (torch.device("xpu", 2),), {}),
-        ("set_device", (3,), {}),
+        ("set_device", (torch.device("xpu", 3),), {}),
     ]
 
 
@@ -104,17 +106,77 @@ def test_xpu_without_collectives_says_what_is_missing(monkeypatch: pytest.Monkey
         platform._xpu_backend()
 
 
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [
-        ({"LOCAL_RANK": "3", "PALS_LOCAL_RANKID": "5"}, 3),
-        ({"PALS_LOCAL_RANKID": "11"}, 11),
-        ({"SLURM_LOCALID": "2"}, 2),
-        ({}, 0),
-    ],
-)
-def test_local_rank(environment: dict[str, str], rank: int) -> None:
-    assert platform.local_rank(environment) == rank
+def test_with_one_visible_tile_it_is_the_device_however_it_is_named(
+    xpu: StandInXPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "5")
+    monkeypatch.setenv("PALS_LOCAL_RANKID", "5")
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    here = platform.detect()
+    rows = {row.symbol: row for row in platform.patches(here)}
+    rows["init_distributed_environment"].replace(lambda: None)()
+    here.cuda["set_device"](5)
+    here.cuda["synchronize"]("cuda:5")
+    only = torch.device("xpu", 0)
+    assert (chosen, here.device(5), here.device(None)) == ([0], only, torch.device("xpu"))
+    assert xpu.calls == [("set_device", (only,), {}), ("synchronize", (only,), {})]
+
+
+@pytest.mark.parametrize("error", [None, ImportError("undefined symbol"), OSError("libsycl.so.7: cannot open")])
+def test_legacy_packages_are_imported_when_the_platform_is_found(
+    xpu: StandInXPU, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    imported, notes = [], []
+
+    def import_module(name: str) -> None:
+        imported.append(name)
+        if error:
+            raise error
+
+    monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(platform.importlib, "import_module", import_module)
+    monkeypatch.setattr(platform, "note", notes.append)
+    assert platform.detect().device_type == "xpu"
+    assert imported == ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]
+    assert len(notes) == (2 if error else 0)
+    assert all("is left out" in said and str(error) in said for said in notes)
+
+
+@pytest.mark.parametrize("form", ["functional", "plain"])
+def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """The other one corrupts data there: intel/torch-xpu-ops#3021."""
+    from xfuser_cocodiff import collectives
+
+    called = []
+    monkeypatch.setattr(collectives.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
+    tensor = torch.zeros(4, 3) if form == "plain" else OnXPU(torch.zeros(4, 3))
+    collectives._collective(tensor, "group")
+    [(name, args)] = called
+    assert name == form
+    if form == "functional":
+        assert args[1:] == (None, None, "group")  # equal splits: others are emulated, intel/torch-xpu-ops#5057
+
+
+class OnXPU(torch.Tensor):
+    """A tensor that says it is on an XPU, since none can be here."""
+
+    device = torch.device("xpu", 0)
+
+
+def test_no_other_collective_is_called_where_an_xpu_may_be() -> None:
+    """Data goes by functional collectives, and between two ranks; a barrier carries none."""
+    package = Path(platform.__file__).parent.parent
+    plain = re.compile(r"\bdist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\(")
+    found = {
+        (file.relative_to(package).as_posix(), call)
+        for file in package.rglob("*.py")
+        for call in plain.findall(file.read_text())
+    }
+    assert found == {("collectives.py", "all_to_all_single")}
 
 
 def test_devices_are_translated_wherever_they_stand() -> None:

@@ -1,7 +1,7 @@
-"""What the launcher says about the machine: ranks per node, and tiles per GPU.
+"""What the launcher says about the machine: ranks per node, this rank's device, tiles per GPU.
 
-Sources: torchrun's LOCAL_WORLD_SIZE, PALS (Aurora), SLURM, Open MPI and Intel MPI variables, and Level Zero's
-ZE_FLAT_DEVICE_HIERARCHY, which decides whether a device is a tile or a whole GPU.
+Sources: torchrun, PALS (Aurora), SLURM, Open MPI and Intel MPI variables; Level Zero's ZE_FLAT_DEVICE_HIERARCHY, which
+decides whether a device is a tile or a whole GPU, and ZE_AFFINITY_MASK, which hides devices; oneCCL's CCL_OP_SYNC.
 """
 
 import re
@@ -18,6 +18,13 @@ _LOCAL_SIZES = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
 )
+_LOCAL_RANKS = (
+    "LOCAL_RANK",  # torchrun
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+)
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
@@ -32,6 +39,31 @@ def _uniform_count(value: str) -> int | None:
     """Read '12' or SLURM's '12(x4)'; None for '12(x3),8', where nodes differ."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", value.strip())
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def local_rank(environment: Mapping[str, str]) -> int:
+    """This rank's number on its node; 0 when no launcher says so.
+
+    Raises:
+        ValueError: what a launcher's variable says is no number.
+    """
+    for name in _LOCAL_RANKS:
+        if value := environment.get(name):
+            if not value.isdecimal():
+                raise ValueError(f"{name}={value!r} is not valid; valid are numbers from 0")
+            return int(value)
+    return 0
+
+
+def device_index(rank: int, environment: Mapping[str, str]) -> int:
+    """The XPU of a rank by its number on the node; 0 where ZE_AFFINITY_MASK shows each rank its own tile alone."""
+    mask = environment.get("ZE_AFFINITY_MASK", "")
+    return 0 if mask and "," not in mask else rank
+
+
+def collectives_block(environment: Mapping[str, str]) -> bool:
+    """Whether oneCCL runs every collective to its end before it goes on (CCL_OP_SYNC), so that none is ever hidden."""
+    return environment.get("CCL_OP_SYNC", "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:

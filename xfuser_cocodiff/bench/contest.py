@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff.stopwatch import race
 
@@ -30,13 +31,14 @@ def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: tor
 
 def slowest(seconds: float, device: torch.device) -> float:
     """The largest of the values that the ranks pass."""
-    value = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
+    return _reduced(seconds, "max", device)
 
 
 def mean(value: float, device: torch.device) -> float:
     """The mean of the values that the ranks pass."""
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    return _reduced(value, "sum", device) / dist.get_world_size()
+
+
+def _reduced(value: float, operation: str, device: torch.device) -> float:
+    own = torch.tensor(value, dtype=torch.float64, device=device)
+    return functional.wait_tensor(functional.all_reduce(own, operation, dist.group.WORLD)).item()

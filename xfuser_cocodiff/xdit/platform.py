@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import launcher
 from xfuser_cocodiff.xdit import host_clock, source
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
@@ -31,7 +32,9 @@ class Platform:
 
     def device(self, index: int | None = None) -> torch.device:
         """The device of a local rank; the CPU has one for all."""
-        return torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, None if index is None else launcher.device_index(index, os.environ))
 
     def translate(self, value: Any) -> Any:
         """Turn what names a CUDA device into this platform's; anything else stays as it is."""
@@ -116,14 +119,24 @@ _XPU_NAMES = (
 )
 
 
+_IPEX, _TORCH_CCL = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"
+
+
 def _xpu() -> Platform:
-    _import_if_installed("intel_extension_for_pytorch")
+    # Both register themselves with PyTorch, which has to be before a process group is made or a kernel runs.
+    for legacy in (_IPEX, _TORCH_CCL):
+        _import_if_installed(legacy)
     platform = Platform("xpu", _xpu_backend, {})
     stand_ins = {name: getattr(torch.xpu, name) for name in _XPU_NAMES}
     calls = {
         name: value if isinstance(value, type) else platform.translating(value) for name, value in stand_ins.items()
     }
-    return replace(platform, cuda=calls)
+    return replace(platform, cuda={**calls, "set_device": lambda device: calls["set_device"](_own(device, platform))})
+
+
+def _own(device: Any, platform: Platform) -> Any:
+    """A number by which a script means the device of a local rank, as that device."""
+    return platform.device(device) if isinstance(device, int) else device
 
 
 def _xpu_backend() -> str:
@@ -131,11 +144,11 @@ def _xpu_backend() -> str:
     native = dist.get_default_backend_for_device("xpu")
     if dist.is_backend_available(native):
         return native
-    if _import_if_installed("oneccl_bindings_for_pytorch"):
+    if _import_if_installed(_TORCH_CCL):
         return "ccl"
     raise RuntimeError(
-        f"no collectives for XPU: this PyTorch was built without {native!r}, and oneccl_bindings_for_pytorch, "
-        "which would bring 'ccl', is not installed"
+        f"no collectives for XPU: this PyTorch was built without {native!r}, and {_TORCH_CCL}, which would bring "
+        "'ccl', is not installed or does not load"
     )
 
 
@@ -189,7 +202,8 @@ def _select_device_first(original: Callable, platform: Platform) -> Callable:
     @functools.wraps(original)
     def init_distributed_environment(*args: Any, **kwargs: Any) -> None:
         if platform.device_type != "cpu":
-            torch.accelerator.set_device_index(local_rank(os.environ))
+            index = launcher.device_index(launcher.local_rank(os.environ), os.environ)
+            torch.accelerator.set_device_index(index)
         original(*args, **kwargs)
 
     return init_distributed_environment
@@ -205,14 +219,6 @@ def compute_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def local_rank(environment: Mapping[str, str]) -> int:
-    """This rank's number on its node: torchrun's, else PALS's (Aurora), else SLURM's, else 0."""
-    for name in ("LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"):
-        if name in environment:
-            return int(environment[name])
-    return 0
-
-
 def _yunchang_groups(_: Any) -> Any:
     from yunchang.globals import PROCESS_GROUP
 
@@ -225,7 +231,7 @@ def _import_if_installed(name: str) -> bool:
     try:
         importlib.import_module(name)
     except Exception as error:  # a legacy package that does not fit this PyTorch is as good as absent
-        note(f"{name} is installed but does not load: {error}")
+        note(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
         return False
     return True
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff import kernels, modes
 from xfuser_cocodiff.choice import planned_mesh
@@ -222,7 +223,7 @@ def make_runtime(config: CocoDiffConfig, mesh: Mesh, way: SlowWay | None) -> Run
         return None
 
     def largest(values: list[float]) -> list[float]:
-        return agreed_numbers(mesh, values, dist.ReduceOp.MAX)
+        return agreed_numbers(mesh, values, "max")
 
     runtime = _runtime(config, way, largest, None)
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
@@ -278,12 +279,15 @@ def _runtime(
     )
 
 
-def agreed_numbers(mesh: Mesh, values: list[float], operation: Any) -> list[float]:
-    """Numbers reduced over the Ulysses group."""
+def agreed_numbers(mesh: Mesh, values: list[float], operation: str) -> list[float]:
+    """Numbers reduced over the Ulysses group, by 'sum', 'min' or 'max'."""
     from yunchang.globals import PROCESS_GROUP
 
-    found = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
-    found = found.to(compute_device())
+    own = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
+    own = own.to(compute_device())
+
+    def reduce() -> torch.Tensor:
+        return functional.wait_tensor(functional.all_reduce(own, operation, PROCESS_GROUP.ULYSSES_PG))
+
     # In the lane, where it cannot overtake an exchange that is under way.
-    mesh.lane.run(lambda: dist.all_reduce(found, operation, group=PROCESS_GROUP.ULYSSES_PG))
-    return found.tolist()
+    return mesh.lane.run(reduce).tolist()

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from xfuser_cocodiff.attention import Attend, ulysses_attention
 from xfuser_cocodiff.coding import Coding
@@ -237,19 +236,19 @@ def _trial(v_first: bool, counts: list[int]) -> Trial:
     return Trial(schedules, _mean_of_all)
 
 
-def _reduced(values: list[float], operation: Any) -> list[float]:
+def _reduced(values: list[float], operation: str) -> list[float]:
     return sites.agreed_numbers(sites.active_mesh(), values, operation)
 
 
 def _mean_of_all(values: list[float]) -> list[float]:
-    return _reduced(values, dist.ReduceOp.SUM)
+    return _reduced(values, "sum")
 
 
 def _all_agree(value: object) -> bool:
     """Whether all ranks pass the same."""
     # 24 bits are exact in any floating type used here.
     digest = zlib.crc32(repr(value).encode()) & 0xFFFFFF
-    lowest, highest = _reduced([digest, -digest], dist.ReduceOp.MIN)
+    lowest, highest = _reduced([digest, -digest], "min")
     return lowest == -highest
 
 

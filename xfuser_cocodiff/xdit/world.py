@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import launcher
 from xfuser_cocodiff.collectives import Mesh, set_timeout
 from xfuser_cocodiff.config import Overlap
 from xfuser_cocodiff.runtime import Runtime
@@ -34,7 +35,7 @@ def start(timeout: float | None = None) -> dist.ProcessGroup:
     from yunchang.globals import PROCESS_GROUP
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    init_distributed_environment(rank=rank, world_size=world, local_rank=int(os.environ.get("LOCAL_RANK", rank)))
+    init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world)
     group = PROCESS_GROUP.ULYSSES_PG
     if timeout:
