@@ -53,6 +53,30 @@ def test_a_trial_decides_once_for_each_size(times: list[float], expected: str) -
     assert races == 2  # one for each size
 
 
+XPU = torch.device("xpu", 0)
+
+
+def test_direct_sends_are_for_the_cpu() -> None:
+    machine = dataclasses.replace(MACHINE, direct=MACHINE)
+    assert choice.known_of(machine, CPU).direct == MACHINE
+    assert choice.known_of(machine, XPU).direct is None
+    direct = Plan.parse("hierarchical:gpu*,node", machine.topology)
+    choice.check_fits(direct, CPU, "--cocodiff_a2a")
+    choice.check_fits(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
+    with pytest.raises(ValueError, match=r"--cocodiff_a2a: 'hierarchical:gpu\*,node' .*valid on xpu are plans without"):
+        choice.check_fits(direct, XPU, "--cocodiff_a2a")
+
+
+def test_collectives_that_are_known_to_block_hide_nothing() -> None:
+    machine = dataclasses.replace(MACHINE, overlap=0.9)
+    assert choice.known_of(machine, XPU).hides == 0.9
+    assert choice.known_of(machine, XPU, synchronous=True).hides == 0
+    assert choice.known_of(machine, CPU, synchronous=True).hides == 0.9  # the variable is oneCCL's
+    for synchronous in (False, True):
+        ahead = choice.sends_ahead(None, lambda size: Plan.flat(machine.topology), synchronous)
+        assert ahead(1, 3) is not synchronous
+
+
 def test_what_would_take_too_long_is_not_tried() -> None:
     slow = dataclasses.replace(MACHINE, launch_seconds=10.0)
     found, races = ranks.run(choose, 4, slow, [1.0, 0.1], [1000])[0]

@@ -1,6 +1,9 @@
 """FLUX.1 in xDiT's wrapper, on real ranks: what is under way when, and what is said of it."""
 
+import contextlib
+import dataclasses
 import os
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.traffic import Label
 
 
 def start(rank: int, depth: int = 6) -> tuple:
@@ -110,6 +114,60 @@ def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
     for spans in ranks.run(take_spans, 2):
         layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
         assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qkv", "o", "o")]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_nothing_is_tried_the_planner_says_what_travels_together(ahead: bool) -> None:
+    """As on an accelerator: Q, K and V are one message where V's own would cost more than it hides."""
+    together = ["qkv", "o"] * 3
+    for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
+        assert labels == (["v", "qk", "o"] * 3 if ahead else together)
+        assert schedules == ["V first, 1 head group" if ahead else "together, 1 head group"]
+        assert asked and {3 * value == whole for value, whole in asked} == {True}
+
+
+def test_the_user_s_word_stands_against_the_planner_s() -> None:
+    for labels, asked, _ in ranks.run(go_by_the_planner, 2, False, True):
+        assert labels == ["v", "qk", "o"] * 3
+        assert not asked
+
+
+def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
+    """What a step sends when the planner has its word, once layers are known; and what it was asked."""
+    import types
+
+    from xfuser_cocodiff import attention
+    from xfuser_cocodiff.collectives import Mesh
+    from xfuser_cocodiff.config import Overlap
+    from xfuser_cocodiff.plan import Plan
+    from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.xdit import usp, world
+
+    group, _, step = start(rank, depth=3)
+    topology, asked = Topology.flat(2), []
+    mesh = dataclasses.replace(
+        Mesh.over(group, topology, [Plan.flat(topology)]), ahead=lambda *sizes: asked.append(sizes) or ahead
+    )
+    expected = step()
+    labels: list[str] = []
+
+    def noting(original: Callable) -> Callable:
+        def noted(*args: object) -> object:
+            labels.extend(arg.what for arg in args if isinstance(arg, Label))
+            return original(*args)
+
+        return noted
+
+    accelerator = mock.patch.object(usp, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
+    sites = [(usp, "send_to_heads"), (attention, "reshard")]
+    with accelerator, contextlib.ExitStack() as patched:
+        for module, name in sites:
+            patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+        world.use(mesh, Overlap(v_first))
+        for _ in range(5):
+            labels.clear()
+            assert torch.equal(step(), expected)
+    return labels, asked, sorted({str(kind.trial.schedule) for kind in usp.layers().kinds})
 
 
 @pytest.mark.parametrize("groups", [2, 4])

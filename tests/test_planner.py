@@ -126,12 +126,44 @@ def test_direct_sends_are_used_where_they_are_faster() -> None:
     assert planner.bound_seconds(machine, 2**20) == pytest.approx(2**19 / 2e6)
 
 
+def test_chunks_gain_nothing_where_nothing_overlaps() -> None:
+    machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=0.1, launch=1.0)
+    whole = Plan.hierarchical(machine.topology)
+    chunked = dataclasses.replace(whole, chunks=2)
+    apart = dataclasses.replace(machine, overlap=0.0)
+    copies = 2 * 0.012
+    wires = 1.5 + 4 + 6
+    assert planner.plan_cost(apart, whole, MESSAGE) == planner.plan_cost(machine, whole, MESSAGE)
+    assert planner.seconds(apart, chunked, MESSAGE) == pytest.approx(2 * 3.4 + wires + 2 * copies)
+    half = dataclasses.replace(machine, overlap=0.5)
+    ends = [planner.seconds(one, chunked, MESSAGE) for one in (machine, apart)]
+    assert planner.seconds(half, chunked, MESSAGE) == pytest.approx(sum(ends) / 2)
+
+
+def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:
+    """2 ranks, 1 MB/s, so that a message takes half of its bytes, and a call costs 10 ms."""
+    machine = profile_of([2], [1e6], latency=0.0, launch=0.01)
+
+    def pays(value_bytes: int, **changes: float) -> bool:
+        changed = dataclasses.replace(machine, **changes)
+        return planner.ahead_pays(changed, lambda size: Plan.flat(machine.topology), value_bytes, 3 * value_bytes)
+
+    assert pays(10**6)
+    assert not pays(10**4)  # 5 ms on the link
+    assert pays(10**4, launch_seconds=1e-4)
+    assert pays(10**6, overlap=1.0) and pays(10**6, overlap=0.5)
+    assert not pays(10**6, overlap=0.0) and not pays(10**6, overlap=0.1)
+
+
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0.1, 1.0, 1.5)
-    machine = dataclasses.replace(machine, direct=machine)
+    machine = dataclasses.replace(machine, direct=machine, overlap=0.25)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": machine.to_json()}))
     assert Profile.read(file) == machine
+    values = machine.to_json()
+    del values["overlap"]  # as earlier versions wrote it
+    assert Profile.from_json(values) == dataclasses.replace(machine, overlap=None)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +177,8 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         lambda values: values["links"][0].update(bytes_per_second=0),
         lambda values: values["links"][0].update(colour="red"),
         lambda values: values.update(topology="2x2"),
+        lambda values: values.update(overlap=1.5),
+        lambda values: values.update(overlap="most"),
     ],
 )
 def test_a_bad_profile_is_refused(spoil, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from xfuser_cocodiff import probe
 from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import EXACT, CocoDiffConfig
-from xfuser_cocodiff.plan import Plan, candidates
-from xfuser_cocodiff.planner import choose, ranking, seconds
+from xfuser_cocodiff.plan import DIRECT, Plan, candidates
+from xfuser_cocodiff.planner import ahead_pays, choose, ranking, seconds
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.stopwatch import race
 from xfuser_cocodiff.topology import Topology
@@ -51,6 +51,8 @@ def planned_mesh(
     apart where the mode of the settings approximates; their exchanges go by plans of their own. What was `measured` of
     the links need not be probed again.
     """
+    if config.plan:
+        check_fits(config.plan, device, "--cocodiff_a2a")
     plans = [config.plan] if config.plan else candidates(config.topology)
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
     mesh = Mesh.over(group, config.topology, plans, traffic, timeout, device)
@@ -58,6 +60,7 @@ def planned_mesh(
     if profile is None and (config.plan is None or (config.mode != EXACT and config.slow_axes is None)):
         every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout, device=device)
         profile = probe.measure(every, group, device)
+    profile = profile and known_of(profile, device, config.synchronous)
 
     def choosing(group: dist.ProcessGroup, mesh: Mesh) -> Mesh:
         if profile is None:
@@ -72,9 +75,46 @@ def planned_mesh(
 
     if config.plan is None:
         mesh = choosing(group, mesh)
+    mesh = replace(mesh, ahead=sends_ahead(profile, mesh.choose, config.synchronous))
     if config.mode == EXACT:
         return mesh, None
     return mesh, SlowWay.over(group, mesh, config.slow_axes or profile.slow_axes, part)
+
+
+def check_fits(plan: Plan, device: torch.device, option: str) -> None:
+    """Refuse direct sends on an accelerator, before any collective.
+
+    There, sends and receives are run in the order of a stream: each rank would wait in its first receive for sends that
+    nobody gets to. Gloo, which they are for, has no such order.
+
+    Raises:
+        ValueError: the plan has direct sends, which the device cannot run; names the option that it comes from.
+    """
+    if device.type != "cpu" and any(plan.direct):
+        raise ValueError(
+            f"{option}: '{plan}' sends directly ({DIRECT}), which is for the CPU; valid on {device.type} are plans "
+            f"without {DIRECT}, or 'auto'"
+        )
+
+
+def known_of(profile: Profile, device: torch.device, synchronous: bool = False) -> Profile:
+    """What counts of a profile on a device.
+
+    Direct sends, measured on a CPU, are not fit for an accelerator; and where it is known that its collectives run one
+    by one, nothing overlaps, whatever a profile of another day says.
+    """
+    if device.type == "cpu":
+        return profile
+    return replace(profile, direct=None, overlap=0.0 if synchronous else profile.overlap)
+
+
+def sends_ahead(
+    profile: Profile | None, plan_for: Callable[[int], Plan], synchronous: bool
+) -> Callable[[int, int], bool]:
+    """What :attr:`Mesh.ahead` is to be: the planner's word where a profile is known, else whether anything overlaps."""
+    if profile is None:
+        return lambda ahead_bytes, all_bytes: not synchronous
+    return functools.partial(ahead_pays, profile, plan_for)
 
 
 def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:

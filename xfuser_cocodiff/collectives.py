@@ -51,6 +51,9 @@ class Mesh:
     """Where the exchanges of this mesh run, those of a copy with other fields too."""
     timeout: timedelta = default_pg_timeout
     """How long a direct send waits for its peer; the groups know it for their collectives."""
+    ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
+    """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together:
+    the same on every rank. Asked where that is not found out by a trial."""
 
     @classmethod
     def over(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff import kernels, modes, plan
+from xfuser_cocodiff import kernels, launcher, modes, plan
 from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.plan import Plan
@@ -178,6 +178,9 @@ class CocoDiffConfig:
     kernels: str = AUTO
     """One of kernels.CHOICES."""
 
+    synchronous: bool = False
+    """Whether the machine is told to run collectives one by one (CCL_OP_SYNC): on an accelerator nothing is hidden."""
+
     detected: bool = False
     """Whether the topology was read from the launcher rather than given."""
 
@@ -192,7 +195,7 @@ def resolve(
 
     Args:
         values: option fields as parsed; None or False means not given.
-        environment: process environment, read for the COCODIFF_ variables of OPTIONS.
+        environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
         degree: Ulysses degree.
         detected: topology to use when none is given; it tells whether ranks lie on several nodes in any case.
 
@@ -229,6 +232,7 @@ def resolve(
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         kernels=_read(chosen["cocodiff_kernels"], _kernels) or AUTO,
+        synchronous=launcher.collectives_block(environment),
         detected=chosen["cocodiff_topology"][0] is None,
     )
 

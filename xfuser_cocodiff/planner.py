@@ -4,6 +4,7 @@ The same model predicts for a measured machine and, in `cocodiff simulate`, for 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.plan import Plan, Stage, candidates
@@ -46,6 +47,12 @@ def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
         plan: how the all-to-all runs.
         message_bytes: what a rank holds before it, its own share included.
     """
+    cost = plan_cost(profile, plan, message_bytes)
+    return cost.host + cost.wire
+
+
+def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
+    """The parts of :func:`seconds`, for all stages of a plan."""
     costs = [
         stage_cost(profile, stage, message_bytes / plan.chunks, direct)
         for stage, direct in zip(plan.stages, plan.direct, strict=True)
@@ -54,10 +61,29 @@ def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
     host = plan.chunks * sum(cost.host for cost in costs) + copies * message_bytes / profile.copy_bytes_per_second
     wires = [cost.wire for cost in costs]
     if plan.chunks == 1:
-        return host + sum(wires)
+        return StageCost(host, sum(wires))
     # The first chunk passes all stages; then the slowest stage sets the pace, beside the others.
     contention = max(_way(profile, direct).contention for direct in plan.direct)
-    return host + sum(wires) + (plan.chunks - 1) * max(wires) * contention
+    pipelined = sum(wires) + (plan.chunks - 1) * max(wires) * contention
+    # Where collectives do not overlap, they do not overlap each other either.
+    return StageCost(host, profile.hides * pipelined + (1 - profile.hides) * plan.chunks * sum(wires))
+
+
+def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
+    """Whether a tensor is better sent ahead, while others are computed, than in one message with them.
+
+    Ahead it costs a call of its own, and the share of its time on the links that computation does not hide. So all
+    travel together where a call costs more than its bytes, and where nothing overlaps.
+
+    Args:
+        profile: the machine.
+        plan_for: the plan of a message of so many bytes.
+        ahead_bytes: of the tensor.
+        all_bytes: of all tensors, this one included.
+    """
+    alone = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes)
+    rest, together = (seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes))
+    return alone.host + (1 - profile.hides) * alone.wire + rest < (1 - MARGIN) * together
 
 
 def _way(profile: Profile, direct: bool) -> Profile:

@@ -5,6 +5,7 @@ rank; all ranks of the group end up with the same profile.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
 _SMALL_CALLS, _ROUNDS = 3, 3
+_SQUARE = 512
+"""Side of the matrices that are multiplied while a message travels."""
 
 
 _CODEC = Codec(bits=2)
@@ -52,8 +55,11 @@ def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profi
     """
     probe = _Probe(dataclasses.replace(mesh, traffic=Traffic()), group, device)
     profile = _profile(probe, direct=False)
-    # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
-    return dataclasses.replace(profile, direct=_profile(probe, direct=True)) if device.type == "cpu" else profile
+    if device.type == "cpu":
+        # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
+        return dataclasses.replace(profile, direct=_profile(probe, direct=True))
+    # What overlaps on a CPU, layers find out by trying; on an accelerator the host does not see how long they take.
+    return dataclasses.replace(profile, overlap=probe.overlap() if mesh.topology.levels else None)
 
 
 def _profile(probe: "_Probe", direct: bool) -> Profile:
@@ -132,6 +138,32 @@ class _Probe:
             decode(encode(values, sent, _CODEC, None)[0], received, _CODEC, None, target)
 
         return values.nbytes / self._taken(code, 1)
+
+    def overlap(self) -> float:
+        """Share of a collective that hides behind computation: both at once against each alone.
+
+        It is 0 where a collective holds up the host or the device until it is done, as under oneCCL's CCL_OP_SYNC=1.
+        """
+        topology = self.mesh.topology
+        plan = Plan.flat(topology)
+        share = self.sample(plan.stages[0], False).more_bytes // topology.size
+        message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=self.device)
+        square = torch.randn(_SQUARE, _SQUARE, device=self.device)
+
+        def compute(times: int) -> None:
+            for _ in range(times):
+                torch.mm(square, square)
+
+        def both(times: int) -> None:
+            flight = self.mesh.start(message, plan, 0)
+            compute(times)
+            self.mesh.finish(flight)
+
+        exchange = self._taken(lambda: both(0), 1)
+        times = max(1, round(exchange / self._taken(lambda: compute(_SMALL_CALLS), 1) * _SMALL_CALLS))
+        computation, together = (self._taken(functools.partial(work, times), 1) for work in (compute, both))
+        hidden = (exchange + computation - together) / min(exchange, computation)
+        return min(max(hidden, 0.0), 1.0)
 
     def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int) -> float:
         topology = self.mesh.topology

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, slowest
-from xfuser_cocodiff.choice import by_trial
+from xfuser_cocodiff.choice import by_trial, check_fits, known_of
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan, candidates
@@ -53,9 +53,11 @@ def measure(
     Returns:
         The record, the same on every rank.
     """
+    for plan in plans or ():
+        check_fits(plan, device, "--plans")
     mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())], device=device)
     started = time.perf_counter()
-    profile = Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device)
+    profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
     choose = functools.partial(planner.choose, profile) if profile_file else by_trial(mesh, profile, group, device)
     cluster = links.from_environment()

@@ -114,7 +114,7 @@ def _only_detection_differs(proposals: list[dict]) -> bool:
     return first.get("detected", False) and not same_machine and all(other == first for other in others)
 
 
-_PLAIN = ("mode", "timeout", "detected", "schedule", "max_error", "memory_budget")
+_PLAIN = ("mode", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
 
 
 def _as_json(config: CocoDiffConfig | None) -> dict:

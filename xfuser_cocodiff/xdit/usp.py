@@ -160,7 +160,8 @@ def _attention(
         result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
         equal = [count for count, same in counts.items() if _all_agree(same) and same]
         kind.unequal = tuple(count for count in counts if count not in equal)
-        kind.trial = _trial(kind.ready, equal)
+        all_bytes = query.nbytes + key.nbytes + value.nbytes
+        kind.trial = _trial(kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
         return result
     return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
 
@@ -215,8 +216,15 @@ def _comparing(attend: Attend, heads: list[int]) -> tuple[Attend, dict[int, bool
     return comparing, same
 
 
-def _trial(v_first: bool, counts: list[int]) -> Trial:
-    """The schedules that a kind of layer may run by."""
+def _trial(v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
+    """The schedules that a kind of layer may run by.
+
+    Args:
+        v_first: whether V can go first.
+        counts: numbers of head groups, beside 1, that change no bit.
+        ahead: asked where it is not tried whether V is to go first; else Q, K and V are one message. All ranks get the
+            same answer.
+    """
     wanted = sites.active_overlap()
     v_first = v_first and wanted.v_first is not False
     if wanted.head_groups is None:
@@ -232,7 +240,7 @@ def _trial(v_first: bool, counts: list[int]) -> Trial:
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
     if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
-        schedules = [Schedule(v_first, counts[0])]
+        schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
     return Trial(schedules, _mean_of_all)
 
 
