@@ -117,6 +117,52 @@ def test_not_bit_equal_is_status_1(script: Callable) -> None:
     assert cli.main(script("--differ")) == 1
 
 
+@pytest.fixture
+def launcher(tmp_path: Path) -> str:
+    """A command line that starts so many ranks at once, as mpiexec does, and says how many there were."""
+    file = tmp_path / "launch.py"
+    file.write_text(
+        "import os, subprocess, sys\n"
+        "count, program = int(sys.argv[1]), sys.argv[2:]\n"
+        "ranks = [subprocess.Popen(program, env={**os.environ, 'RANK': str(rank)}) for rank in range(count)]\n"
+        "print('launched', count)\n"
+        "sys.exit(max(rank.wait() for rank in ranks))\n"
+    )
+    return f"{sys.executable} '{file}' {{ranks}}"
+
+
+def test_another_launcher_starts_the_ranks(script: Callable, launcher: str, tmp_path: Path) -> None:
+    line = script()
+    assert cli.main([line[0], "--launcher", launcher, *line[1:]]) == 0
+    assert (tmp_path / "out/logs/stock-1.log").read_text() == "launched 2\n"
+    assert len(list((tmp_path / "out/records/exact-1").glob("rank*.json"))) == 2
+    xdit = command.launch(["--model", "M", "--ulysses_degree=2", "--ring_degree", "3"], "mpiexec -n {ranks} 'rank it'")
+    assert xdit[:5] == ["mpiexec", "-n", "6", "rank it", sys.executable]
+    assert xdit[5:] == ["-m", "xfuser.runner", "--model", "M", "--ulysses_degree=2", "--ring_degree", "3"]
+
+
+def test_stock_is_taken_from_an_earlier_comparison(
+    script: Callable, launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def compare(name: str, *more: str, plugin: tuple[str, ...] = (), stock: str = "") -> int:
+        line = script(*plugin)
+        line[line.index("--out") + 1] = str(tmp_path / name)
+        earlier = ["--stock", str(tmp_path / stock)] if stock else []
+        return cli.main([line[0], *earlier, "--launcher", launcher, *more, *line[1:]])
+
+    assert compare("first") == 0
+    assert compare("second", stock="first", plugin=("--cocodiff_mode", "fast")) == 0
+    said = capsys.readouterr().out
+    assert (said.count("stock 1: started"), said.count("fast 1: started")) == (1, 1)
+    first, second = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("first", "second"))
+    assert second["runs"][0] == first["runs"][0]
+    assert second["runs"][1]["name"] == "fast"
+    assert compare("third", stock="first", plugin=("--other", "argument")) == 2
+    assert "valid here is a comparison of" in capsys.readouterr().err
+    assert compare("third", stock="nowhere") == 2
+    assert "nowhere is no folder of a comparison" in capsys.readouterr().err
+
+
 def test_a_failed_launch_is_status_2_and_says_why(script: Callable, capsys) -> None:
     assert cli.main(script("--fail")) == 2
     said = capsys.readouterr().err
@@ -155,6 +201,8 @@ def test_an_interrupt_stops_every_process(script: Callable, tmp_path: Path, how:
         (["compare", "--", "--model", "M"], "--ulysses_degree is missing"),
         (["compare", "--", "--model", "M", "--ulysses_degree", "two"], "'two' is not a whole number"),
         (["compare", "--", "--ulysses_degree=2", "--num_iterations=0"], "leave nothing to compare"),
+        (["compare", "--launcher", "mpiexec 'rank", "--", "--ulysses_degree=2"], '"mpiexec \'rank" is not valid: No c'),
+        (["compare", "--launcher", " ", "--", "--ulysses_degree=2"], "--launcher ' ' is not valid: No command"),
         (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "there is no script nowhere.py"),
     ],
 )

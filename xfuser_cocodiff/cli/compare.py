@@ -16,12 +16,22 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="run a command with stock xDiT and with the plugin, and report",
         description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
-        usage="%(prog)s [--out DIR] [--repeats N] [--trace] [--json FILE] -- <xdit arguments | script and arguments>",
+        usage="%(prog)s [--out DIR] [--repeats N] [--launcher COMMAND] [--stock DIR] [--trace] [--json FILE] "
+        "-- <xdit arguments | script and arguments>",
         epilog="Exit status: 1 when nothing was approximated and the result is not stock's bit for bit, 2 when nothing "
         "was compared.",
     )
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")
+    parser.add_argument(
+        "--launcher",
+        metavar="COMMAND",
+        help="what starts the ranks in place of torchrun, such as 'mpiexec -n {ranks} --ppn 12 rank.sh'; it gives each "
+        "one RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all of them see the folder of the report",
+    )
+    parser.add_argument(
+        "--stock", type=Path, metavar="DIR", help="take stock's side from the report of an earlier comparison there"
+    )
     parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.set_defaults(run=run, parser=parser)
@@ -39,7 +49,15 @@ def run(options: argparse.Namespace) -> int:
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {report.INSTALL}")
     try:
-        figures = compare.compare(options.xdit_arguments, options.out, options.repeats, console, options.trace)
+        figures = compare.compare(
+            options.xdit_arguments,
+            options.out,
+            options.repeats,
+            console,
+            options.trace,
+            options.launcher,
+            options.stock,
+        )
     except (compare.UsageError, child.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:

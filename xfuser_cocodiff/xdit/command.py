@@ -1,10 +1,14 @@
 """xDiT's command lines: reading options in them, and launching them as xDiT itself would."""
 
 import importlib.util
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+_PLACES = ("master_port", "output_directory")
+"""Options that say where a launch happens."""
 
 
 def is_script(arguments: Sequence[str]) -> bool:
@@ -36,8 +40,38 @@ def _is(argument: str, name: str) -> bool:
     return argument.startswith("--") and argument[2:].replace("-", "_") == name
 
 
-def launch(arguments: Sequence[str]) -> list[str]:
-    """The command that starts all ranks of a script, or xDiT's own command."""
+def bearing_on_stock(arguments: Sequence[str]) -> list[str]:
+    """A command line less what stock xDiT takes no notice of: the plugin's values, and places of single launches."""
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if is_value:
+            is_value = False
+        elif name.replace("-", "_").startswith("__cocodiff_") or any(_is(name, place) for place in _PLACES):
+            is_value = not equals
+        else:
+            kept.append(argument)
+    return kept
+
+
+def launch(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
+    """The command that starts all ranks of a script, or xDiT's own command.
+
+    Args:
+        arguments: an example script and its arguments, or those of the xdit command.
+        launcher: what starts the ranks in place of torchrun, such as "mpiexec -n {ranks} rank.sh"; {ranks} becomes
+            their number. It gives each rank RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: the launcher is no command line.
+    """
+    if launcher is not None:
+        program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
+        start = shlex.split(launcher.replace("{ranks}", str(_num_ranks(arguments))))
+        if not start:
+            raise ValueError("No command")
+        return [*start, sys.executable, *program, *arguments]
     if is_script(arguments):
         ranks = f"--nproc_per_node={_num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
