@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: changes to the checkout and makes sure that `python` has the project and its extras.
 #
 # Uses the active virtual environment when VIRTUAL_ENV is set, else makes .venv. A PyTorch that is there already is kept.
@@ -17,6 +18,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
             exit 1
         }
     fi
+    # shellcheck source=/dev/null
     . .venv/bin/activate
 fi
 PATH="$VIRTUAL_ENV/bin:$PATH"
@@ -32,7 +34,7 @@ if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
     python -m pip --version > /dev/null 2>&1 || python -m ensurepip > /dev/null
     python -c 'import torch' 2> /dev/null ||
         python -m pip install --quiet ${COCODIFF_TORCH_INDEX:+--index-url "$COCODIFF_TORCH_INDEX"} "${COCODIFF_TORCH:-torch==2.13.0}"
-    extras=test
+    extras="test"
     python -c 'import triton' 2> /dev/null || extras=test,cpu
     python -m pip install --quiet --editable ".[$extras]"
     echo "$wanted" > "$stamp"

@@ -128,7 +128,9 @@ class Judge:
             sigma = pipe.scheduler.sigmas[step + 1]
             noisy = pack((1 - sigma) * known + sigma * noise, *shape)
             latents = values["latents"]
-            values["latents"] = torch.where(pack(hidden.float(), *shape).bool(), latents, noisy.to(latents.dtype))
+            values["latents"] = torch.where(
+                pack(hidden.float(), *shape).bool().to(latents.device), latents, noisy.to(latents)
+            )
             return values
 
         return keep
@@ -137,7 +139,7 @@ class Judge:
     def _latents(self, pictures: np.ndarray) -> torch.Tensor:
         vae = self._solo.pipe.vae
         pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
-        latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
+        latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
         return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
