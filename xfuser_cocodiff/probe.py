@@ -20,7 +20,7 @@ from xfuser_cocodiff.planner import stage_cost
 from xfuser_cocodiff.profile import AxisLink, Profile
 from xfuser_cocodiff.stopwatch import race
 from xfuser_cocodiff.topology import Axis
-from xfuser_cocodiff.traffic import Traffic
+from xfuser_cocodiff.traffic import Label, Traffic
 
 _PEER_BYTES = 64
 """Sent to each peer to see what a collective costs when there is next to nothing to send."""
@@ -29,6 +29,7 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
 _SMALL_CALLS, _ROUNDS = 3, 3
+_LABEL = Label("probe")
 _SQUARE = 512
 """Side of the matrices that are multiplied while a message travels."""
 
@@ -140,13 +141,14 @@ class _Probe:
         return values.nbytes / self._taken(code, 1)
 
     def overlap(self) -> float:
-        """Share of a collective that hides behind computation: both at once against each alone.
+        """Share of an exchange that hides behind computation: both at once against each alone.
 
-        It is 0 where a collective holds up the host or the device until it is done, as under oneCCL's CCL_OP_SYNC=1.
+        It is 0 where an exchange holds up the host or the device until it is done, as under oneCCL's CCL_OP_SYNC=1. It
+        goes by axis, as the one of V may, and is as long as a flat one that shows the bandwidth.
         """
         topology = self.mesh.topology
-        plan = Plan.flat(topology)
-        share = self.sample(plan.stages[0], False).more_bytes // topology.size
+        plan = Plan.hierarchical(topology)
+        share = self.sample(Plan.flat(topology).stages[0], False).more_bytes // topology.size
         message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=self.device)
         square = torch.randn(_SQUARE, _SQUARE, device=self.device)
 
@@ -155,9 +157,9 @@ class _Probe:
                 torch.mm(square, square)
 
         def both(times: int) -> None:
-            flight = self.mesh.start(message, plan, 0)
+            handle = self.mesh.post(message, plan, _LABEL, lambda received: received)
             compute(times)
-            self.mesh.finish(flight)
+            handle.wait()
 
         exchange = self._taken(lambda: both(0), 1)
         times = max(1, round(exchange / self._taken(lambda: compute(_SMALL_CALLS), 1) * _SMALL_CALLS))
