@@ -8,6 +8,7 @@ from xfuser_cocodiff.launcher import (
     device_index,
     local_rank,
     ranks_per_node,
+    shares_device,
     tiles_per_gpu,
 )
 
@@ -104,3 +105,20 @@ def test_detect(degree: int, local: int, device: str, expected: str) -> None:
 
 def test_detect_without_a_launcher_is_flat() -> None:
     assert str(detect(4, {})) == "flat"
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "devices", "shared"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, [], 1, True),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], 2, False),
+        ({}, [], 1, False),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], 0, False),  # no accelerator
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, [], 1, False),  # each rank may see another one
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, ["--cocodiff_share_device"], 1, True),
+        ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "1"}, [], 2, True),
+        ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "0"}, [], 2, False),
+    ],
+)
+def test_who_shares_a_device(environment: dict, arguments: list[str], devices: int, shared: bool) -> None:
+    assert shares_device(environment, arguments, devices) is shared

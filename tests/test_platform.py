@@ -1,6 +1,7 @@
 """Platforms that xDiT lacks. The XPU is a stand-in for torch.xpu: no Intel GPU was there to run this on."""
 
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class StandInXPU(types.SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(calls=[])
         self.Event, self.Stream = (type(name, (), {}) for name in ("Event", "Stream"))
-        for name in platform._XPU_NAMES:
+        for name in platform._FACADE:
             if not hasattr(self, name):
                 setattr(self, name, self._note(name))
 
@@ -33,6 +34,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> StandInXPU:
     stand_in = StandInXPU()
     monkeypatch.setattr(torch, "xpu", stand_in)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 12)
     return stand_in
 
 
@@ -45,7 +47,47 @@ def test_without_an_accelerator_the_cpu_is_added() -> None:
 def test_what_xdit_knows_is_left_alone(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     device = types.SimpleNamespace(type=known)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     assert platform.detect() is None
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> StandInXPU:
+    """A stand-in for a machine with one CUDA device, and ranks enough for two."""
+    stand_in = StandInXPU()
+    monkeypatch.setattr(torch, "cuda", stand_in)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    return stand_in
+
+
+def test_ranks_that_outnumber_devices_share_them(one_gpu: StandInXPU) -> None:
+    here = platform.detect()
+    assert (here.device_type, here.backend(), here.device(1)) == ("cuda", "gloo", torch.device("cuda", 0))
+    rows = {row.name: row for row in platform.patches(here)}
+    for row in rows.values():
+        if row.module.startswith("xfuser"):
+            declared = source.parameters(row.module, row.symbol)
+            assert declared is not None and row.parameters in (None, declared), row.name
+    assert "xfuser.envs._is_cuda" not in rows  # which is still true
+    assert rows["xfuser.envs.get_torch_distributed_backend"].replace(None)() == "gloo"
+    assert rows["xfuser.envs.get_device"].replace(None)(3) == torch.device("cuda", 0)
+    rows["xfuser.core.distributed.parallel_state.set_device"].replace(one_gpu.set_device)(1)
+    here.cuda["memory_allocated"](1)
+    here.cuda["max_memory_allocated"](device="cuda:1")
+    assert one_gpu.calls == [
+        ("set_device", (torch.device("cuda", 0),), {}),
+        ("memory_allocated", (torch.device("cuda", 0),), {}),
+        ("max_memory_allocated", (), {"device": torch.device("cuda", 0)}),
+    ]
+
+
+def test_ranks_with_a_device_each_are_left_to_xdit(one_gpu: StandInXPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert platform.detect() is None
+    monkeypatch.setattr(sys, "argv", ["script.py", "--cocodiff-share-device"])
+    assert platform.detect().device(3) == torch.device("cuda", 1)
 
 
 def test_xpu_takes_the_place_of_cuda(xpu: StandInXPU) -> None:
@@ -86,7 +128,7 @@ def test_xpu_names_exist_in_both_torch_modules() -> None:
     """The stand-in is only worth something while torch.xpu really has this surface."""
     import torch.xpu as real
 
-    for name in platform._XPU_NAMES:
+    for name in platform._FACADE:
         assert hasattr(real, name), name
         assert hasattr(torch.cuda, name), name
 
@@ -154,7 +196,7 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     monkeypatch.setattr(collectives.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
     monkeypatch.setattr(collectives.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
     tensor = torch.zeros(4, 3) if form == "plain" else OnXPU(torch.zeros(4, 3))
-    collectives._collective(tensor, "group")
+    collectives._collective(tensor, torch.empty_like(tensor), "group")
     [(name, args)] = called
     assert name == form
     if form == "functional":

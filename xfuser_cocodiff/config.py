@@ -125,6 +125,12 @@ OPTIONS = (
         f"What codes values and moves them: triton, torch, or {AUTO} (the default): Triton on accelerators.",
         kernels.CHOICES,
     ),
+    Option(
+        launcher.SHARE_FIELD,
+        launcher.SHARE_VARIABLE,
+        False,
+        "Several ranks have one device: messages go through the host's memory. Found out where ranks outnumber them.",
+    ),
 )
 
 

@@ -5,7 +5,7 @@ decides whether a device is a tile or a whole GPU, and ZE_AFFINITY_MASK, which h
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from xfuser_cocodiff.topology import Topology
 
@@ -25,6 +25,10 @@ _LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
 )
+
+
+SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
+"""Option by which the user says that several ranks have one device."""
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
@@ -59,6 +63,23 @@ def device_index(rank: int, environment: Mapping[str, str]) -> int:
     """The XPU of a rank by its number on the node; 0 where ZE_AFFINITY_MASK shows each rank its own tile alone."""
     mask = environment.get("ZE_AFFINITY_MASK", "")
     return 0 if mask and "," not in mask else rank
+
+
+def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devices: int) -> bool:
+    """Whether several ranks of this node have one device: there are more ranks than devices, or the user says so.
+
+    Asked before any option is parsed, since xDiT starts its backend before it has parsed them all.
+
+    Args:
+        environment: of the process.
+        arguments: of the command.
+        devices: that this process sees.
+    """
+    asked = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+    asked = asked or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
+    # A rank that sees one device of several may well be alone on it.
+    hidden = any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")) and devices == 1
+    return asked or (not hidden and devices > 0 and (ranks_per_node(environment) or 1) > devices)
 
 
 def collectives_block(environment: Mapping[str, str]) -> bool:

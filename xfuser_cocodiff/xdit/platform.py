@@ -1,8 +1,12 @@
-"""Platforms that xDiT does not know: the CPU and Intel's XPU. CUDA, ROCm, MUSA, NPU and MPS are left to xDiT."""
+"""Platforms that xDiT does not know: the CPU, Intel's XPU, and a device that several ranks share.
+
+CUDA, ROCm, MUSA, NPU and MPS are left to xDiT where each rank has a device of its own.
+"""
 
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,12 +33,18 @@ class Platform:
     """Name of the torch.distributed backend."""
     cuda: Mapping[str, Any]
     """Replacements in torch.cuda, by name."""
+    devices: int | None = None
+    """How many there are for all ranks of a node, where they share them."""
 
     def device(self, index: int | None = None) -> torch.device:
         """The device of a local rank; the CPU has one for all."""
         if self.device_type == "cpu":
             return torch.device("cpu")
-        return torch.device(self.device_type, None if index is None else launcher.device_index(index, os.environ))
+        return torch.device(self.device_type, None if index is None else self.index(index))
+
+    def index(self, local_rank: int) -> int:
+        """The device of a local rank, by number."""
+        return local_rank % self.devices if self.devices else launcher.device_index(local_rank, os.environ)
 
     def translate(self, value: Any) -> Any:
         """Turn what names a CUDA device into this platform's; anything else stays as it is."""
@@ -53,6 +63,19 @@ class Platform:
             return call(*map(self.translate, args), **values)
 
         return translated
+
+    def by_rank(self, call: Callable) -> Callable:
+        """The same of `call` whose numbers, too, stand for the devices of local ranks."""
+        translated = self.translating(call)
+
+        def own(value: Any) -> Any:
+            return self.device(value) if isinstance(value, int) else value
+
+        @functools.wraps(call)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return translated(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+
+        return called
 
     def generator(self, original: type) -> type:
         """torch.Generator that takes "cuda" for this platform."""
@@ -75,6 +98,10 @@ def detect() -> Platform | None:
         # xDiT imports these itself, later than this; until then PyTorch does not know the device.
         return None if any(importlib.util.find_spec(name) for name in ("torch_musa", "torch_npu")) else _cpu()
     make = PLATFORMS.get(accelerator.type)
+    if (make or accelerator.type == "cuda") and launcher.shares_device(
+        os.environ, sys.argv, torch.accelerator.device_count()
+    ):
+        return _shared(accelerator.type)
     return make() if make else None
 
 
@@ -100,7 +127,7 @@ def _cpu() -> Platform:
     )
 
 
-_XPU_NAMES = (
+_FACADE = (
     "Event",
     "Stream",
     "current_device",
@@ -126,17 +153,24 @@ def _xpu() -> Platform:
     # Both register themselves with PyTorch, which has to be before a process group is made or a kernel runs.
     for legacy in (_IPEX, _TORCH_CCL):
         _import_if_installed(legacy)
-    platform = Platform("xpu", _xpu_backend, {})
-    stand_ins = {name: getattr(torch.xpu, name) for name in _XPU_NAMES}
-    calls = {
-        name: value if isinstance(value, type) else platform.translating(value) for name, value in stand_ins.items()
-    }
-    return replace(platform, cuda={**calls, "set_device": lambda device: calls["set_device"](_own(device, platform))})
+    return _with_facade(Platform("xpu", _xpu_backend, {}))
 
 
-def _own(device: Any, platform: Platform) -> Any:
-    """A number by which a script means the device of a local rank, as that device."""
-    return platform.device(device) if isinstance(device, int) else device
+def _shared(device_type: str) -> Platform:
+    """Gloo is the one backend that lets several ranks have the same device."""
+    platform = Platform(device_type, lambda: dist.Backend.GLOO, {}, torch.accelerator.device_count())
+    note(
+        f"the ranks of this node share {platform.devices} {device_type} device(s): messages go through the host's "
+        "memory and gloo"
+    )
+    return _with_facade(platform)
+
+
+def _with_facade(platform: Platform) -> Platform:
+    module = getattr(torch, platform.device_type)
+    calls = {name: getattr(module, name) for name in _FACADE}
+    facade = {name: call if isinstance(call, type) else platform.by_rank(call) for name, call in calls.items()}
+    return replace(platform, cuda=facade)
 
 
 def _xpu_backend() -> str:
@@ -158,6 +192,19 @@ PLATFORMS: Mapping[str, Callable[[], Platform]] = {"xpu": _xpu}
 
 def patches(platform: Platform) -> list[Patch]:
     """Rows that make xDiT run on a platform."""
+    # These serve scripts, which name CUDA themselves, whatever xDiT knows.
+    naming = [
+        Patch(
+            "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
+        ),
+        Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
+        *(
+            Patch("torch.cuda", name, _FACADE_WHY, lambda _, stand_in=stand_in: stand_in)
+            for name, stand_in in platform.cuda.items()
+        ),
+    ]
+    if platform.device_type == "cuda":
+        return [*_sharing(platform), *naming]
     never = lambda original: lambda *_: False  # noqa: E731
     add = functools.partial(Patch, unless=_XDITS_OWN)
     return [
@@ -186,15 +233,16 @@ def patches(platform: Platform) -> list[Patch]:
             lambda original: _select_device_first(original, platform),
         ),
         add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
-        # The rest serves scripts, which name CUDA themselves, whatever xDiT knows.
-        Patch(
-            "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
-        ),
-        Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
-        *(
-            Patch("torch.cuda", name, _FACADE_WHY, lambda _, stand_in=stand_in: stand_in)
-            for name, stand_in in platform.cuda.items()
-        ),
+        *naming,
+    ]
+
+
+def _sharing(platform: Platform) -> list[Patch]:
+    """Rows that let several ranks have one device of a kind that xDiT knows."""
+    return [
+        Patch("xfuser.envs", "get_device", "gives each rank its own", lambda _: platform.device, ("local_rank",)),
+        Patch("xfuser.envs", "get_torch_distributed_backend", "NCCL refuses it", lambda _: platform.backend),
+        Patch("xfuser.core.distributed.parallel_state", "set_device", "gives each rank its own", platform.by_rank),
     ]
 
 
@@ -202,8 +250,7 @@ def _select_device_first(original: Callable, platform: Platform) -> Callable:
     @functools.wraps(original)
     def init_distributed_environment(*args: Any, **kwargs: Any) -> None:
         if platform.device_type != "cpu":
-            index = launcher.device_index(launcher.local_rank(os.environ), os.environ)
-            torch.accelerator.set_device_index(index)
+            torch.accelerator.set_device_index(platform.index(launcher.local_rank(os.environ)))
         original(*args, **kwargs)
 
     return init_distributed_environment

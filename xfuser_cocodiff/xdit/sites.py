@@ -284,7 +284,7 @@ def agreed_numbers(mesh: Mesh, values: list[float], operation: str) -> list[floa
     from yunchang.globals import PROCESS_GROUP
 
     own = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
-    own = own.to(compute_device())
+    own = own if mesh.lane.staged else own.to(compute_device())
 
     def reduce() -> torch.Tensor:
         return functional.wait_tensor(functional.all_reduce(own, operation, PROCESS_GROUP.ULYSSES_PG))
