@@ -13,7 +13,7 @@ from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
 
 SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
-WAY = SimpleNamespace(places=2)
+WAY = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cpu"))))
 
 
 def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
@@ -95,9 +95,28 @@ def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
 
 def test_the_bound_is_agreed() -> None:
     """Another rank's error counts as one's own."""
-    one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2])
+    one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
     assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
     one.end_step()
     assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
+
+
+def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
+    """Nobody looks before a step has ended; then all ranks do."""
+    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    of_another_rank = [0.0]
+    one = Runtime(way, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
+    one.begin_run(50)
+
+    def step(unsound: float) -> bool:
+        coding = one.coding("a", 1, 0, SHARE, 1)
+        coding.account.unsound = torch.tensor(unsound)
+        one.end_step()
+        return coding.is_exact
+
+    assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
+    of_another_rank[0] = 1.0
+    assert [step(0) for _ in range(2)] == [False, True]
+    assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]

@@ -70,6 +70,9 @@ class Account:
     """The same of what they should have."""
     repeated: int = 0
     """Exchanges that were repeated exactly, since there were values that are not finite."""
+    unsound: torch.Tensor | float = 0.0
+    """Tensors that were not finite and were not repeated: on an accelerator the host would have to wait to know. The
+    next step is exact instead."""
 
 
 @dataclass
@@ -318,7 +321,7 @@ def _receive(
         landing[way.here] = piece[way.here].flatten(0, 1)
     flags = torch.cat([kernels.away(received[:, 0], way.here), sent.payload[way.others[0], :1]])
     rooms = [landing for landing, _ in landings]
-    if received.device.type == "cpu" and bool(flags.any()):
+    if received.device.type == "cpu" and bool(flags.any()):  # elsewhere the next step is exact, see Account
         _repeat(sent, rooms, names, coding, part)
     else:
         _decode(received[:, 1:], sent, rooms, names, coding, part)
@@ -406,6 +409,8 @@ def chosen_of(
 def count(account: Account, loss: Loss) -> torch.Tensor:
     """Count what receivers lack, and return whether all values are finite."""
     finite = loss.lacking.isfinite()  # the difference of infinite values is not a number
+    if finite.device.type != "cpu":
+        account.unsound = account.unsound + (~finite).float()
     # What is not finite is sent again, exactly: then nothing lacks.
     account.lacking = account.lacking + torch.where(finite, loss.lacking, 0.0)
     account.wanted = account.wanted + torch.where(finite, loss.wanted, 0.0)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from xfuser_cocodiff import modes
 from xfuser_cocodiff.coding import Account, Coding, SlowWay, Wire
 from xfuser_cocodiff.memory import GIB, Budget, Need, Share
@@ -28,6 +30,13 @@ class _State:
     """Of the step."""
 
 
+def _numbers(values: list[torch.Tensor | float]) -> list[float]:
+    """Numbers and tensors of one element as numbers: the host waits for a device once."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(read) if isinstance(value, torch.Tensor) else value for value in values]
+
+
 @dataclass
 class StepReport:
     """What codecs did at one step."""
@@ -40,7 +49,10 @@ class StepReport:
     exact_bytes: int
     """What that would have been without codecs."""
     repeated: int
-    """Exchanges that went exactly, since there were values that are not finite."""
+    """Exchanges that went exactly, since there were values that are not finite, or that were not and are followed by an
+    exact step, as on accelerators."""
+    unsound: int
+    """Those of them that were not."""
     was_refresh: bool
     reference_bytes: int
     """What references take."""
@@ -120,9 +132,9 @@ class Runtime:
         self.reports.append(report)
         if len(self._states) > self._settled:
             self._settle()
-        if self._max_error is not None:
-            [largest] = self._agreed([report.error])
-            self._refreshing = largest > self._max_error
+        if self._max_error is not None or self._defers:
+            largest, unsound = self._agreed([report.error, float(report.unsound)])
+            self._refreshing = unsound > 0 or (self._max_error is not None and largest > self._max_error)
         self.step += 1
         if self.step == self.total:
             self.end_run()
@@ -130,8 +142,12 @@ class Runtime:
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
         accounts = [state.account for state in self._states.values()]
+        figures = [value for each in accounts for value in (each.lacking, each.wanted, each.unsound)]
+        figures = iter(_numbers(figures))
+        unsound = 0
         for state in self._states.values():
-            lacking, wanted = float(state.account.lacking), float(state.account.wanted)
+            lacking, wanted, broken = next(figures), next(figures), next(figures)
+            unsound += int(broken)
             error = math.sqrt(lacking / wanted) if wanted else 0.0
             error = math.inf if math.isnan(error) else error  # which has no place among others
             errors[state.layer] = max(error, errors.get(state.layer, 0.0))
@@ -141,7 +157,8 @@ class Runtime:
             errors,
             sum(account.sent_bytes for account in accounts),
             sum(account.exact_bytes for account in accounts),
-            sum(account.repeated for account in accounts),
+            sum(account.repeated for account in accounts) + unsound,
+            unsound,
             self._refreshing or self.schedule.is_refresh(self.step),
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
@@ -170,6 +187,11 @@ class Runtime:
         if self._refreshing:
             codecs = {name: replace(modes.EXACT, predictor=codec.predictor) for name, codec in codecs.items()}
         return Coding(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether what is not finite is only seen when a step has ended."""
+        return self._way is not None and self._way.slow.lane.device.type != "cpu"
 
     @property
     def _places(self) -> int:
