@@ -248,10 +248,10 @@ def test_where_text_and_image_lie(name: str, config: dict, image: tuple, tokens:
 
 
 def test_virtual_ranks_need_a_degree_of_one() -> None:
-    from xfuser_cocodiff.config import resolve
+    from xfuser_cocodiff.config import Ranks, resolve
     from xfuser_cocodiff.topology import Topology
 
     values = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}
     with pytest.raises(ValueError, match="--cocodiff_virtual: '2x2' is for one rank that stands for many"):
-        resolve(values, {}, 4, Topology.flat(4))
-    assert str(resolve(values, {}, 1, Topology.flat(1)).virtual) == "node=2,gpu=2"
+        resolve(values, {}, Ranks(4, Topology.flat(4)))
+    assert str(resolve(values, {}, Ranks(1, Topology.flat(1))).virtual) == "node=2,gpu=2"

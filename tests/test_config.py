@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, Overlap, Ranks, resolve
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology
 
@@ -12,23 +12,23 @@ FLAT = Topology.flat(4)
 
 
 def test_nothing_asked_for_is_none() -> None:
-    assert resolve({}, {}, 4, FLAT) is None
-    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, 4, FLAT) is None
+    assert resolve({}, {}, Ranks(4, FLAT)) is None
+    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, Ranks(4, FLAT)) is None
 
 
 def test_flags_win_over_variables() -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
-    by_variable = resolve({}, environment, 4, FLAT)
+    by_variable = resolve({}, environment, Ranks(4, FLAT))
     assert str(by_variable.topology) == "node=4"
     assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
-    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, 4, FLAT)
+    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, Ranks(4, FLAT))
     assert str(by_flag.topology) == "node=2,gpu=2"
     assert by_flag.plan == Plan.hierarchical(by_flag.topology)
 
 
 def test_detection_is_used_when_no_topology_is_given() -> None:
     detected = Topology.parse("2x2", 4)
-    config = resolve({"use_cocodiff": True}, {}, 4, detected)
+    config = resolve({"use_cocodiff": True}, {}, Ranks(4, detected))
     assert (config.topology, config.detected) == (detected, True)
 
 
@@ -56,7 +56,7 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
 )
 def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
-        resolve({"use_cocodiff": True, **values}, environment, 4, FLAT)
+        resolve({"use_cocodiff": True, **values}, environment, Ranks(4, FLAT))
     for word in words:
         assert word in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_every_option_has_a_variable_of_its_own() -> None:
 def test_overlap() -> None:
     def overlap(**options: str) -> Overlap:
         values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
-        return resolve(values, {}, 2, Topology.flat(2)).overlap
+        return resolve(values, {}, Ranks(2, Topology.flat(2))).overlap
 
     assert overlap() == overlap(v_first="auto", head_groups="auto") == Overlap()
     assert overlap(v_first="on", head_groups="4") == Overlap(v_first=True, head_groups=4)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff import kernels, launcher, modes, plan
+from xfuser_cocodiff import kernels, launcher, modes, placement, plan
 from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
+from xfuser_cocodiff.placement import OUTER, PLACEMENTS, Split, has_nodes
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
-from xfuser_cocodiff.topology import AXIS_NAMES, NOTATION, Topology
+from xfuser_cocodiff.topology import FLAT, NOTATION, Topology
 
 AUTO = "auto"
 EXACT = "exact"
@@ -47,7 +48,17 @@ OPTIONS = (
         "cocodiff_topology",
         "COCODIFF_TOPOLOGY",
         None,
-        f"Topology of a Ulysses group: {NOTATION}. Detected from the launcher when not given.",
+        f"Topology of a Ulysses group: {NOTATION}. With --ring_degree it may be that of all ranks of both. Detected "
+        "from the launcher when not given.",
+    ),
+    Option(
+        "cocodiff_ring",
+        "COCODIFF_RING",
+        None,
+        "Where the ring lies with --ring_degree: outer (xDiT's own: across the machine, Ulysses among neighbouring "
+        "ranks), inner (the other way round), or auto (the default): what a --cocodiff_profile of all ranks finds "
+        "faster, else outer.",
+        (AUTO, *PLACEMENTS),
     ),
     Option(
         "cocodiff_a2a",
@@ -151,6 +162,9 @@ class CocoDiffConfig:
     topology: Topology
     """Levels of every Ulysses group."""
 
+    ring: str = OUTER
+    """Where the ring lies: one of PLACEMENTS."""
+
     plan: Plan | None = None
     """How the all-to-all runs; None leaves it to the planner."""
 
@@ -194,16 +208,32 @@ class CocoDiffConfig:
         _check_choice("cocodiff_mode", self.mode, MODES)
 
 
-def resolve(
-    values: Mapping[str, Any], environment: Mapping[str, str], degree: int, detected: Topology
-) -> CocoDiffConfig | None:
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a sequence, as the launcher has them."""
+
+    ulysses: int
+    """Ulysses degree."""
+    detected: Topology
+    """Of so many neighbouring ranks: it is used when none is given, and tells whether these lie on several nodes."""
+    ring: int = 1
+    """Ring degree."""
+    detected_whole: Topology | None = None
+    """Of all ranks of both; None without a ring."""
+
+    @property
+    def whole(self) -> int:
+        """Number of ranks."""
+        return self.ulysses * self.ring
+
+
+def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
 
     Args:
         values: option fields as parsed; None or False means not given.
         environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
-        degree: Ulysses degree.
-        detected: topology to use when none is given; it tells whether ranks lie on several nodes in any case.
+        ranks: those that share a sequence.
 
     Returns:
         The settings, or None when the plugin is not asked for.
@@ -215,11 +245,12 @@ def resolve(
     use, source = chosen["use_cocodiff"]
     if not _as_bool(use, source):
         return None
-    topology = _read(chosen["cocodiff_topology"], lambda text: Topology.parse(text, degree)) or detected
-    virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, degree))
     mode, source = chosen["cocodiff_mode"]
-    mode = mode or (ACROSS_NODES if virtual or _has_nodes(detected) else EXACT)
-    _check_choice(source, mode, MODES)
+    _check_choice(source, mode or EXACT, MODES)
+    virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.ulysses))
+    ground = _ground(chosen, ranks)
+    topology = ground.topology
+    mode = mode or (ACROSS_NODES if virtual else _usual_mode(ground.detected))
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -228,7 +259,8 @@ def resolve(
     return CocoDiffConfig(
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
-        profile=_read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology)),
+        ring=ground.ring,
+        profile=ground.profile or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode,
@@ -243,8 +275,59 @@ def resolve(
     )
 
 
-def _has_nodes(topology: Topology) -> bool:
-    return any(axis.name == AXIS_NAMES[0] and axis.size > 1 for axis in topology.axes)
+@dataclass(frozen=True)
+class _Ground:
+    """Where Ulysses groups lie."""
+
+    topology: Topology
+    detected: Topology
+    ring: str = OUTER
+    profile: Profile | None = None
+    """Of their axes, where one of all ranks was given."""
+
+
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> _Ground:
+    given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
+    wanted, source = chosen["cocodiff_ring"]
+    _check_choice(source, wanted or AUTO, (AUTO, *PLACEMENTS))
+    if ranks.ring == 1:
+        return _Ground(given or ranks.detected, ranks.detected)
+    whole = given if given and given.size == ranks.whole else ranks.detected_whole
+    known = None if given and given is not whole else whole  # what of all ranks goes with what was given
+    profile = known and _read(chosen["cocodiff_profile"], lambda text: _profile_of_all(text, known))
+    if wanted in PLACEMENTS:
+        ring = wanted
+    elif profile:
+        ring = placement.choose(profile, ranks.ulysses, ranks.ring, lambda part: _expected(chosen, part))
+    else:
+        ring = OUTER
+    split = Split(ranks.ulysses, ranks.ring, ring)
+    if profile and not split.fits(known):
+        raise ValueError(
+            f"{source} {ring}: groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not lie alike on the axes "
+            f"of the profile, {known}"
+        )
+    detected = ranks.detected if ring == OUTER else split.ulysses_topology(ranks.detected_whole)
+    if given and given is not whole:
+        return _Ground(given, detected, ring)
+    topology = detected if given is None and profile is None else split.ulysses_topology(whole)
+    return _Ground(topology, detected, ring, profile and profile.along(topology))
+
+
+def _topology(text: str, ranks: Ranks) -> Topology:
+    """Of a Ulysses group, or of all ranks."""
+    if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.whole:
+        return Topology.parse(text)
+    return Topology.parse(text, ranks.ulysses)
+
+
+def _expected(chosen: Mapping[str, tuple[Any, str]], topology: Topology) -> CodecSchedule | None:
+    """How exchanges over a topology would be coded."""
+    return modes.usual(chosen["cocodiff_mode"][0] or _usual_mode(topology), None)
+
+
+def _usual_mode(detected: Topology) -> str:
+    return ACROSS_NODES if has_nodes(detected) else EXACT
 
 
 def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:
@@ -273,6 +356,11 @@ def _profile(text: str, topology: Topology) -> Profile:
             "--cocodiff_topology can say that they are the same"
         )
     return profile
+
+
+def _profile_of_all(text: str, topology: Topology) -> Profile | None:
+    """A profile of all ranks; None where it is one of a Ulysses group."""
+    return _profile(text, topology) if Profile.read(Path(text)).topology.size == topology.size else None
 
 
 def _schedule(text: str, mode: str) -> str:

@@ -1,10 +1,12 @@
 """Modes: by which codecs the steps of a run travel."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from xfuser_cocodiff.codec import CHANGE, DRIFT, EXACT, SCORES, Codec
+import torch
+
+from xfuser_cocodiff.codec import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, choice_bytes
 from xfuser_cocodiff.quantise import STEPS
 
 NOTATION = (
@@ -52,6 +54,17 @@ class CodecSchedule:
         o = Codec(_half_way(self.bits_o, done), predictor=self.predictor if self.bits_o else 0.0)
         return {"q": qkv, "k": qkv, "v": qkv, "o": o}
 
+    def sent_bytes(self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int) -> list[int]:
+        """Bytes of a link for an exchange, at every step of a run in which all values are finite.
+
+        Args:
+            names: of its tensors, letters of "qkvo".
+            shapes: (L, G, H, T, D) of each, as codecs have them.
+            dtype: of their values.
+            total: steps of the run.
+        """
+        return [coded_bytes(self.codecs(step, total), names, shapes, dtype) for step in range(total)]
+
     def leaves_out(self, layer: str) -> bool:
         """Whether a layer always travels exactly."""
         return any(layer == name or layer.startswith(f"{name}.") for name in self.exact)
@@ -78,6 +91,19 @@ class CodecSchedule:
         usual = CodecSchedule()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(usual, field.name)]
         return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
+
+
+def coded_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Bytes of a link for an exchange at one step: a flag, the choices of tokens, and values; see :mod:`coding`."""
+    like, size = dict(zip(names, shapes, strict=True)), 1
+    for name, shape in like.items():
+        codec, tokens = codecs[name], shape[TOKENS]
+        if codec.share < 1 and name in CHOOSING:
+            size += choice_bytes(shape[1], tokens)
+        elif codec.share < 1 and tokens != like["v"][TOKENS]:  # V's choice says nothing of them
+            codec = replace(codec, share=1.0)
+        size += codec.payload_bytes(shape, dtype)
+    return size
 
 
 def _half_way(pair: tuple[int, int] | None, done: float) -> int | None:

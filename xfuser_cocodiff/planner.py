@@ -4,11 +4,12 @@ The same model predicts for a measured machine and, in `cocodiff simulate`, for 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.profile import Profile
+from xfuser_cocodiff.topology import Topology
 
 MARGIN = 0.08
 """Share of its time that a plan must promise to save for every stage beyond the first one, and for chunks: predictions
@@ -86,12 +87,46 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
     return alone.host + (1 - profile.hides) * alone.wire + rest < (1 - MARGIN) * together
 
 
+def exchange_seconds(
+    profile: Profile, message_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] | None = None
+) -> float:
+    """Predicted time of an all-to-all by the best plans, coded along slow axes where a payload is given.
+
+    Coded, a message goes along the fast axes first, as it is; then what has to cross slow ones is coded, and goes along
+    these.
+
+    Args:
+        profile: the machine.
+        message_bytes: what a rank holds before it, its own share included.
+        payload_bytes: the same of what goes along slow axes; None where everything travels as it is.
+        slow_axes: names of those axes; the profile's when not given.
+    """
+    slow_axes = profile.slow_axes if slow_axes is None else slow_axes
+    slow = [axis for axis in profile.topology.axes if axis.name in slow_axes and axis.size > 1]
+    fast = [axis for axis in profile.topology.axes if axis not in slow and axis.size > 1]
+    if payload_bytes is None or not slow:
+        return seconds(profile, choose(profile, message_bytes), message_bytes)
+    places = math.prod(axis.size for axis in slow)
+    coding = message_bytes * (places - 1) / places / profile.codec_bytes_per_second
+    parts = [(fast, message_bytes), (slow, payload_bytes)] if fast else [(slow, payload_bytes)]
+    known = [(profile.along(Topology(tuple(axes))), part) for axes, part in parts]
+    return coding + sum(seconds(part, choose(part, size), size) for part, size in known)
+
+
+def gather_seconds(profile: Profile, message_bytes: float) -> float:
+    """Predicted time in which every rank gets the messages of all others, by one collective: an all-to-all of as many
+    bytes for each of them."""
+    flat = Plan.flat(profile.topology).stages[0]
+    cost = stage_cost(profile, flat, profile.topology.size * message_bytes)
+    return cost.host + cost.wire
+
+
 def _way(profile: Profile, direct: bool) -> Profile:
     """What is known of collectives, or of direct sends where that is known."""
     return profile.direct if direct and profile.direct else profile
 
 
-def ranking(profile: Profile, message_bytes: int) -> list[tuple[Plan, float]]:
+def ranking(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
     """All plans with their predicted seconds, the one to use first.
 
     They are in the order of their times, where each counts for as much more as it must promise to save.
@@ -101,7 +136,7 @@ def ranking(profile: Profile, message_bytes: int) -> list[tuple[Plan, float]]:
     return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _complexity(pair[0])))
 
 
-def choose(profile: Profile, message_bytes: int) -> Plan:
+def choose(profile: Profile, message_bytes: float) -> Plan:
     """The plan to use for a message."""
     return ranking(profile, message_bytes)[0][0]
 
@@ -110,7 +145,7 @@ def _complexity(plan: Plan) -> int:
     return len(plan.stages) - 1 + (plan.chunks > 1)
 
 
-def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: int) -> Plan:
+def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> Plan:
     """The plan with direct sends in the stages where they are faster."""
     if profile.direct is None:
         return plan

@@ -102,6 +102,29 @@ class Topology:
         ranges = [range(size) if dim in dims else (here[dim],) for dim, size in enumerate(self.shape)]
         return tuple(self.rank(place) for place in itertools.product(*ranges))
 
+    def neighbouring(self, count: int) -> "Topology":
+        """The topology of each `count` neighbouring ranks; flat where they do not all lie on the axes alike."""
+        return self._part(count, 1)
+
+    def strided(self, count: int) -> "Topology":
+        """The topology of each `count` ranks that lie equally far apart, over all of the machine; flat as above."""
+        return self._part(count, self.size // count)
+
+    def _part(self, count: int, stride: int) -> "Topology":
+        """Of the ranks 0, `stride`, 2 * `stride` and so on, `count` of them: innermost, an axis loses what the stride
+        skips of it, and gives what is left to the count."""
+        sizes, wanted = {}, count
+        for axis in reversed(self.axes):
+            skipped = math.gcd(axis.size, stride)
+            left = axis.size // skipped
+            taken = math.gcd(left, wanted)
+            stride, wanted = stride // skipped, wanted // taken
+            if (left > 1 and stride > 1) or (taken < left and wanted > 1):
+                return Topology.flat(count)
+            sizes[axis.name] = taken
+        named = tuple(Axis(axis.name, sizes[axis.name]) for axis in self.axes if sizes[axis.name] > 1)
+        return Topology(named) if named else Topology.flat(count)
+
     def __str__(self) -> str:
         if self.axes[0].name == FLAT:
             return FLAT

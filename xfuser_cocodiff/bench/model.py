@@ -23,7 +23,7 @@ from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.config import CocoDiffConfig, Overlap, Ranks, resolve
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.topology import Topology
@@ -190,7 +190,7 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
         values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None}
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
-        return resolve(values, {}, topology.size, topology)
+        return resolve(values, {}, Ranks(topology.size, topology))
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 

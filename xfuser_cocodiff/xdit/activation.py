@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.config import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import flags, platform, recorder, run_clock, sites, usp
+from xfuser_cocodiff.xdit import cpu_attention, flags, platform, recorder, ring, run_clock, sites, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -51,7 +51,9 @@ def table() -> list[Patch]:
     recorders = [recorder.Recorder(Path(record), rank=int(os.environ.get("RANK", "0")))] if record else []
     return [
         *(platform.patches(here) if here else []),
+        *(cpu_attention.patches() if here and here.device_type == "cpu" else []),
         *flags.patches(),
+        *ring.patches(),
         *sites.patches(),
         *usp.patches(),
         *run_clock.patches([usp.Steps(), *recorders]),

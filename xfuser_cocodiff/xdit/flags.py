@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xfuser_cocodiff import kernels, launcher
-from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
+from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, Ranks, resolve
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit import platform
 from xfuser_cocodiff.xdit.agreement import agree
@@ -68,33 +68,38 @@ def _with_settings(original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
         engine_config, input_config = original(self)
-        sequence_parallel = engine_config.parallel_config.sp_config
-        sequence_parallel.cocodiff = settings(vars(self), sequence_parallel.ulysses_degree)
+        sequence = engine_config.parallel_config.sp_config
+        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree)
         return engine_config, input_config
 
     return create_config
 
 
-def settings(values: dict[str, Any], degree: int) -> CocoDiffConfig | None:
+def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoDiffConfig | None:
     """The settings that all ranks share; None when the plugin is not asked for.
 
     Args:
         values: xDiT's arguments, in which the fields of OPTIONS are read.
         degree: Ulysses degree.
+        ring_degree: Ring degree.
 
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
     """
 
-    def mine() -> CocoDiffConfig | None:
-        return resolve(values, os.environ, degree, launcher.detect(degree, os.environ, platform.device_name()))
+    def detected(size: int) -> Topology:
+        return launcher.detect(size, os.environ, platform.device_name())
+
+    def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
+        ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
+        return resolve(values, os.environ, ranks)
 
     # Flags are the same on all ranks, but variables and what the launcher says need not be. A rank that is told
     # nothing takes part too: only so can it learn that another one was.
     proposals = agree(lambda: _as_json(mine()))
     if _only_detection_differs(proposals):
         note("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
-        mine = functools.partial(resolve, values, os.environ, degree, Topology.flat(degree))
+        mine = functools.partial(mine, Topology.flat)
         proposals = agree(lambda: _as_json(mine()))
     if all(proposal == proposals[0] for proposal in proposals):
         return mine()
@@ -114,7 +119,7 @@ def _only_detection_differs(proposals: list[dict]) -> bool:
     return first.get("detected", False) and not same_machine and all(other == first for other in others)
 
 
-_PLAIN = ("mode", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
+_PLAIN = ("mode", "ring", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
 
 
 def _as_json(config: CocoDiffConfig | None) -> dict:

@@ -17,6 +17,7 @@ from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.traffic import Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
+from xfuser_cocodiff.xdit import ring
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
@@ -193,14 +194,18 @@ def _mesh_and_runtime(pipeline: Any, engine_config: Any) -> tuple[Mesh | None, R
     if reason := unsupported(engine_config):
         note(f"{reason}, so this run keeps stock xDiT's all-to-all")
         return None, None
+    from yunchang.globals import PROCESS_GROUP
+
+    group = PROCESS_GROUP.ULYSSES_PG
+    if parallel.ulysses_degree < parallel.sp_degree and ring.found(group, parallel.ring_degree) != config.ring:
+        note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
+        return None, None
     if engine_config.runtime_config.use_torch_compile:
         note(
             "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
             "in one group, and everything travels exactly"
         )
-    from yunchang.globals import PROCESS_GROUP
-
-    return _made_over(PROCESS_GROUP.ULYSSES_PG, config)
+    return _made_over(group, config)
 
 
 def _made_over(group: dist.ProcessGroup, config: CocoDiffConfig) -> tuple[Mesh, Runtime | None]:
@@ -280,14 +285,15 @@ def _runtime(
 
 
 def agreed_numbers(mesh: Mesh, values: list[float], operation: str) -> list[float]:
-    """Numbers reduced over the Ulysses group, by 'sum', 'min' or 'max'."""
-    from yunchang.globals import PROCESS_GROUP
+    """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
+    decide alike too."""
+    from xfuser.core.distributed import get_sp_group
 
     own = torch.tensor(values, dtype=torch.float64 if compute_device().type == "cpu" else torch.float32)
     own = own if mesh.lane.staged else own.to(compute_device())
 
     def reduce() -> torch.Tensor:
-        return functional.wait_tensor(functional.all_reduce(own, operation, PROCESS_GROUP.ULYSSES_PG))
+        return functional.wait_tensor(functional.all_reduce(own, operation, get_sp_group().device_group))
 
     # In the lane, where it cannot overtake an exchange that is under way.
     return mesh.lane.run(reduce).tolist()

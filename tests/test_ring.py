@@ -1,0 +1,170 @@
+"""Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests import ranks
+from tests.test_approximation import STEPS, Approximating, decibels
+from tests.test_pipelines import moved
+
+PLACEMENTS = ("outer", "inner")
+WORLD, ULYSSES, RING = 4, 2, 2
+GROUPS = {"outer": ([0, 1], [0, 2]), "inner": ([0, 2], [0, 1])}
+"""Ulysses group and ring of rank 0."""
+WHOLE = "node=2,gpu=2"
+"""Of all ranks; a Ulysses group then lies in one node, or on two."""
+
+
+def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING) -> None:
+    """A runtime state that makes its groups by the settings."""
+    from types import SimpleNamespace
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+
+    init_distributed_environment(rank=rank, world_size=world)
+    config = xFuserArgs(model="tiny", ulysses_degree=world // ring, ring_degree=ring, **options).create_config()[0]
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+
+
+def asked(placement: str, **more: Any) -> dict[str, Any]:
+    return {"use_cocodiff": True, "cocodiff_ring": placement, "cocodiff_topology": WHOLE, **more}
+
+
+def members() -> tuple[list[int], list[int]]:
+    import torch.distributed as dist
+    from yunchang.globals import PROCESS_GROUP
+
+    groups = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+    return tuple(dist.get_process_group_ranks(group) for group in groups)
+
+
+def whole(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor (B, H, S, D), the same on every rank."""
+    return torch.randn(2, 8, tokens, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
+    """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
+    from xfuser.model_executor.layers import usp
+
+    from xfuser_cocodiff.xdit.sites import TRAFFIC
+
+    start(rank, asked(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        tensors = [whole(seed, 24, dtype) for seed in range(3)]
+        text = [whole(seed, 5, dtype) for seed in (3, 4, 5)]
+        mine = [tensor.chunk(WORLD, 2)[rank] for tensor in tensors]
+        for joint in ({}, dict(zip(("joint_query", "joint_key", "joint_value"), text, strict=True))):
+            options = {**joint, "joint_strategy": "rear"} if joint else {}
+            TRAFFIC.reset()
+            found = usp.USP(*mine, **options)
+            assert TRAFFIC.calls, "fell through to stock"
+            stock = usp.USP.__wrapped__(*mine, **options)
+            assert torch.equal(found, stock)
+            everything = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
+            expected = functional.scaled_dot_product_attention(*(tensor.float() for tensor in everything))
+            image, behind = expected[:, :, :24].chunk(WORLD, 2)[rank], expected[:, :, 24:]
+            assert torch.allclose(found.float(), torch.cat([image, behind], 2), atol=tolerance)
+    return members()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_attention_in_a_ring(placement: str) -> None:
+    assert ranks.run(attend, WORLD, placement)[0] == GROUPS[placement]
+
+
+def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
+    from xfuser_cocodiff.xdit import sites
+
+    start(rank, options, world, ring)
+    mesh = sites.active_mesh()
+    return members()[0], str(mesh.topology) if mesh else "stock"
+
+
+def test_where_groups_lie_and_what_their_topology_is() -> None:
+    exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
+    whole = asked("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
+    whole["cocodiff_ring"] = "outer"
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
+    del whole["cocodiff_ring"]  # without a profile it is xDiT's own
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
+
+
+def test_without_the_plugin_groups_are_xdits_own() -> None:
+    assert ranks.run(groups_of, WORLD, WORLD, RING, {})[0] == ([0, 1], "stock")
+
+
+def groups_before_settings(rank: int) -> tuple[str, list[str]]:
+    """A script that makes xDiT's groups by itself."""
+    import logging
+
+    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    init_distributed_environment(rank=rank, world_size=WORLD)
+    initialize_model_parallel(sequence_parallel_degree=WORLD, ulysses_degree=ULYSSES, ring_degree=RING)
+    return groups_of(rank, WORLD, RING, asked("inner"))[1], said
+
+
+def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
+    found = ranks.run(groups_before_settings, WORLD)
+    assert [topology for topology, _ in found] == ["stock"] * WORLD
+    assert "--cocodiff_ring inner" in found[0][1][0]
+
+
+def agree(rank: int) -> list[float]:
+    import torch.distributed as dist
+
+    from xfuser_cocodiff.xdit import sites
+
+    start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    return sites.agreed_numbers(sites.active_mesh(), [rank, -rank], dist.ReduceOp.MAX)
+
+
+def test_ulysses_groups_of_a_ring_decide_alike() -> None:
+    """Otherwise one would attend in groups of heads and the other at once, and the ring would never end."""
+    assert ranks.run(agree, WORLD) == [[3.0, 0.0]] * WORLD
+
+
+def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """Latents of a model by stock, which those of the plugin on the same groups equal; and decibels of two modes."""
+    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
+    run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
+    run.runner.model.pipe.to(torch.float32)
+    assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
+    axis = "node" if placement == "inner" else "gpu"
+    exact = run()
+    assert moved() == {axis}
+    run.use(None)
+    stock = run()
+    assert moved() == set()
+    assert torch.equal(exact, stock)
+    found = {}
+    for mode in ("balanced", "fast"):
+        run.by(mode, f"{axis}=2", slow_axes=(axis,), ring=placement)
+        found[mode] = decibels(run(), stock)
+        reports = run.runtime.reports
+        assert len(reports) == STEPS
+        later = [(report.sent_bytes, report.exact_bytes) for report in reports[1:]]
+        assert all(sent < 0.5 * whole for sent, whole in later)
+    return stock, found
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # text that is sharded, and text that every rank has
+def test_pipelines_in_a_ring(model: str) -> None:
+    outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
+    for (here, qualities), (there, others) in zip(outer, inner, strict=True):
+        assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
+        for found in (qualities, others):
+            assert 20 < found["fast"] < found["balanced"] < 60
