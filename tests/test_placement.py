@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import settings as checked
 from hypothesis import strategies as st
 
-from xfuser_cocodiff import modes, placement
+from xfuser_cocodiff import modes, placement, planner
 from xfuser_cocodiff.config import Ranks, resolve
-from xfuser_cocodiff.placement import LayerBytes, Split
+from xfuser_cocodiff.placement import Split
 from xfuser_cocodiff.profile import AxisLink, Profile
 from xfuser_cocodiff.topology import AXIS_NAMES, Topology
 
@@ -59,20 +59,21 @@ def profile(sizes: str, *speeds: float) -> Profile:
 
 
 FAST = 1e12
+OUTER, INNER = Split(4, 2, "outer"), Split(4, 2, "inner")
 
 
 def test_times_by_hand() -> None:
     """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
-    known, held = profile("4x2", 1e6, FAST), LayerBytes(3e6, 1e6, 2e6)
-    outer, inner = Split(4, 2, "outer"), Split(4, 2, "inner")
+    known = profile("4x2", 1e6, FAST)
+    part = {split: known.along(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
+    ring = {split: known.along(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
     # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
-    assert placement.exchange_seconds(known, outer, held) == pytest.approx(2, rel=1e-3)
-    assert placement.ring_seconds(known, outer, held) == pytest.approx(2, rel=1e-3)
-    assert placement.exchange_seconds(known, inner, held) == pytest.approx(3, rel=1e-3)
-    assert placement.ring_seconds(known, inner, held) == pytest.approx(0, abs=1e-3)
+    assert planner.exchange_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
+    assert planner.gather_seconds(ring[OUTER], 2e6) == pytest.approx(2, rel=1e-3)
+    assert planner.exchange_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
+    assert planner.gather_seconds(ring[INNER], 2e6) == pytest.approx(0, abs=1e-3)
     # Coded, a quarter of what crosses nodes.
-    coded = held._replace(qkv=held.qkv / 4, o=held.o / 4)
-    assert placement.exchange_seconds(known, inner, held, coded) == pytest.approx(0.75, rel=1e-3)
+    assert planner.exchange_seconds(part[INNER], 4e6, 1e6) == pytest.approx(0.75, rel=1e-3)
 
 
 def exact(topology: Topology) -> None:

@@ -250,7 +250,7 @@ def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ra
     virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.ulysses))
     ground = _ground(chosen, ranks)
     topology = ground.topology
-    mode = mode or (ACROSS_NODES if virtual else _usual_mode(ground.detected))
+    mode = mode or (ACROSS_NODES if virtual else usual_mode(ground.detected))
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -323,10 +323,11 @@ def _topology(text: str, ranks: Ranks) -> Topology:
 
 def _expected(chosen: Mapping[str, tuple[Any, str]], topology: Topology) -> CodecSchedule | None:
     """How exchanges over a topology would be coded."""
-    return modes.usual(chosen["cocodiff_mode"][0] or _usual_mode(topology), None)
+    return modes.usual(chosen["cocodiff_mode"][0] or usual_mode(topology), None)
 
 
-def _usual_mode(detected: Topology) -> str:
+def usual_mode(detected: Topology) -> str:
+    """The mode of Ulysses groups for which none is given."""
     return ACROSS_NODES if has_nodes(detected) else EXACT
 
 

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -51,41 +50,6 @@ class Split:
         return all({axis.name for axis in part.axes if axis.size > 1} <= known for part in parts)
 
 
-class LayerBytes(NamedTuple):
-    """What a rank holds of the tensors of a layer."""
-
-    qkv: float
-    o: float
-    kv: float
-
-
-def exchange_seconds(profile: Profile, split: Split, held: LayerBytes, coded: LayerBytes | None = None) -> float:
-    """Predicted time of a layer's all-to-alls, one with Q, K and V and one with O.
-
-    Args:
-        profile: of all ranks.
-        split: one that fits it.
-        held: what a rank holds.
-        coded: what of it goes along slow axes; None where everything travels as it is.
-    """
-    if split.ulysses == 1:
-        return 0.0
-    part = profile.along(split.ulysses_topology(profile.topology))
-    payloads = (coded.qkv, coded.o) if coded else (None, None)
-    messages = zip((held.qkv, held.o), payloads, strict=True)
-    return sum(planner.exchange_seconds(part, message, payload) for message, payload in messages)
-
-
-def ring_seconds(profile: Profile, split: Split, held: LayerBytes) -> float:
-    """Predicted time in which every rank of a ring gets the K and V of a layer from all others.
-
-    PyTorch's ring, which xDiT runs, gathers them by one collective, behind the first block of attention.
-    """
-    if split.ring == 1:
-        return 0.0
-    return planner.gather_seconds(profile.along(split.ring_topology(profile.topology)), held.kv)
-
-
 def choose(profile: Profile, ulysses: int, ring: int, mode_of: Callable[[Topology], CodecSchedule | None]) -> str:
     """The placement whose communication takes less time: xDiT's own where the other one does not promise to save
     planner.MARGIN, or does not lie on the axes.
@@ -98,18 +62,24 @@ def choose(profile: Profile, ulysses: int, ring: int, mode_of: Callable[[Topolog
         ring: ring degree.
         mode_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
     """
-    one = math.prod(TYPICAL_SHAPE) * torch.bfloat16.itemsize
-    held = LayerBytes(qkv=3 * one, o=one, kv=2 * one)
-
-    def seconds(split: Split) -> float:
-        schedule = mode_of(split.ulysses_topology(profile.topology))
-        coded = schedule and LayerBytes(_coded("qkv", schedule), _coded("o", schedule), held.kv)
-        return exchange_seconds(profile, split, held, coded) + ring_seconds(profile, split, held)
-
     outer, inner = (Split(ulysses, ring, placement) for placement in PLACEMENTS)
     if not all(split.fits(profile.topology) for split in (outer, inner)):
         return INNER if inner.fits(profile.topology) else OUTER
-    return INNER if seconds(inner) < (1 - planner.MARGIN) * seconds(outer) else OUTER
+    took = [_seconds(profile, split, mode_of(split.ulysses_topology(profile.topology))) for split in (outer, inner)]
+    return INNER if took[1] < (1 - planner.MARGIN) * took[0] else OUTER
+
+
+def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> float:
+    """Of the communication of a layer of typical size."""
+    one, total = math.prod(TYPICAL_SHAPE) * torch.bfloat16.itemsize, 0.0
+    if split.ulysses > 1:
+        part = profile.along(split.ulysses_topology(profile.topology))
+        for names in ("qkv", "o"):
+            payload = schedule and _coded(names, schedule)
+            total += planner.exchange_seconds(part, len(names) * one, payload)
+    if split.ring > 1:
+        total += planner.gather_seconds(profile.along(split.ring_topology(profile.topology)), 2 * one)
+    return total
 
 
 def _coded(names: str, schedule: CodecSchedule) -> float:

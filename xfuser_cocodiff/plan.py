@@ -101,6 +101,21 @@ class Plan:
         """Whether one collective does it all."""
         return len(self.stages) == 1
 
+    def sent_bytes(self, message_bytes: float) -> dict[str, float]:
+        """Bytes that a rank sends along each axis, by name: a peer belongs to the outermost axis on which it differs.
+
+        Args:
+            message_bytes: what a rank holds before the all-to-all, its own share included.
+        """
+        sent = dict.fromkeys((axis.name for axis in self.topology.axes), 0.0)
+        for stage in self.stages:
+            share = message_bytes / math.prod(self.topology.shape[dim] for dim in stage)
+            for dim in reversed(stage):
+                axis = self.topology.axes[dim]
+                sent[axis.name] += (axis.size - 1) * share
+                share *= axis.size
+        return sent
+
     def _label(self, stage: Stage) -> str:
         if self.is_flat and len(stage) != 1:
             return FLAT

@@ -4,8 +4,9 @@ The same model predicts for a measured machine and, in `cocodiff simulate`, for 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.profile import Profile
@@ -87,37 +88,57 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
     return alone.host + (1 - profile.hides) * alone.wire + rest < (1 - MARGIN) * together
 
 
-def exchange_seconds(
-    profile: Profile, message_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] | None = None
-) -> float:
-    """Predicted time of an all-to-all by the best plans, coded along slow axes where a payload is given.
+class Leg(NamedTuple):
+    """An all-to-all along all axes, or along some of them."""
 
-    Coded, a message goes along the fast axes first, as it is; then what has to cross slow ones is coded, and goes along
-    these.
+    profile: Profile
+    plan: Plan
+    message_bytes: float
+
+
+def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
+    """The way of an exchange, by the best plans.
+
+    As it is, it takes all axes at once. Coded, a message goes along the fast axes first, as it is; then what has to
+    cross slow ones is coded, and goes along these.
 
     Args:
-        profile: the machine.
+        profile: the machine, which tells slow axes.
         message_bytes: what a rank holds before it, its own share included.
         payload_bytes: the same of what goes along slow axes; None where everything travels as it is.
-        slow_axes: names of those axes; the profile's when not given.
     """
-    slow_axes = profile.slow_axes if slow_axes is None else slow_axes
-    slow = [axis for axis in profile.topology.axes if axis.name in slow_axes and axis.size > 1]
-    fast = [axis for axis in profile.topology.axes if axis not in slow and axis.size > 1]
+    moving = [axis for axis in profile.topology.axes if axis.size > 1]
+    slow = [axis for axis in moving if axis.name in profile.slow_axes]
+    fast = [axis for axis in moving if axis not in slow]
     if payload_bytes is None or not slow:
-        return seconds(profile, choose(profile, message_bytes), message_bytes)
-    places = math.prod(axis.size for axis in slow)
-    coding = message_bytes * (places - 1) / places / profile.codec_bytes_per_second
-    parts = [(fast, message_bytes), (slow, payload_bytes)] if fast else [(slow, payload_bytes)]
-    known = [(profile.along(Topology(tuple(axes))), part) for axes, part in parts]
-    return coding + sum(seconds(part, choose(part, size), size) for part, size in known)
+        return [Leg(profile, choose(profile, message_bytes), message_bytes)]
+    found = []
+    for axes, size in ((fast, message_bytes), (slow, payload_bytes)):
+        if axes:
+            part = profile.along(Topology(tuple(axes)))
+            found.append(Leg(part, choose(part, size), size))
+    return found
+
+
+def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> float:
+    """Predicted time of an exchange: of its legs, and of coding what crosses slow axes; for arguments see above."""
+    way = legs(profile, message_bytes, payload_bytes)
+    moving = sum(seconds(*leg) for leg in way)
+    if payload_bytes is None or not profile.slow_axes:
+        return moving
+    places = way[-1].profile.topology.size
+    return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
 
 
 def gather_seconds(profile: Profile, message_bytes: float) -> float:
     """Predicted time in which every rank gets the messages of all others, by one collective: an all-to-all of as many
-    bytes for each of them."""
+    bytes for each of them.
+
+    So PyTorch's ring, which xDiT runs, brings K and V, behind the first block of attention. A gather goes from
+    neighbour to neighbour; what is known of contention is known of all-to-alls.
+    """
     flat = Plan.flat(profile.topology).stages[0]
-    cost = stage_cost(profile, flat, profile.topology.size * message_bytes)
+    cost = stage_cost(replace(profile, contention=1.0), flat, profile.topology.size * message_bytes)
     return cost.host + cost.wire
 
 

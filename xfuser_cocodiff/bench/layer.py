@@ -7,7 +7,7 @@ plans on a measured machine.
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xfuser_cocodiff import planner
@@ -59,35 +59,63 @@ def _one_queue(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _layer(scenario: Scenario, mode: Mode, qkv_share: float) -> list[Task]:
-    """One layer of one call. Stock projects Q, K and V and then waits for every exchange: only its ring overlaps."""
-    workload, plan = scenario.workload, scenario.plan(mode)
-    projection = scenario.compute_seconds(workload.linear_flops(scenario.resolution, scenario.batch))
+    """One layer of one call."""
+    workload, plan, ring = scenario.workload, scenario.plan(mode), scenario.ring_degree
     moved, indices = exchange_seconds(scenario, plan, qkv_share), 0.0
     if mode.selects and scenario.profile.slow_axes:
         moved, indices = moved + _cache_seconds(scenario), _index_seconds(scenario, qkv_share)
+    return layer_tasks(
+        projection=scenario.compute_seconds(workload.linear_flops(scenario.resolution, scenario.batch)),
+        mlp_projections=workload.mlp_projections,
+        attention=scenario.compute_seconds(workload.attention_flops(scenario.resolution, scenario.batch)),
+        exchanges={
+            "v": moved + indices,
+            "q": moved,
+            "k": moved,
+            "o": exchange_seconds(scenario, plan, mode.o_share),
+        },
+        v_first=mode.v_first,
+        ring=ring,
+        ring_seconds=(ring - 1) * _ring_seconds(scenario) if ring > 1 else 0.0,
+    )
+
+
+def layer_tasks(
+    *,
+    projection: float,
+    mlp_projections: float,
+    attention: float,
+    exchanges: Mapping[str, float],
+    v_first: bool,
+    ring: int = 1,
+    ring_seconds: float = 0.0,
+) -> list[Task]:
+    """What a rank does in a layer. Stock projects Q, K and V and then waits for every exchange: only its ring overlaps.
+
+    Args:
+        projection: seconds of a projection from width to width.
+        mlp_projections: the MLP, in such projections.
+        attention: seconds of attention.
+        exchanges: seconds for each of v, q, k and o.
+        v_first: whether V's exchange starts before Q and K are projected.
+        ring: ring degree.
+        ring_seconds: until K and V of the others in the ring are there, while the rank attends to its own.
+    """
+    others = [
+        Task("attention to its own", COMPUTE, attention / ring, ("exchange k",)),
+        Task("ring", LINK, ring_seconds, ("exchange k",)),
+        Task("attention", COMPUTE, attention * (ring - 1) / ring, ("ring",)),
+    ]
     return [
         Task("project v", COMPUTE, projection),
         Task("project q and k", COMPUTE, 2 * projection),
-        Task("exchange v", LINK, moved + indices, ("project v" if mode.v_first else "project q and k",)),
-        Task("exchange q", LINK, moved, ("project q and k",)),
-        Task("exchange k", LINK, moved, ("project q and k",)),
-        *_attention(scenario),
-        Task("exchange o", LINK, exchange_seconds(scenario, plan, mode.o_share), ("attention 0",)),
-        Task("project o and mlp", COMPUTE, (1 + workload.mlp_projections) * projection, ("exchange o",)),
+        Task("exchange v", LINK, exchanges["v"], ("project v" if v_first else "project q and k",)),
+        Task("exchange q", LINK, exchanges["q"], ("project q and k",)),
+        Task("exchange k", LINK, exchanges["k"], ("project q and k",)),
+        *(others if ring > 1 else [Task("attention", COMPUTE, attention, ("exchange k",))]),
+        Task("exchange o", LINK, exchanges["o"], ("attention",)),
+        Task("project o and mlp", COMPUTE, (1 + mlp_projections) * projection, ("exchange o",)),
     ]
-
-
-def _attention(scenario: Scenario) -> list[Task]:
-    """Attention: a block per Ulysses group of the ring, while the next K and V arrive. The last block is number 0."""
-    ring = scenario.ring_degree
-    flops = scenario.workload.attention_flops(scenario.resolution, scenario.batch)
-    tasks, arrived = [], "exchange k"
-    for left in reversed(range(ring)):
-        tasks.append(Task(f"attention {left}", COMPUTE, scenario.compute_seconds(flops) / ring, (arrived,)))
-        if left:
-            tasks.append(Task(f"ring {left}", LINK, _ring_seconds(scenario), (arrived,)))
-            arrived = f"ring {left}"
-    return tasks
 
 
 def exchange_seconds(scenario: Scenario, plan: Plan, share: float = 1.0) -> float:

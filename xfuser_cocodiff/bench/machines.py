@@ -57,11 +57,22 @@ class Machine:
             nodes: how many nodes the group covers, all their ranks included.
             message_bytes: what a rank holds before an all-to-all.
         """
-        sizes = {NODE: nodes, **dict(self.inside)} if nodes > 1 else dict(self.inside)
-        topology = Topology.named(**sizes)
+        return self.over(self.topology(nodes), message_bytes)
+
+    def topology(self, nodes: int) -> Topology:
+        """Of so many nodes, with all their ranks."""
+        return Topology.named(**({NODE: nodes} if nodes > 1 else {}), **dict(self.inside))
+
+    def over(self, topology: Topology, message_bytes: float) -> Profile:
+        """The same of some ranks.
+
+        Raises:
+            KeyError: the topology has an axis that the machine has not.
+        """
         by_name = {link.name: link for link in self.links}
         links = tuple(by_name[axis.name] for axis in topology.axes)
-        contention = self.contention_at(message_bytes) * (self.contention_across_nodes if nodes > 1 else 1)
+        across = any(axis.name == NODE and axis.size > 1 for axis in topology.axes)
+        contention = self.contention_at(message_bytes) * (self.contention_across_nodes if across else 1)
         return Profile(
             topology,
             links,

@@ -13,18 +13,40 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="the planner's choice for each message size, with predicted times",
-        description="With --profile it runs anywhere; without, on every rank, under torchrun or "
+        help="the planner's choice for each message size, or how to split a degree for a model of real size",
+        description="With --model, it needs no ranks, and goes by --profile or a cluster that is known on paper. "
+        "Without, it goes by message sizes: with --profile it runs anywhere, else on every rank, under torchrun or "
         "scripts/emulated_cluster.sh, and probes the links first.",
     )
     on_ranks.add_arguments(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="a file that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
+    group = parser.add_argument_group("for a model of real size")
+    group.add_argument("--model", help="flux1, flux2, sd35, qwen-image")
+    group.add_argument("--resolution", type=int, help="pixels on a side")
+    group.add_argument("--degree", type=int, help="ranks that share a sequence: Ulysses degree times Ring degree")
+    group.add_argument("--cluster", help="aurora (the default), dgx-h100, pcie, ethernet; instead of --profile")
+    group.add_argument("--mode", help="exact, paper, balanced, fast (default: what a run without it would take)")
+    group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
+    group.add_argument("--batch", type=int, default=1, help="pictures (%(default)s)")
+    group.add_argument("--text-tokens", type=int, help="of the prompt (default: the pipeline's; qwen-image: 128)")
+    group.add_argument("--tflops", type=float, help="what a rank reaches, for steps and speed-up on a --profile")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
+    if options.plot:
+        return fail("--plot has nothing to draw here")
+    if options.model:
+        return _for_model(options)
+    lone = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")
+    if given := [name for name in lone if getattr(options, name) is not None]:
+        return fail(f"--{given[0].replace('_', '-')} goes with --model")
+    return _for_sizes(options)
+
+
+def _for_sizes(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench import forecast
 
     def predict(profile: Any) -> dict[str, Any]:
@@ -42,6 +64,26 @@ def run(options: argparse.Namespace) -> int:
         forecast.show(record)
         if options.json:
             write_json(options, record)
+    return 0
+
+
+def _for_model(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff.bench import sizing, sizing_report
+
+    if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
+        return fail(f"--model needs {' and '.join(missing)}")
+    if options.profile and options.cluster:
+        return fail("--profile and --cluster are two machines; give one")
+    names = ("model", "resolution", "degree", "topology", "profile", "mode", "steps", "batch", "text_tokens")
+    given = {name: getattr(options, name) for name in names}
+    cluster = {"cluster": options.cluster} if options.cluster else {}
+    try:
+        record = sizing.record(sizing.Wish(**given, **cluster, teraflops=options.tflops))
+    except ValueError as error:
+        return fail(str(error))
+    sizing_report.show(record)
+    if options.json:
+        write_json(options, record)
     return 0
 
 
