@@ -248,7 +248,8 @@ def test_where_text_and_image_lie(name: str, config: dict, image: tuple, tokens:
 
 
 def test_virtual_ranks_need_a_degree_of_one() -> None:
-    from xfuser_cocodiff.config import Ranks, resolve
+    from xfuser_cocodiff.config import resolve
+    from xfuser_cocodiff.placement import Ranks
     from xfuser_cocodiff.topology import Topology
 
     values = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}

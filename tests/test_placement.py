@@ -10,8 +10,8 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from xfuser_cocodiff import modes, placement, planner
-from xfuser_cocodiff.config import Ranks, resolve
-from xfuser_cocodiff.placement import Split
+from xfuser_cocodiff.config import resolve
+from xfuser_cocodiff.placement import Ranks, Split
 from xfuser_cocodiff.profile import AxisLink, Profile
 from xfuser_cocodiff.topology import AXIS_NAMES, Topology
 
@@ -117,6 +117,8 @@ def test_settings(tmp_path: Path) -> None:
     found = settings(tmp_path, known)  # the profile decides
     assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
     assert found.profile.topology == found.topology
+    alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
+    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "exact")
     found = settings(tmp_path, known, mode="exact")
     assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
     found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it

@@ -16,15 +16,14 @@ from xfuser_cocodiff.bench import layer, outlook, sharding, sizing
 from xfuser_cocodiff.bench.machines import AURORA, MACHINES
 from xfuser_cocodiff.bench.scenario import MODES, STOCK, Scenario
 from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
-from xfuser_cocodiff.config import Overlap, Ranks, resolve
+from xfuser_cocodiff.config import Overlap, resolve
 from xfuser_cocodiff.memory import Need, Share
-from xfuser_cocodiff.placement import Split
+from xfuser_cocodiff.placement import Ranks, Split
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import Topology
 
 FAST = 1e12
-SENT = ("exact", "balanced", "fast")
 
 
 def wish(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> sizing.Wish:
@@ -118,19 +117,26 @@ def test_references_are_those_that_memory_foresees(mode: str) -> None:
     assert (found.reference_bytes, found.compact_reference_bytes) == (need.full * 120, need.compact * 120)
 
 
-def small(case_topology: Topology, known: Profile, text: int) -> outlook.Case:
-    """The small FLUX.1-dev of `cocodiff models` at 128 pixels: its tokens have 8 of them on a side, not 16."""
-    workload = Workload("flux.1-dev", 6, 8, 16, mlp_ratio=4, gated=False, text_tokens=text)
-    return outlook.Case(workload, 256, 1, STEPS, case_topology, lambda part, _: known.along(part), None)
+SMALL = {
+    "FLUX.1-dev": Workload("flux.1-dev", 6, 8, 16, mlp_ratio=4, gated=False, text_tokens=32),
+    "SD3.5": Workload("sd3.5-large", 4, 24, 8, mlp_ratio=4, gated=False, text_tokens=333, rows=2),
+}
+"""Models of `cocodiff models`. At 128 pixels they have the tokens of 256 here: theirs are half as wide."""
 
 
-def moved_by_ranks(rank: int, mode: str, text: int, world: int) -> tuple[dict[str, int], int]:
+def moved_by_ranks(
+    rank: int, model: str, mode: str, text: int, split: Split, whole: Topology
+) -> tuple[dict[str, int], int]:
     """What a rank sends in a run, and what references it then holds."""
     from xfuser_cocodiff.xdit.sites import TRAFFIC
 
-    run = Approximating(rank, world, "FLUX.1-dev", "--max_sequence_length", str(text))
-    topology = Topology.parse("2x2" if world == 4 else "node=2")
-    run.by(mode, str(topology), plan=Plan.hierarchical(topology), overlap=Overlap(v_first=False, head_groups=1))
+    degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
+    flags = ["--use_cocodiff", "--cocodiff_ring", split.placement, "--cocodiff_topology", str(whole)]
+    length = ["--max_sequence_length", str(text)] if model == "FLUX.1-dev" else []
+    run = Approximating(rank, whole.size, model, *length, *degrees, *flags, "--cocodiff_a2a", "flat")
+    topology = split.ulysses_topology(whole)
+    overlap = Overlap(v_first=False, head_groups=1)
+    run.by(mode, str(topology), plan=Plan.hierarchical(topology), overlap=overlap, ring=split.placement)
     TRAFFIC.reset()
     run()
     held = run.runtime.reports[-1].reference_bytes if run.runtime else 0
@@ -138,19 +144,30 @@ def moved_by_ranks(rank: int, mode: str, text: int, world: int) -> tuple[dict[st
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(("mode", "text", "world"), [*((mode, 32, 4) for mode in SENT), ("exact", 33, 2)])
-def test_ranks_send_and_hold_what_is_foreseen(mode: str, text: int, world: int) -> None:
-    topology = Topology.parse("2x2" if world == 4 else "node=2")
-    known = profile("2x2", 1e3, FAST) if world == 4 else profile("2", 1e3)
+@pytest.mark.parametrize(
+    ("model", "mode", "text", "split", "whole"),
+    [
+        ("FLUX.1-dev", "exact", 32, Split(4, 1), "2x2"),
+        ("FLUX.1-dev", "balanced", 32, Split(4, 1), "2x2"),
+        ("FLUX.1-dev", "fast", 32, Split(4, 1), "2x2"),
+        ("FLUX.1-dev", "exact", 33, Split(2, 1), "node=2"),  # every rank has all text
+        ("FLUX.1-dev", "balanced", 32, Split(2, 2, "inner"), "2x2"),
+        ("SD3.5", "fast", 333, Split(4, 1), "2x2"),  # every rank has all text, beside Q and O alone
+    ],
+)
+def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, split: Split, whole: str) -> None:
+    topology = Topology.parse(whole)
+    known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
     known = dataclasses.replace(known, codec_bytes_per_second=1e6)  # so that nodes alone are slow
-    case, split = small(topology, known, text), Split(world, 1)
+    workload = dataclasses.replace(SMALL[model], text_tokens=text)
+    case = outlook.Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
     found = outlook.outlook(case, split, mode)
     if mode == "exact":
         sent = [Plan.hierarchical(topology).sent_bytes(case.message_bytes(name)) for name in "qkvo"]
         expected = {axis: case.layer_calls * sum(each[axis] for each in sent) for axis in sent[0]}
     else:
         expected = found.sent_bytes
-    for sent, held in ranks.run(moved_by_ranks, world, mode, text, world):
+    for sent, held in ranks.run(moved_by_ranks, topology.size, model, mode, text, split, topology):
         assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
         assert held == found.reference_bytes
 

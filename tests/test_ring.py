@@ -1,5 +1,7 @@
 """Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch.nn import functional
 from tests import ranks
 from tests.test_approximation import STEPS, Approximating, decibels
 from tests.test_pipelines import moved
+from tests.test_placement import profile
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -86,7 +89,7 @@ def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tupl
     return members()[0], str(mesh.topology) if mesh else "stock"
 
 
-def test_where_groups_lie_and_what_their_topology_is() -> None:
+def test_where_groups_lie_and_what_their_topology_is(tmp_path: Path) -> None:
     exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
     whole = asked("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
@@ -94,6 +97,10 @@ def test_where_groups_lie_and_what_their_topology_is() -> None:
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
     del whole["cocodiff_ring"]  # without a profile it is xDiT's own
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
+    known = tmp_path / "profile.json"
+    known.write_text(json.dumps({"profile": profile("2x4", 1e6, 1e12).to_json()}))
+    whole |= {"cocodiff_profile": str(known), "cocodiff_mode": "balanced"}  # which can code Ulysses, and no ring
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
 
 
 def test_without_the_plugin_groups_are_xdits_own() -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff import kernels, launcher, modes, placement, plan
+from xfuser_cocodiff import kernels, launcher, modes, plan
 from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
-from xfuser_cocodiff.placement import OUTER, PLACEMENTS, Split, has_nodes
+from xfuser_cocodiff.placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import FLAT, NOTATION, Topology
@@ -208,25 +208,6 @@ class CocoDiffConfig:
         _check_choice("cocodiff_mode", self.mode, MODES)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that share a sequence, as the launcher has them."""
-
-    ulysses: int
-    """Ulysses degree."""
-    detected: Topology
-    """Of so many neighbouring ranks: it is used when none is given, and tells whether these lie on several nodes."""
-    ring: int = 1
-    """Ring degree."""
-    detected_whole: Topology | None = None
-    """Of all ranks of both; None without a ring."""
-
-    @property
-    def whole(self) -> int:
-        """Number of ranks."""
-        return self.ulysses * self.ring
-
-
 def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
 
@@ -260,7 +241,8 @@ def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ra
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
         ring=ground.ring,
-        profile=ground.profile or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology)),
+        profile=ground.profile
+        or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode,
@@ -275,43 +257,22 @@ def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ra
     )
 
 
-@dataclass(frozen=True)
-class _Ground:
-    """Where Ulysses groups lie."""
-
-    topology: Topology
-    detected: Topology
-    ring: str = OUTER
-    profile: Profile | None = None
-    """Of their axes, where one of all ranks was given."""
-
-
-def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> _Ground:
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> Ground:
     given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
+    profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
     wanted, source = chosen["cocodiff_ring"]
     _check_choice(source, wanted or AUTO, (AUTO, *PLACEMENTS))
-    if ranks.ring == 1:
-        return _Ground(given or ranks.detected, ranks.detected)
-    whole = given if given and given.size == ranks.whole else ranks.detected_whole
-    known = None if given and given is not whole else whole  # what of all ranks goes with what was given
-    profile = known and _read(chosen["cocodiff_profile"], lambda text: _profile_of_all(text, known))
-    if wanted in PLACEMENTS:
-        ring = wanted
-    elif profile:
-        ring = placement.choose(profile, ranks.ulysses, ranks.ring, lambda part: _expected(chosen, part))
-    else:
-        ring = OUTER
-    split = Split(ranks.ulysses, ranks.ring, ring)
-    if profile and not split.fits(known):
-        raise ValueError(
-            f"{source} {ring}: groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not lie alike on the axes "
-            f"of the profile, {known}"
+    mode = chosen["cocodiff_mode"][0]
+    try:
+        return settle(
+            ranks,
+            given,
+            None if wanted == AUTO else wanted,
+            profile,
+            lambda topology: modes.usual(mode or usual_mode(topology), None),
         )
-    detected = ranks.detected if ring == OUTER else split.ulysses_topology(ranks.detected_whole)
-    if given and given is not whole:
-        return _Ground(given, detected, ring)
-    topology = detected if given is None and profile is None else split.ulysses_topology(whole)
-    return _Ground(topology, detected, ring, profile and profile.along(topology))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _topology(text: str, ranks: Ranks) -> Topology:
@@ -319,11 +280,6 @@ def _topology(text: str, ranks: Ranks) -> Topology:
     if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.whole:
         return Topology.parse(text)
     return Topology.parse(text, ranks.ulysses)
-
-
-def _expected(chosen: Mapping[str, tuple[Any, str]], topology: Topology) -> CodecSchedule | None:
-    """How exchanges over a topology would be coded."""
-    return modes.usual(chosen["cocodiff_mode"][0] or usual_mode(topology), None)
 
 
 def usual_mode(detected: Topology) -> str:
@@ -349,19 +305,15 @@ def _plan(text: str, topology: Topology) -> Plan | None:
         raise ValueError(f"{error}, or {AUTO!r}") from None
 
 
-def _profile(text: str, topology: Topology) -> Profile:
+def _profile(text: str, topology: Topology, ranks: Ranks) -> Profile:
     profile = Profile.read(Path(text))
     if profile.topology != topology:
+        beside = f", and {ranks.detected_whole} with its rings" if ranks.ring > 1 else ""
         raise ValueError(
-            f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}; "
+            f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}{beside}; "
             "--cocodiff_topology can say that they are the same"
         )
     return profile
-
-
-def _profile_of_all(text: str, topology: Topology) -> Profile | None:
-    """A profile of all ranks; None where it is one of a Ulysses group."""
-    return _profile(text, topology) if Profile.read(Path(text)).topology.size == topology.size else None
 
 
 def _schedule(text: str, mode: str) -> str:

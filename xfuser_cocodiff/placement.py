@@ -50,7 +50,78 @@ class Split:
         return all({axis.name for axis in part.axes if axis.size > 1} <= known for part in parts)
 
 
-def choose(profile: Profile, ulysses: int, ring: int, mode_of: Callable[[Topology], CodecSchedule | None]) -> str:
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a sequence, as the launcher has them."""
+
+    ulysses: int
+    """Ulysses degree."""
+    detected: Topology
+    """Of so many neighbouring ranks: it is used when none is given, and tells whether these lie on several nodes."""
+    ring: int = 1
+    """Ring degree."""
+    detected_whole: Topology | None = None
+    """Of all ranks of both; None without a ring."""
+
+    @property
+    def whole(self) -> int:
+        """Number of ranks."""
+        return self.ulysses * self.ring
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where the Ulysses groups of a run lie."""
+
+    topology: Topology
+    detected: Topology
+    """What the launcher tells of them."""
+    ring: str = OUTER
+    """Where the ring lies."""
+    profile: Profile | None = None
+    """Of their axes, where one of all ranks is known."""
+
+
+def settle(
+    ranks: Ranks,
+    given: Topology | None,
+    wanted: str | None,
+    profile: Profile | None,
+    schedule_of: Callable[[Topology], CodecSchedule | None],
+) -> Ground:
+    """Settle where Ulysses groups lie. All ranks that are given the same find the same.
+
+    Args:
+        ranks: those that share a sequence.
+        given: topology that the user gave, of a Ulysses group or of all ranks.
+        wanted: placement that the user wants; None leaves it to the profile.
+        profile: what is known of links; it decides if it is of all ranks.
+        schedule_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
+
+    Raises:
+        ValueError: the groups do not lie on the axes of the profile.
+    """
+    if ranks.ring == 1:
+        return Ground(given or ranks.detected, ranks.detected)
+    whole = given if given and given.size == ranks.whole else ranks.detected_whole
+    known = profile if profile and profile.topology == whole and given in (None, whole) else None
+    if ranks.ulysses == 1:  # nothing moves
+        return Ground(ranks.detected, ranks.detected, OUTER, known)
+    ring = wanted or (choose(known, ranks.ulysses, ranks.ring, schedule_of) if known else OUTER)
+    split = Split(ranks.ulysses, ranks.ring, ring)
+    if known and not split.fits(whole):
+        raise ValueError(
+            f"{ring!r} is not valid: groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not lie alike on the "
+            f"axes of the profile, {whole}"
+        )
+    detected = ranks.detected if ring == OUTER else split.ulysses_topology(ranks.detected_whole)
+    if given not in (None, whole):
+        return Ground(given, detected, ring)
+    topology = split.ulysses_topology(whole) if given or known else detected
+    return Ground(topology, detected, ring, known and known.along(topology))
+
+
+def choose(profile: Profile, ulysses: int, ring: int, schedule_of: Callable[[Topology], CodecSchedule | None]) -> str:
     """The placement whose communication takes less time: xDiT's own where the other one does not promise to save
     planner.MARGIN, or does not lie on the axes.
 
@@ -60,12 +131,12 @@ def choose(profile: Profile, ulysses: int, ring: int, mode_of: Callable[[Topolog
         profile: of all ranks.
         ulysses: Ulysses degree.
         ring: ring degree.
-        mode_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
+        schedule_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
     """
     outer, inner = (Split(ulysses, ring, placement) for placement in PLACEMENTS)
     if not all(split.fits(profile.topology) for split in (outer, inner)):
         return INNER if inner.fits(profile.topology) else OUTER
-    took = [_seconds(profile, split, mode_of(split.ulysses_topology(profile.topology))) for split in (outer, inner)]
+    took = [_seconds(profile, split, schedule_of(split.ulysses_topology(profile.topology))) for split in (outer, inner)]
     return INNER if took[1] < (1 - planner.MARGIN) * took[0] else OUTER
 
 

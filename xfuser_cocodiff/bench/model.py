@@ -23,7 +23,8 @@ from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig, Overlap, Ranks, resolve
+from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.topology import Topology

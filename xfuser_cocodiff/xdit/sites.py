@@ -200,6 +200,9 @@ def _mesh_and_runtime(pipeline: Any, engine_config: Any) -> tuple[Mesh | None, R
     if parallel.ulysses_degree < parallel.sp_degree and ring.found(group, parallel.ring_degree) != config.ring:
         note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
         return None, None
+    if parallel.ring_degree > 1:
+        hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
+        note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
     if engine_config.runtime_config.use_torch_compile:
         note(
             "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
