@@ -79,7 +79,9 @@ class Job:
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, subprocess.CompletedProcess]:
     """A job of two nodes that ran everything, of which one cell failed."""
-    job = Job(tmp_path_factory.mktemp("aurora"), 2, AURORA_MODELS="FLUX.1-dev:24 SD3.5:38").quickly()
+    job = Job(
+        tmp_path_factory.mktemp("aurora"), 2, AURORA_MODELS="FLUX.1-dev:24 SD3.5:38", AURORA_CCL_OP_SYNC="0"
+    ).quickly()
     return job, job.run(FAILING="nodes-2/SD3.5-768/fast")
 
 
@@ -121,6 +123,8 @@ def test_ranks_are_told_what_torchrun_would_tell_them(campaign: tuple) -> None:
             (str(2 * nodes), "2", "localhost")
         }
         assert len({one["MASTER_PORT"] for one in told}) == 1
+        machine = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK", "CCL_ATL_TRANSPORT", "CCL_OP_SYNC")
+        assert {tuple(one[name] for name in machine) for one in told} == {("FLAT", None, "mpi", "0")}
 
 
 def test_both_sides_are_told_the_same_and_stock_runs_once(campaign: tuple) -> None:
@@ -158,6 +162,8 @@ def test_a_job_goes_on_where_one_ended(campaign: tuple) -> None:
     started = [line for line in again.stdout.splitlines() if line.endswith(": started")]
     assert started == ["nodes-2/FLUX.1-dev-768/paper: started", "nodes-2/SD3.5-768/fast: started"]
     assert again.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
+    fewer = job.run(AURORA_NODES="1", AURORA_QUALITY="")  # which does not take the others out of the tables
+    assert fewer.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +209,6 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
         AURORA_XDIT="--max_sequence_length 32",
         AURORA_QUALITY="",
         COCODIFF_SLOW_AXES="node",
-        COCODIFF_SCHEDULE="",
         ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE",
     )
     done = job.run()

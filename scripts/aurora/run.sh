@@ -135,8 +135,9 @@ compare_modes() {
     done
 }
 
+# Jobs of other node counts may share the folder: cells that they noted stay.
 note_cell() {
-    echo "$1" >> "$out/cells"
+    grep -qxF "$1" "$out/cells" 2> /dev/null || echo "$1" >> "$out/cells"
 }
 
 # Runs a cell in its folder, unless it has finished before. Its status is written last, so that one that is cut off with
@@ -161,7 +162,6 @@ run_cell() {
     [ "$status" = 0 ] || echo "$name: failed with exit status $status, see $folder/log"
 }
 
-: > "$out/cells"
 campaign note_cell
 campaign run_cell
 exec "${cocodiff[@]}" tables "$out"
