@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xfuser  # noqa: F401 (with it comes the plugin, for this machine and before anything stands in for another)
 
 from xfuser_cocodiff.xdit import platform, source
 
