@@ -182,3 +182,34 @@ def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
         "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.bench.workloads import Workload
+
+    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+    monkeypatch.setitem(bench.WORKLOADS, "small", small)
+    monkeypatch.setattr(bench.benchmark, "Timer", Once)
+    record = bench.measure(DEVICE, 4, 2, [("small", 64)])
+    tensor = 24 * 8 * 16 * 2 // 4  # of a rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
+    away = tensor // 2
+    payload = away // 2 // 8 * 2 + away // 2 // 16  # 2 bits a value, and a scale for each row
+    found = {row["kernel"]: row["bytes"] for row in record["rows"]}
+    assert found["move"] == 2 * tensor
+    assert found["scores"] == 3 * away
+    assert found["encode"] == found["decode"] == 4 * away + payload
+    assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
+    bench.show(record)
+    assert "small" in capsys.readouterr().out
+
+
+class Once:
+    """Stands in for PyTorch's timer, which takes its time."""
+
+    def __init__(self, statement: str, globals: dict) -> None:
+        self.call = globals["call"]
+
+    def blocked_autorange(self, min_run_time: float) -> object:
+        self.call()
+        return type("Measurement", (), {"median": 1e-3})

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests import ranks
 from tests.test_approximation import STEPS, Approximating, decibels
 from tests.test_pipelines import moved
 from tests.test_placement import profile
+from xfuser_cocodiff.xdit import cpu_attention
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -23,8 +25,6 @@ WHOLE = "node=2,gpu=2"
 
 def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING) -> None:
     """A runtime state that makes its groups by the settings."""
-    from types import SimpleNamespace
-
     from xfuser import xFuserArgs
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
 
@@ -175,3 +175,10 @@ def test_pipelines_in_a_ring(model: str) -> None:
         assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
         for found in (qualities, others):
             assert 20 < found["fast"] < found["balanced"] < 60
+
+
+def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of PyTorch has cuDNN on a machine without a GPU too."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
+    assert cpu_attention._of_a_cpu(lambda *_: None)(state).name == "SDPA"

@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
     _add_import(subjects)
     _add_a2a(subjects)
     _add_model(subjects)
+    _add_kernels(subjects)
 
 
 def _add_import(subjects: Any) -> None:
@@ -106,3 +107,33 @@ def _model(options: argparse.Namespace) -> int:
         return model.measure(group, topology, shape, shares, options.mode.split(","), options.repeats)
 
     return on_ranks.run(options, work, model.show, model.draw)
+
+
+def _add_kernels(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "kernels", help="what codes and moves values, against a copy on the same device, at the sizes of real models"
+    )
+    parser.add_argument("--degree", type=int, default=8, help="Ulysses degree, on two nodes (%(default)s)")
+    parser.add_argument("--kernels", default="auto", help="auto, triton or torch (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each is measured, in turns (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.set_defaults(run=_kernels, parser=parser)
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff import kernels
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.xdit.platform import compute_device
+
+    if options.repeats < 1:
+        return fail(f"--repeats {options.repeats} is not valid; it starts at 1")
+    if options.degree not in bench.DEGREES:
+        return fail(f"--degree {options.degree} is not valid; valid are {', '.join(map(str, bench.DEGREES))}")
+    if options.kernels not in kernels.CHOICES:
+        return fail(f"--kernels {options.kernels!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
+    kernels.use(options.kernels)
+    record = bench.measure(compute_device(), options.degree, options.repeats)
+    bench.show(record)
+    if options.json:
+        write_json(options, record)
+    return 0

@@ -26,8 +26,8 @@ def patches() -> list[Patch]:
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._select_attention_backend",
-            "a ring needs the log-sum-exp, which SDPA does not return",
-            _flash_in_a_ring,
+            "takes cuDNN's where PyTorch is a CUDA build, and SDPA in a ring, which needs a log-sum-exp",
+            _of_a_cpu,
             ("self", "engine_config"),
         ),
     ]
@@ -75,14 +75,14 @@ def _with_flash(original: Callable) -> Callable:
     return _get_attention_function
 
 
-def _flash_in_a_ring(original: Callable) -> Callable:
+def _of_a_cpu(original: Callable) -> Callable:
     @functools.wraps(original)
     def _select_attention_backend(self: Any, engine_config: Any = None) -> Any:
         from xfuser.core.distributed.attention_backend import AttentionBackendType
 
-        asked = engine_config is not None and engine_config.runtime_config.attention_backend
-        if self.parallel_config.ring_degree > 1 and not asked:
-            return AttentionBackendType.SDPA_FLASH
-        return original(self, engine_config)
+        if engine_config is not None and engine_config.runtime_config.attention_backend:
+            return original(self, engine_config)
+        in_a_ring = self.parallel_config.ring_degree > 1
+        return AttentionBackendType.SDPA_FLASH if in_a_ring else AttentionBackendType.SDPA
 
     return _select_attention_backend

@@ -1,0 +1,163 @@
+"""Kernels against a copy on the same device: how near they come to its bandwidth, and what they are beside a layer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils import benchmark
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.bench import host
+from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
+
+CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
+"""Models and pixels."""
+DEGREES = (2, 4, 6, 8, 12, 24)
+"""That divide the heads of both, on two nodes."""
+PLACES = 2
+"""On slow axes: nodes."""
+BITS, SHARE, PREDICTOR = 2, 0.6, 0.5
+"""As in the modes."""
+SEED = 0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A kernel at one size."""
+
+    name: str
+    call: Callable[[], object]
+    nbytes: int
+    """Read and written, each tensor once."""
+
+
+def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tuple[str, int]] = CASES) -> dict:
+    """Time each kernel, a copy of as many bytes, and the layer that it belongs to.
+
+    Args:
+        device: where.
+        degree: ranks on PLACES nodes.
+        repeats: measurements of each, taking turns.
+        cases: workloads by name, and pixels.
+
+    Returns:
+        The record: for each row `seconds`, `bytes_per_second` and their ratio to the copy's, each a list of repeats;
+        for each case what coding all of Q, K, V and O takes beside attention and projections of the layer.
+    """
+    rows, layers = [], []
+    for name, resolution in cases:
+        workload = WORKLOADS[name]
+        works = _works(workload, resolution, degree, device)
+        copy = _copy(works[0].nbytes, device)
+        layer = _layer(workload, resolution, degree, device)
+        seconds = _in_turns([copy, *works, _Work("layer", layer, 0)], repeats)
+        for work in works:
+            speeds = [work.nbytes / taken for taken in seconds[work.name]]
+            ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
+            row = {"model": name, "resolution": resolution, "kernel": work.name, "bytes": work.nbytes}
+            rows.append({**row, "seconds": seconds[work.name], "bytes_per_second": speeds, "ratio_to_copy": ratios})
+        # Four tensors are coded and decoded, two of which choose; the layer's own work is the rest.
+        codec = [
+            4 * (encode + decode) + 2 * score
+            for encode, decode, score in zip(*(seconds[key] for key in ("encode", "decode", "scores")), strict=True)
+        ]
+        shares = [spent / whole for spent, whole in zip(codec, seconds["layer"], strict=True)]
+        layers.append({"model": name, "resolution": resolution, "layer_seconds": seconds["layer"], "share": shares})
+    used = kernels.TRITON if kernels.is_fused(device) else kernels.TORCH
+    record = {**host.header(), "device": _name(device), "kernels": used, "degree": degree}
+    return {**record, "rows": rows, "layers": layers}
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a record as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"kernels ({record['kernels']}) on {record['device']}, degree {record['degree']}")
+    for column in ("model", "pixels", "kernel", "MB", "us", "GB/s", "of a copy"):
+        table.add_column(column)
+    for row in record["rows"]:
+        seconds, speed, ratio = (median(row[key]) for key in ("seconds", "bytes_per_second", "ratio_to_copy"))
+        low, high = min(row["ratio_to_copy"]), max(row["ratio_to_copy"])
+        table.add_row(
+            *(row["model"], str(row["resolution"]), row["kernel"], f"{row['bytes'] / 1e6:.1f}", f"{1e6 * seconds:.0f}"),
+            *(f"{speed / 1e9:.1f}", f"{ratio:.2f} ({low:.2f}-{high:.2f})"),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for layer in record["layers"]:
+        console.print(
+            f"{layer['model']} at {layer['resolution']}: coding takes {median(layer['share']):.1%} of a layer's "
+            f"projections and attention ({1e3 * median(layer['layer_seconds']):.2f} ms)"
+        )
+
+
+def _works(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Work]:
+    """The kernels on what a rank puts on slow axes of one of Q, K, V and O."""
+    torch.manual_seed(SEED)
+    groups, heads = degree // PLACES, workload.moved_heads // degree
+    tokens, dim = -(-workload.tokens(resolution) // degree), workload.head_dim
+    # Tokens outside of heads, as exchanges along fast axes leave them.
+    values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
+    held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
+    known = held, held + 0.1 * torch.randn_like(held), PREDICTOR
+    target, here = torch.empty_like(values), 0
+    coded = kernels.encode(values, *known, BITS, None, here)
+    chosen = kernels.scores(values, *known, here).topk(int(SHARE * tokens), -1).indices.sort(-1).values
+    full, moved = held.nbytes, torch.empty_like(values, memory_format=torch.contiguous_format)
+    return [
+        _Work("move", lambda: kernels.move(moved, values), 2 * values.nbytes),
+        _Work("scores", lambda: kernels.scores(values, *known, here), 3 * full),
+        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, here), 4 * full + coded.payload.nbytes),
+        _Work(
+            "encode, chosen tokens",
+            lambda: kernels.encode(values, *known, BITS, chosen, here),
+            4 * full + int(SHARE * coded.payload.nbytes),
+        ),
+        _Work(
+            "decode",
+            lambda: kernels.decode(coded.payload, *known, BITS, None, target, here),
+            4 * full + coded.payload.nbytes,
+        ),
+    ]
+
+
+def _copy(nbytes: int, device: torch.device) -> _Work:
+    source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _Work("copy", lambda: target.copy_(source), nbytes)
+
+
+def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
+    """Attention over all tokens of a rank's heads, and the projections of a rank's tokens."""
+    tokens = workload.tokens(resolution)
+    own, heads = -(-tokens // degree), workload.moved_heads // degree
+    q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
+    hidden = torch.randn(own, workload.width, device=device).bfloat16()
+    square = torch.randn(workload.width, workload.width, device=device).bfloat16()
+    projections = 4 + int(workload.mlp_projections)
+
+    def layer() -> None:
+        for _ in range(projections):
+            torch.mm(hidden, square)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    return layer
+
+
+def _in_turns(works: Sequence[_Work], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, as PyTorch's timer has them: with the device in step, and as many calls as it takes."""
+    timers = {work.name: benchmark.Timer("call()", globals={"call": work.call}) for work in works}
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            seconds[name].append(timer.blocked_autorange(min_run_time=0.1).median)
+    return seconds
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return getattr(torch, device.type).get_device_name()
