@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,3 +150,17 @@ def rejected(rank: int) -> list[tuple[str, str]]:
 def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
     for pairs in ranks.run(rejected, 2):
         assert [ours for ours, _ in pairs] == [stock for _, stock in pairs]
+
+
+def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would repeat what codecs did at one step."""
+    from xfuser_cocodiff.xdit import platform, sites, usp
+
+    runtime = SimpleNamespace(coding=lambda *_: "coded")
+    monkeypatch.setattr(sites, "active_runtime", lambda: runtime)
+    monkeypatch.setattr(usp, "layers", lambda: SimpleNamespace(count=lambda root: 1))
+    layer = SimpleNamespace(name="a", again=False, branch=0, root=None, call=None)
+    assert usp._coding(layer, "share") == "coded"
+    monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert usp._coding(layer, "share") is None

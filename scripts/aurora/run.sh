@@ -73,12 +73,6 @@ start_on() {
     )
 }
 
-greatest_common_divisor() {
-    local a="$1" b="$2"
-    while [ "$b" -gt 0 ]; do set -- "$b" $((a % b)) && a="$1" b="$2"; done
-    echo "$a"
-}
-
 # Sets `degree` to the Ulysses degree of a model of so many heads: what both the heads and the ranks divide by. What heads
 # leave of the ranks becomes Ring, as in the paper.
 degree_for() {

@@ -266,6 +266,11 @@ def compute_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+def is_captured() -> bool:
+    """Whether what is called now becomes part of a CUDA graph, which would repeat what codecs do at this one step."""
+    return compute_device().type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _yunchang_groups(_: Any) -> Any:
     from yunchang.globals import PROCESS_GROUP
 

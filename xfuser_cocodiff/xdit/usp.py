@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit import sites
 from xfuser_cocodiff.xdit.layers import Layer, Layers
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
-from xfuser_cocodiff.xdit.platform import compute_device
+from xfuser_cocodiff.xdit.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.segments import segments
 
 _MODULE = "xfuser.model_executor.layers.usp"
@@ -285,7 +285,7 @@ def _share(
 def _coding(layer: Layer | None, share: Share | None) -> Coding | None:
     """How the exchanges of a layer are coded in this call; all ranks find the same."""
     runtime = sites.active_runtime()
-    if runtime is None or layer is None or layer.again or share is None:
+    if runtime is None or layer is None or layer.again or share is None or is_captured():
         return None
 
     def found() -> Coding | None:
