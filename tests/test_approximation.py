@@ -162,10 +162,9 @@ def test_no_run_knows_of_another() -> None:
         assert torch.equal(latents, fresh[prompt]), prompt
 
 
-def with_step_cache(rank: int, model: str, method: str, threshold: float) -> tuple[list[torch.Tensor], list[int]]:
+def with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[list[torch.Tensor], list[int]]:
     """Latents of stock, exact and twice a mode, all with a step cache, and what the mode moved at each step."""
-    config = json.dumps({"residual_diff_threshold": threshold})
-    run = Approximating(rank, 4, model, "--cache_method", method, "--cache_config", config)
+    run = Approximating(rank, 4, model, "--cache_method", method, "--cache_config", json.dumps(config))
 
     def fresh() -> torch.Tensor:
         for module in run.runner.model.pipe.transformer.modules():
@@ -183,11 +182,20 @@ def with_step_cache(rank: int, model: str, method: str, threshold: float) -> tup
     return latents, [report.exact_bytes for report in run.runtime.reports]
 
 
+DBCACHE = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "scm_policy": None, "residual_diff_threshold": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("model", "method", "threshold"), [("FLUX.1-dev", "teacache", 0.3), ("FLUX.2-dev", "fbcache", 0.1)]
+    ("model", "method", "config"),
+    [
+        ("FLUX.1-dev", "teacache", {"residual_diff_threshold": 0.3}),
+        ("FLUX.2-dev", "fbcache", {"residual_diff_threshold": 0.1}),
+        ("FLUX.1-dev", "dbcache", DBCACHE),
+        ("SD3.5", "dbcache", DBCACHE),
+    ],
 )
-def test_a_step_cache_may_leave_layers_out(model: str, method: str, threshold: float) -> None:
-    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 4, model, method, threshold):
+def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict) -> None:
+    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 4, model, method, config):
         assert torch.equal(exact, stock)
         assert torch.equal(first, second), "a run knows of the one before"
         assert decibels(first, stock) > 40

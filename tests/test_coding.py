@@ -106,6 +106,11 @@ def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o:
         attended = cut(whole("o", step), 1, size, rank).contiguous()
         send_to_sequence(attended, target, mesh, Label("o"), Part(), coding).wait()
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    if len(slow) < len(moving):  # parts of a mesh are named by their axes
+        assert set(mesh.traffic.sent_bytes) == {
+            "+".join(name for name in reversed(moving) if (name in slow) is far) for far in (True, False)
+        }
     assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
     assert account.repeated == 0
     if codec.bits:

@@ -147,7 +147,8 @@ class SlowWay:
             members = [ranks[i] for i in topology.neighbours(rank, *dims)]
             own = dist.new_group(members, timeout=mesh.timeout, use_local_synchronization=True)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
-            return replace(made, traffic=mesh.traffic, lane=mesh.lane)
+            names = "+".join(topology.axes[dim].name for dim in reversed(dims))
+            return replace(made, traffic=mesh.traffic, lane=mesh.lane, part=names)
 
         if not slow:
             return None

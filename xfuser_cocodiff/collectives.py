@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from xfuser_cocodiff import roll_call
 from xfuser_cocodiff.lane import CPU, Handle, Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
-from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.topology import FLAT, Topology
 from xfuser_cocodiff.traffic import Label, Span, Traffic
 
 _TAG = 0
@@ -54,6 +54,9 @@ class Mesh:
     ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
     """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together:
     the same on every rank. Asked where that is not found out by a trial."""
+
+    part: str | None = None
+    """Axes of a larger mesh that this one is over, for accounts: all of them at once are not flat there."""
 
     @classmethod
     def over(
@@ -159,12 +162,16 @@ class Mesh:
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
             return InFlight(plan, number, sent, _functional(sent, group))
-        self.traffic.count(plan.labels[number], group.size(), sent)
+        label = self._label(plan, number)
+        self.traffic.count(label, group.size(), sent)
         begin = _send_directly if plan.direct[number] else _collective
-        with self.traffic.time(plan.labels[number], sent.device), roll_call.naming_the_lost(group, plan.labels[number]):
+        with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
             outgoing = _on_host(sent) if self.lane.staged else sent
             received = torch.empty_like(outgoing, pin_memory=self.lane.staged and sent.device.type != "cpu")
             return InFlight(plan, number, outgoing, *begin(outgoing, received, group))
+
+    def _label(self, plan: Plan, number: int) -> str:
+        return self.part if self.part and plan.labels[number] == FLAT else plan.labels[number]
 
     def finish(self, flight: InFlight) -> torch.Tensor:
         """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
@@ -172,7 +179,7 @@ class Mesh:
         if torch.compiler.is_compiling():
             received = _wait(received)
         else:
-            label, group = plan.labels[number], self.groups[plan.stages[number]]
+            label, group = self._label(plan, number), self.groups[plan.stages[number]]
             with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
                 for work in flight.works:
                     # A collective has its group's timeout, and one that is passed here would hold up the host.

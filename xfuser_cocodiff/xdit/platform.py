@@ -116,6 +116,7 @@ def _cpu() -> Platform:
         backend=lambda: dist.get_default_backend_for_device("cpu"),
         cuda={
             "Event": host_clock.HostEvent,
+            "current_device": _standing_in(lambda: torch.device("cpu")),  # callers make tensors on it
             "synchronize": _standing_in(_nothing),
             "set_device": _standing_in(_nothing),
             "reset_peak_memory_stats": _standing_in(host_clock.reset_peak_memory),

@@ -227,14 +227,16 @@ def _trial(v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial
     """
     wanted = sites.active_overlap()
     v_first = v_first and wanted.v_first is not False
-    if wanted.head_groups is None:
+    if sites.active_runtime():
+        if wanted.head_groups not in (None, 1):
+            note("heads stay in one group: in modes that approximate, references belong to whole tensors")
+        counts = [1]
+    elif wanted.head_groups is None:
         counts = [1, *counts]
     elif wanted.head_groups in (1, *counts):
         counts = [wanted.head_groups]
     else:
         note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
-        counts = [1]
-    if sites.active_runtime():  # references belong to whole tensors from the first step on
         counts = [1]
     schedules = [Schedule(v_first, count) for count in counts]
     if wanted.v_first is None and v_first:
