@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.options import OPTIONS
 from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology

@@ -7,9 +7,9 @@ import torch
 
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff.coding import Wire
-from xfuser_cocodiff.config import MODES
 from xfuser_cocodiff.memory import GIB, Need, Share
 from xfuser_cocodiff.modes import CodecSchedule, usual
+from xfuser_cocodiff.options import MODES
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from xfuser_cocodiff import probe
 from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import EXACT, CocoDiffConfig
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.planner import ahead_pays, choose, ranking, seconds
 from xfuser_cocodiff.profile import Profile

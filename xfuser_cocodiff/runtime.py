@@ -70,7 +70,7 @@ class Runtime:
 
     Args:
         way: the slow axes; None where ranks are virtual.
-        mode: one of config.MODES that approximates.
+        mode: one of options.MODES that approximates.
         changes: to its schedule, in its notation.
         max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
         agreed: given numbers, the largest of all ranks for each.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from xfuser_cocodiff.config import RECORD_VARIABLE
+from xfuser_cocodiff.options import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 40

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from xfuser_cocodiff.bench import child, host, trace
 from xfuser_cocodiff.bench.figures import Outcome, figures
-from xfuser_cocodiff.config import EXACT, OPTIONS, TRACE_VARIABLE
+from xfuser_cocodiff.options import EXACT, OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit import command
 
 STOCK = "stock"

@@ -16,9 +16,10 @@ import torch
 
 from xfuser_cocodiff.bench import fidelity, host
 from xfuser_cocodiff.bench.picture import draw_sheet
-from xfuser_cocodiff.config import EXACT, MODES, CocoDiffConfig
+from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.models import slices
 from xfuser_cocodiff.modes import CodecSchedule
+from xfuser_cocodiff.options import EXACT, MODES
 from xfuser_cocodiff.xdit.solo import Solo
 
 SWEEP = (

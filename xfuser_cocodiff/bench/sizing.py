@@ -11,7 +11,7 @@ from xfuser_cocodiff.bench.outlook import Case, Outlook, outlook, outlooks, stoc
 from xfuser_cocodiff.bench.scenario import check_count
 from xfuser_cocodiff.bench.sharding import ulysses_degrees
 from xfuser_cocodiff.bench.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
-from xfuser_cocodiff.config import MODES
+from xfuser_cocodiff.options import MODES
 from xfuser_cocodiff.placement import Split
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import FLAT, Topology

@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
-from xfuser_cocodiff.config import RECORD_VARIABLE
+from xfuser_cocodiff.options import RECORD_VARIABLE
 from xfuser_cocodiff.xdit import cpu_attention, flags, platform, recorder, ring, run_clock, sites, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet

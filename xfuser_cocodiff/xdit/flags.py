@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xfuser_cocodiff import kernels, launcher
-from xfuser_cocodiff.config import OPTIONS, CocoDiffConfig, resolve
+from xfuser_cocodiff.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.options import OPTIONS
 from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit import platform

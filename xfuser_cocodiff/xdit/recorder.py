@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.config import TRACE_VARIABLE
+from xfuser_cocodiff.options import TRACE_VARIABLE
 from xfuser_cocodiff.topology import FLAT
 from xfuser_cocodiff.xdit import usp
 from xfuser_cocodiff.xdit.patch import Patch
