@@ -17,7 +17,7 @@ import torch
 from xfuser_cocodiff.bench import fidelity, host
 from xfuser_cocodiff.bench.picture import draw_sheet
 from xfuser_cocodiff.config import CocoDiffConfig
-from xfuser_cocodiff.models import slices
+from xfuser_cocodiff.models import captions, slices
 from xfuser_cocodiff.modes import CodecSchedule
 from xfuser_cocodiff.options import EXACT, MODES
 from xfuser_cocodiff.xdit.solo import Solo
@@ -36,7 +36,8 @@ SWEEP = (
 MASKS = ("block", "center")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHEET_PICTURES = 6
-PROMPT = "a slice of {}"
+SLICE, PHOTO = "a slice of {}", "a photo of {}"
+"""Prompts, as the small trained model knows them."""
 _TEXT_TOKENS = 32
 
 
@@ -78,7 +79,10 @@ class Judge:
         self._solo, self._config = Solo(model, dtype), config
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
-        self._prompts = [PROMPT.format(kind) for kind in kinds]
+        self._of_slices = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
+        every = [SLICE.format(name) for name in captions.SLICES.values()]
+        every += [PHOTO.format(name) for name in captions.PHOTOS.values()]
+        self._prompts = [every[seed % len(every)] for seed in range(seeds)]
         pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
         self._truth = np.stack(pictures)
 
@@ -89,25 +93,23 @@ class Judge:
 
     def generate(self, row: Row) -> Pictures:
         """Pictures from noise."""
-        return self._run(row, None)
+        return self._run(row, self._prompts, {})
 
     def inpaint(self, row: Row, mask: str) -> Pictures:
         """Pictures of which what the mask leaves is known."""
-        return self._run(row, self._keep_known(_mask(mask, self._size)))
+        keep = self._keep_known(_mask(mask, self._size))
+        return self._run(row, self._of_slices, {"callback_on_step_end": keep})
 
     def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
         """The true pictures, and where they are to be found."""
         return self._truth, _mask(mask, self._size)
 
-    def _run(self, row: Row, after_step: Callable | None) -> Pictures:
+    def _run(self, row: Row, prompts: list[str], more: dict[str, Any]) -> Pictures:
         coded = replace(self._config, mode=row.mode, schedule=row.schedule)
         self._solo.use(None if row.mode == EXACT else coded)
         generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
-        more = {"callback_on_step_end": after_step} if after_step else {}
         size = {"height": self._size, "width": self._size}
-        output = self._solo(
-            self._prompts, self._steps, _TEXT_TOKENS, generator=generators, output_type="np", **size, **more
-        )
+        output = self._solo(prompts, self._steps, _TEXT_TOKENS, generator=generators, output_type="np", **size, **more)
         pictures = output.images
         reports = self._solo.reports
         exact = sum(report.exact_bytes for report in reports)
