@@ -4,8 +4,11 @@ On a machine with a GPU the same tests run on it.
 """
 
 import itertools
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,6 +185,24 @@ def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
         "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None:
+    """To machine code, by Triton's compiler and NVIDIA's assembler, which need no GPU.
+
+    What encoder and decoder both compute must be rounded alike: no product and sum become one there. Divisions, which
+    the encoder alone has, are made of such.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.compile_kernels", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "move", "encode", "decode")}
+    for row in found:
+        assert "cubin" in row["products"]
+        assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
 
 
 def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

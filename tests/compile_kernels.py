@@ -1,0 +1,51 @@
+"""Compiles Triton's kernels for a GPU that need not be there: `python tests/compile_kernels.py 90` for sm_90.
+
+A process of its own, since tests run the kernels by the interpreter. Prints the products as JSON: which there are, and
+how many products and sums of each kernel are fused into one rounding.
+"""
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from xfuser_cocodiff.kernels import fused
+
+POINTERS = {"slots": "*i32", "table": "*fp32", "payload": "*u8", "sums": "*fp32", "found": "*fp32"}
+FLOATS = ("predictor", "step", "root")
+VALUES = ("values", "held", "before", "sent", "now", "target", "source")
+CODING = {"dim": 128, "block_dim": 128, "block_rows": 32, "predicts": True}
+
+
+def compiled(
+    kernel: triton.JITFunction, dtype: str, constants: dict, capability: int
+) -> triton.compiler.CompiledKernel:
+    """A kernel for values of a type."""
+    types = {name: "i32" for name in kernel.arg_names} | POINTERS
+    types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+
+
+def main() -> None:
+    capability, found = int(sys.argv[1]), []
+    for dtype in ("bf16", "fp32"):
+        kernels = [
+            (fused._scores_kernel, {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}),
+            (fused._move_kernel, {"block_rows": 32, "block_columns": 128}),
+        ]
+        for bits, selects in ((2, True), (8, False), (0, True)):
+            coding = {**CODING, "bits": bits, "selects": selects}
+            kernels += [(fused._encode_kernel, coding), (fused._decode_kernel, {**coding, "lands": True})]
+        for kernel, constants in kernels:
+            asm = compiled(kernel, dtype, constants, capability).asm
+            found.append({"kernel": kernel.__name__, "products": sorted(asm), "fused": asm["ptx"].count("fma.")})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
