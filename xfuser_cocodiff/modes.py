@@ -168,9 +168,9 @@ PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 BALANCED = CodecSchedule(warmup=1, bits=(2, 2), bits_o=(2, 2), predictor=0.5)
 FAST = CodecSchedule(warmup=1, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1, 1), predictor=0.5)
 QUALITY = {
-    "balanced": "56.7 dB to the exact picture",
-    "fast": "49.5 dB to the exact picture",
-    "paper": "46.4 dB to the exact picture",
+    "balanced": "53.8 dB to the exact picture",
+    "fast": "46.4 dB to the exact picture",
+    "paper": "45.7 dB to the exact picture",
 }
 """What to expect of modes: `cocodiff quality` on the small trained model, 50 steps, 16 seeds, bf16."""
 FEW_STEPS = 12
