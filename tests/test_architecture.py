@@ -8,8 +8,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
 LAYERS = (
     *("topology", "launcher", "plan", "profile", "planner", "quantise", "kernels", "codec", "modes", "memory"),
-    *("placement", "options", "config", "traffic", "roll_call", "lane", "collectives", "part", "coding", "virtual"),
-    *("exchange", "attention", "schedule", "runtime", "stopwatch", "probe", "choice", "xdit", "models", "bench", "cli"),
+    *("placement", "options", "config", "traffic", "roll_call", "lane", "collectives", "slow_way", "part", "coding"),
+    *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "probe", "choice"),
+    *("xdit", "models", "bench", "cli"),
 )
 """Top to bottom; a layer may import those before it."""
 OUTSIDE = {"__init__": {"xdit"}, "auto": {"xfuser_cocodiff"}, "autoload": {"xfuser_cocodiff"}}

@@ -12,11 +12,12 @@ from tests import ranks
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import EXACT, Codec, Reference
-from xfuser_cocodiff.coding import Account, Coding, SlowWay
+from xfuser_cocodiff.coding import Account, Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import send_to_heads, send_to_sequence
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Label
 from xfuser_cocodiff.virtual import VirtualRanks

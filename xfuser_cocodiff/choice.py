@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff import probe
-from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.planner import ahead_pays, choose, ranking, seconds
 from xfuser_cocodiff.profile import Profile
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.stopwatch import race
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.traffic import Traffic

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff import modes
-from xfuser_cocodiff.coding import Account, Coding, SlowWay, Wire
+from xfuser_cocodiff.coding import Account, Coding, Wire
 from xfuser_cocodiff.memory import GIB, Budget, Need, Share
 from xfuser_cocodiff.modes import CodecSchedule
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.virtual import VirtualRanks
 
 

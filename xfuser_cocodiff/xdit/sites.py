@@ -10,12 +10,12 @@ import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff import kernels, modes
 from xfuser_cocodiff.choice import planned_mesh
-from xfuser_cocodiff.coding import SlowWay
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.exchange import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.runtime import Runtime
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.traffic import Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit import ring
