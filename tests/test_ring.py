@@ -129,12 +129,11 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 
 def agree(rank: int) -> list[float]:
-    import torch.distributed as dist
 
     from xfuser_cocodiff.xdit import sites
 
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
-    return sites.agreed_numbers(sites.active_mesh(), [rank, -rank], dist.ReduceOp.MAX)
+    return sites.agreed_numbers(sites.active_mesh(), [rank, -rank], "max")
 
 
 def test_ulysses_groups_of_a_ring_decide_alike() -> None:
