@@ -55,7 +55,8 @@ class Run:
 
     def __init__(self, budget: float | None, layers: int, branches: int = 1) -> None:
         self.said: list[str] = []
-        way = SimpleNamespace(places=PLACES)
+        lane = SimpleNamespace(device=torch.device("cpu"))
+        way = SimpleNamespace(places=PLACES, slow=SimpleNamespace(lane=lane))
         self.runtime = Runtime(way, "balanced", None, None, list, budget=budget, say=self.said.append)
         self.layers, self.branches = layers, branches
 
