@@ -42,7 +42,7 @@ def encode(
         packed, scales, difference = quantise(part - base, bits)
         payload = torch.cat([scales.flatten(1), packed.flatten(1)], 1)
         part = _moved(base, difference)
-    now = _with(hoped, part, chosen)
+    now = _with(hoped, part, chosen, before is not None)
     return Coded(payload, now, square(values - now), square(values))
 
 
@@ -68,7 +68,7 @@ def decode(
         scales, packed = payload.split([rows, payload.shape[1] - rows], 1)
         packed, scales = packed.reshape(*base.shape[:-1], width), scales.reshape(*base.shape[:-1], 1)
         part = _moved(base, dequantise(packed, scales, bits))
-    now = _with(hoped, part, chosen)
+    now = _with(hoped, part, chosen, before is not None)
     if target is not None:
         put_away(target, now, here)
     return now
@@ -102,11 +102,13 @@ def _part(values: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
     return part.view(*values.shape[:_TOKENS], -1, values.shape[-1])
 
 
-def _with(values: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+def _with(values: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor | None, is_own: bool) -> torch.Tensor:
+    """Values with a part of them replaced; in their place where nobody else has them."""
     if chosen is None:
         return part
-    rows = values.flatten(0, _TOKENS).index_copy(0, _rows(chosen, values), part.flatten(0, _TOKENS))
-    return rows.view(values.shape)
+    rows, index = values.flatten(0, _TOKENS), _rows(chosen, values)
+    copy = rows.index_copy_ if is_own else rows.index_copy
+    return copy(0, index, part.flatten(0, _TOKENS)).view(values.shape)
 
 
 def _rows(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
