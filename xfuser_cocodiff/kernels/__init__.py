@@ -8,6 +8,7 @@ dim. Where a tensor has P places, `here` says which of them is the rank's own an
 there is no such place, and L is P.
 """
 
+import functools
 import importlib.util
 from types import ModuleType
 from typing import NamedTuple
@@ -47,12 +48,16 @@ def resolved(choice: str, device_type: str) -> str:
     Raises:
         ValueError: Triton is asked for where it is not installed.
     """
-    installed = importlib.util.find_spec("triton") is not None
-    if choice == TRITON and not installed:
+    if choice == TRITON and not _has_triton():
         raise ValueError(f"{TRITON!r} is not valid here, since it is not installed; valid are {AUTO!r} and {TORCH!r}")
     if choice == AUTO:
-        return TRITON if device_type in TRITON_DEVICES and installed else TORCH
+        return TRITON if device_type in TRITON_DEVICES and _has_triton() else TORCH
     return choice
+
+
+@functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def is_fused(device: torch.device) -> bool:
