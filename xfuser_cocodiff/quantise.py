@@ -44,11 +44,6 @@ def _at(levels: torch.Tensor, width: torch.Tensor, bits: int) -> torch.Tensor:
     return levels.sub_(2 ** (bits - 1) - 0.5).mul_(width)
 
 
-def finite(scales: torch.Tensor) -> torch.Tensor:
-    """Whether all rows were finite; a tensor of one element, since reading it may hold up the host."""
-    return (scales != NOT_FINITE).all()
-
-
 def _encode_scale(scale: torch.Tensor) -> torch.Tensor:
     code = scale.log2().mul_(PER_OCTAVE).round_().add_(ORIGIN)
     # A row of zeros has the logarithm -inf.

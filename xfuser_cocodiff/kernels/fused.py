@@ -30,9 +30,9 @@ def _place(row, groups, heads, tokens, here):
 
 
 @triton.jit
-def _at(place, group, head, token, strides_place, stride_group, stride_head, stride_token):
+def _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token):
     """Where the values of a row begin in a tensor of any strides."""
-    far = place.to(tl.int64) * strides_place + group.to(tl.int64) * stride_group
+    far = place.to(tl.int64) * stride_place + group.to(tl.int64) * stride_group
     return far + head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
 
 
