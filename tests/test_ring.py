@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.test_approximation import STEPS, Approximating, decibels
-from tests.test_pipelines import moved
+from tests.test_pipelines import MODELS, SIZE, Run, moved
 from tests.test_placement import profile
 from xfuser_cocodiff.xdit import cpu_attention
 
@@ -174,6 +174,39 @@ def test_pipelines_in_a_ring(model: str) -> None:
         assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
         for found in (qualities, others):
             assert 20 < found["fast"] < found["balanced"] < 60
+
+
+OTHERS = {
+    "guidance": ("SD3.5", "--use_cfg_parallel"),
+    "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
+}
+"""What else ranks may be parted for; the prompt of the latter is for both halves."""
+
+
+def beside(rank: int, other: str, placement: str) -> torch.Tensor:
+    """Latents where twice as many ranks share the work in one more way: the plugin's are stock's."""
+    (model, *more), degrees = OTHERS[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
+    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
+    run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
+    run.runner.model.pipe.to(torch.float32)
+    place = rank % WORLD
+    near, far = (
+        [rank - place + first, rank - place + first + step] for first, step in ((place // 2 * 2, 1), (place % 2, 2))
+    )
+    assert members() == ((far, near) if placement == "inner" else (near, far))
+    exact = run()
+    assert moved() == {"node" if placement == "inner" else "gpu"}
+    run.use(None)
+    assert torch.equal(run(), exact)
+    return exact
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_ring_beside(other: str) -> None:
+    outer, inner = (ranks.run(beside, 2 * WORLD, other, placement) for placement in PLACEMENTS)
+    assert all(decibels(there, here) > 90 for here, there in zip(outer, inner, strict=True))
 
 
 def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:

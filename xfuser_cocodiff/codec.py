@@ -140,7 +140,9 @@ def choose(
     if codec.score == RANDOM:
         generator = torch.Generator().manual_seed(seed)
         links = len(values) if here is None else len(values) - 1
-        scores = torch.rand(tokens, generator=generator).to(values.device).expand(links, values.shape[1], tokens)
+        # From pinned memory, so that the host need not wait for its copy.
+        scores = torch.rand(tokens, generator=generator, pin_memory=values.device.type != "cpu")
+        scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
         values = kernels.away(values, here)
         past = reference.expected(0.0) if reference.seen is None else reference.seen

@@ -38,9 +38,16 @@ class Wire:
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
 
-    def squeeze(self) -> None:
-        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges."""
-        self.sent.squeeze()
+    def squeeze(self, way: SlowWay | None) -> None:
+        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
+
+        Args:
+            way: which they are for; None among virtual ranks.
+        """
+        if way and way.fast:  # then values are coded in the lane, and on its stream, where there is one
+            way.fast.lane.start("squeezing references", self.sent.squeeze).wait()
+        else:
+            self.sent.squeeze()
         self.received.squeeze()
 
 

@@ -3,6 +3,8 @@
 Encoder and decoder share one arithmetic, so that the encoder knows bit for bit what the decoder gets.
 """
 
+import functools
+
 import torch
 
 STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.03087}
@@ -55,22 +57,24 @@ def _decode_scale(code: torch.Tensor) -> torch.Tensor:
     return scale_table(code.device)[code.int()]
 
 
-_tables: dict[torch.device, torch.Tensor] = {}
-
-
+@functools.cache
 def scale_table(device: torch.device) -> torch.Tensor:
     """The scale of each code: a table, since two devices, or two shapes, may round an exponential differently."""
-    if device not in _tables:
-        table = [2.0 ** ((code - ORIGIN) / PER_OCTAVE) for code in range(256)]
-        table[_ZERO], table[NOT_FINITE] = 0.0, float("nan")
-        _tables[device] = torch.tensor(table, device=device)
-    return _tables[device]
+    table = [2.0 ** ((code - ORIGIN) / PER_OCTAVE) for code in range(256)]
+    table[_ZERO], table[NOT_FINITE] = 0.0, float("nan")
+    return torch.tensor(table, device=device)
 
 
 def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Several levels, whole numbers in float32, per byte, the first in the lowest bits."""
-    weights = torch.tensor([2.0**shift for shift in range(0, 8, bits)], device=levels.device)
-    return (levels.unflatten(-1, (-1, 8 // bits)) @ weights).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
+    parts = levels.unflatten(-1, (-1, 8 // bits))
+    return (parts @ _weights(bits, levels.device)).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
+
+
+@functools.cache  # made once: the host waits for what it copies to a device
+def _weights(bits: int, device: torch.device) -> torch.Tensor:
+    """Of the levels in a byte."""
+    return torch.tensor([2.0**shift for shift in range(0, 8, bits)], device=device)
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -227,7 +227,7 @@ class Runtime:
             self._budget.squeeze()
             for state in wanting:
                 for wire in state.wires.values():
-                    wire.squeeze()
+                    wire.squeeze(self._way)
                 state.is_exact = not self._budget.admits(state.need)
         if exact := sum(state.is_exact for state in wanting):
             self._say(

@@ -1,0 +1,171 @@
+"""Exchanges on a device that is not there: no order of its streams may change a value, and the host waits for none."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
+from xfuser_cocodiff import kernels, quantise
+from xfuser_cocodiff.attention import ulysses_attention
+from xfuser_cocodiff.codec import EXACT, Codec
+from xfuser_cocodiff.coding import Account, Coding
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.exchange import send_to_heads
+from xfuser_cocodiff.kernels import reference
+from xfuser_cocodiff.lane import Lane
+from xfuser_cocodiff.part import Part
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.slow_way import SlowWay
+from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.traffic import Label
+
+pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that knows devices written in Python")
+
+TOPOLOGY = Topology.parse("2x2", 4)
+LAYERS = STEPS = 4
+PLANS = ("flat", "hierarchical", "hierarchical:gpu,node/2")
+CODECS = {
+    "bits": Codec(bits=2, predictor=0.5),
+    "drift": Codec(bits=2, share=0.5, predictor=0.5),
+    "change": Codec(share=0.5, score="change"),
+    "random": Codec(share=0.5, score="random"),
+}
+BOTH = (False, True)
+THREADS = ((False, False), (True, False), (True, True))
+"""Whether messages go through the host's memory, and whether the thread that sees to it comes late."""
+
+
+@functools.cache
+def device() -> torch.device:
+    """As this process has it."""
+    return pretend()
+
+
+def make_tables() -> None:
+    """What a process makes once, by copies that the host waits for."""
+    scales, weights = (
+        torch.zeros(256, device=device()),
+        {b: torch.zeros(8 // b, device=device()) for b in quantise.STEPS},
+    )
+    quantise.scale_table, quantise._weights = lambda _: scales, lambda bits, _: weights[bits]
+
+
+def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane | None = None) -> Mesh:
+    """A mesh among ranks that are not there either."""
+    made = Plan.parse(plan, topology)
+    groups = {stage: SimpleNamespace(size=lambda: topology.size) for stage in made.stages}
+    return Mesh(topology, groups, lambda nbytes: made, lane=lane or Lane(device(), staged))
+
+
+def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:
+    """A mesh, parted."""
+    mesh = mesh_of("hierarchical", staged)
+    if slow == "all":
+        return mesh, SlowWay((0, 1), (2, 2), 0, mesh, None)
+    parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.lane) for name in ("node", "gpu")]
+    return mesh, SlowWay((0,), (2, 2), 0, *parts)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+    return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+
+
+def run(mesh: Mesh, groups: int, v_first: bool, codings: Iterator[Coding | None]) -> None:
+    """Layer after layer, as a transformer has them: each computes what the next one reads, and drops the rest."""
+    hidden = torch.randn(2, 8, 8, 16, device=device())
+    for coding in codings:
+        value = hidden * 3
+        early = send_to_heads([value], mesh, Label("v"), Part(0, groups), coding) if v_first else None
+        query, key = hidden + 1, hidden - 1
+        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, coding=coding)
+
+
+def exact(rank: int, plan: str) -> None:
+    for groups, v_first, (staged, late) in itertools.product((1, 2), BOTH, THREADS):
+        with Device(late):
+            run(mesh_of(plan, staged), groups, v_first, iter([None] * LAYERS))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_exact_exchanges_are_in_order(plan: str) -> None:
+    ranks.run(exact, 1, plan)
+
+
+def coded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
+    if fused:  # the layout that Triton's kernels take, with what stands in for them
+        kernels.is_fused = lambda device: True
+        kernels._kernels = lambda device: SimpleNamespace(**vars(reference), move=torch.Tensor.copy_)
+    for v_first, (staged, late) in itertools.product(BOTH, THREADS):
+        with Device(late):
+            make_tables()
+            mesh, way = way_of(slow, staged)
+            run(mesh, 1, v_first, codings(way, codec))
+
+
+def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
+    """Of one layer, step by step."""
+    wires, account = {}, Account()
+    for step in range(STEPS):
+        yield Coding(way, dict.fromkeys("qkvo", codec if step else EXACT), wires, account, step)
+        if step == 1:  # a budget that turned out to be too small
+            for wire in wires.values():
+                wire.squeeze(way)
+
+
+@pytest.mark.parametrize("fused", BOTH, ids=["", "fused"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("slow", ["node", "all"])
+def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
+    ranks.run(coded, 1, slow, CODECS[codec], fused)
+
+
+def forget(what: str) -> None:
+    """Leave out one of the things that keep order."""
+    follow = Stream.wait_event
+    forgotten: dict[str, tuple[type, str, Callable]] = {
+        "what the lane needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name and follow(self, mark)),
+        "what the caller needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name or follow(self, mark)),
+        "who else uses memory": (Device, "_record_stream", lambda *_: None),
+        "copies to the host": (Stream, "synchronize", lambda self: None),
+    }
+    setattr(*forgotten[what])
+
+
+def mistaken(rank: int, forgotten: str, staged: bool) -> str:
+    forget(forgotten)
+    with Device(), pytest.raises(DisorderError) as error:
+        run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "staged", "found"),
+    [
+        ("what the lane needs", False, "an all-to-all on the network .* written by the caller's stream"),
+        ("what the caller needs", False, "on the caller's stream: .* written by the network"),
+        ("who else uses memory", False, "of stream 1 was dropped, and the caller's stream may use it"),
+        ("copies to the host", True, "an all-to-all on the host: pinned memory, written by stream 1"),
+    ],
+)
+def test_disorder_is_found(forgotten: str, staged: bool, found: str) -> None:
+    assert re.search(found, *ranks.run(mistaken, 1, forgotten, staged))
+
+
+def waits(rank: int, what: str) -> None:
+    questions: dict[str, Callable[[torch.Tensor], object]] = {
+        "a value": lambda values: bool(values.any()),
+        "a copy": lambda values: values.to("cpu"),
+    }
+    with Device(), pytest.raises(DisorderError, match=f"the host waits for {what}"):
+        questions[what](torch.zeros(3, device=device()))
+
+
+@pytest.mark.parametrize("what", ["a value", "a copy"])
+def test_waiting_is_found(what: str) -> None:
+    ranks.run(waits, 1, what)
