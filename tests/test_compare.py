@@ -58,8 +58,9 @@ SCRIPT = """
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
     time.sleep(0.5)
     if "COCODIFF_TRACE" in os.environ:
-        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5, "dur": 1, "name": "add", "id": 3}
-        text = json.dumps({"baseTimeNanoseconds": 1000 * rank, "traceEvents": [event]})
+        event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5, "dur": 1, "name": "add", "id": 3, "cat": "kernel"}
+        v = {**event, "tid": 2, "ts": 4, "dur": 4, "name": "cocodiff.v.exchange", "cat": "gpu_user_annotation"}
+        text = json.dumps({"baseTimeNanoseconds": 1000 * rank, "traceEvents": [event, v]})
         (folder / f"trace{rank}.json.gz").write_bytes(gzip.compress(text.encode()))
     if "--silent" not in sys.argv:
         (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
@@ -104,8 +105,11 @@ def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, 
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         assert [(event["pid"], event["ts"], event["id"]) for event in events] == [
             ("rank 0: 7", 5, "0:3"),
+            ("rank 0: 7", 4, "0:3"),
             ("rank 1: 7", 6, "1:3"),
+            ("rank 1: 7", 5, "1:3"),
         ]
+    assert said.count("While v travelled, kernels ran on other streams for 25% of the time.") == 2
     runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
     assert [(run["trace"], len(run["step_seconds"])) for run in runs] == [
         ("trace-stock.json.gz", 1),
@@ -267,6 +271,7 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
         assert side["peak_memory_bytes"] > 10**8
         events = json.loads(gzip.decompress((out / side["trace"]).read_bytes()))["traceEvents"]
         ranges = {(event["pid"].partition(":")[0], event["name"]) for event in events if event["ph"] == "X"}
+        assert side["overlap"] == {}  # which is what a device does
         axis, exchange = ("flat", set()) if side is stock else ("gpu", {"cocodiff.v.exchange", "cocodiff.o.exchange"})
         assert {(f"rank {rank}", name) for rank in range(2) for name in {f"cocodiff.{axis}", *exchange}} <= ranges
     layers = exact["a2a_by_layer"]

@@ -112,10 +112,12 @@ class Mesh:
         if len(plan.stages) > 1 or self.lane.staged:
             return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
         # One stage needs nobody to carry it on, and need not wait for those before it.
-        flight = self.start(message, plan, 0)
         if span.taken:  # somebody has to see when it ends
+            flight = self.start(message, plan, 0)
             return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds)
-        return Handle(str(label), lambda: self.finish(flight), finish)
+        with span.travels():
+            flight = self.start(message, plan, 0)
+        return Handle(str(label), lambda: self.finish(flight), finish, span.holds)
 
     def travel(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
         """:meth:`all_to_all`, with the times taken."""

@@ -145,6 +145,7 @@ def compare(
             "degree": degree,
             "command": shlex.join(contender.launched),
             "trace": contender.trace.relative_to(out).as_posix() if contender.trace else None,
+            "overlap": trace.overlaps(contender.trace) if contender.trace else {},
             **figures(outcome, outcomes[0], out),
         }
         for contender, outcome in zip(contenders, outcomes, strict=True)

@@ -70,6 +70,9 @@ def run(options: argparse.Namespace) -> int:
     title, text = report.verdict(figures)
     for line in (f"\n{title}. {text}", report.speed(figures), *report.notes(figures), f"\nReport: {page}"):
         console.print(line)
-    for trace in filter(None, (one["trace"] for one in figures["runs"])):
-        console.print(f"Trace, for https://ui.perfetto.dev: {options.out / trace}")
+    for side in figures["runs"]:
+        if side["trace"]:
+            console.print(f"Trace, for https://ui.perfetto.dev: {options.out / side['trace']}")
+        for what, share in side["overlap"].items():
+            console.print(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
     return 0 if report.passed(figures) else 1
