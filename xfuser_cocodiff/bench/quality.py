@@ -1,7 +1,7 @@
 """`cocodiff quality`: bytes on slow links against fidelity, for modes and codecs, against exact runs at the same seeds.
 
-Virtual ranks on one real one apply what codecs would do among many. The task of the paper is inpainting: pixels that
-are known are put back, with the noise of the step, after every step, and the rest is judged against the truth.
+Virtual ranks on one real one apply what codecs would do among many. The task of the paper is inpainting, where what was
+to be found is judged against the truth.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xfuser_cocodiff.bench import fidelity, host
+from xfuser_cocodiff.bench import fidelity, host, inpainting
 from xfuser_cocodiff.bench.picture import draw_sheet
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.models import captions, slices
@@ -33,7 +33,6 @@ SWEEP = (
     *(("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")),
 )
 """Modes and changes to their schedules."""
-MASKS = ("block", "center")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHEET_PICTURES = 6
 SLICE, PHOTO = "a slice of {}", "a photo of {}"
@@ -89,7 +88,7 @@ class Judge:
     @property
     def inpaints(self) -> bool:
         """Whether it is known how to put known pixels back into latents of the model."""
-        return type(self._solo.pipe).__name__.endswith("FluxPipeline")
+        return inpainting.layout(self._solo.pipe) is not None
 
     def generate(self, row: Row) -> Pictures:
         """Pictures from noise."""
@@ -97,12 +96,12 @@ class Judge:
 
     def inpaint(self, row: Row, mask: str) -> Pictures:
         """Pictures of which what the mask leaves is known."""
-        keep = self._keep_known(_mask(mask, self._size))
+        keep = inpainting.keep_known(self._solo.pipe, *self.truth(mask))
         return self._run(row, self._of_slices, {"callback_on_step_end": keep})
 
     def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
         """The true pictures, and where they are to be found."""
-        return self._truth, _mask(mask, self._size)
+        return self._truth, inpainting.mask(mask, self._size)
 
     def _run(self, row: Row, prompts: list[str], more: dict[str, Any]) -> Pictures:
         coded = replace(self._config, mode=row.mode, schedule=row.schedule)
@@ -115,44 +114,6 @@ class Judge:
         exact = sum(report.exact_bytes for report in reports)
         fraction = sum(report.sent_bytes for report in reports) / exact if exact else 1.0
         return Pictures(np.asarray(pictures).mean(-1), fraction)
-
-    def _keep_known(self, mask: np.ndarray) -> Callable:
-        """What puts known pixels back after a step, with as much noise as the step has left."""
-        pipe = self._solo.pipe
-        known = self._latents(self._truth)
-        hidden = torch.from_numpy(mask).float()[None, None]
-        scale = known.shape[-1] / self._size
-        hidden = torch.nn.functional.interpolate(hidden, scale_factor=scale, mode="area").gt(0).expand(known.shape)
-        generators = [torch.Generator().manual_seed(seed) for seed in range(len(known))]
-        noise = torch.stack([torch.randn(known.shape[1:], generator=generator) for generator in generators])
-        pack, shape = pipe._pack_latents, known.shape
-
-        def keep(pipe: Any, step: int, timestep: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            sigma = pipe.scheduler.sigmas[step + 1]
-            noisy = pack((1 - sigma) * known + sigma * noise, *shape)
-            latents = values["latents"]
-            values["latents"] = torch.where(
-                pack(hidden.float(), *shape).bool().to(latents.device), latents, noisy.to(latents)
-            )
-            return values
-
-        return keep
-
-    @torch.no_grad()
-    def _latents(self, pictures: np.ndarray) -> torch.Tensor:
-        vae = self._solo.pipe.vae
-        pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
-        latents = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
-        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
-
-
-def _mask(name: str, size: int) -> np.ndarray:
-    """Where pixels are to be found: a block off the center, or the center."""
-    hidden = np.zeros((size, size), dtype=bool)
-    edge = size // 2 if name == "center" else size * 3 // 8
-    start = (size - edge) // 2 if name == "center" else size // 8
-    hidden[start : start + edge, start : start + edge] = True
-    return hidden
 
 
 Gallery = dict[str, dict[str, np.ndarray]]

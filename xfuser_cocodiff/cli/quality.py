@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.bench import quality
+    from xfuser_cocodiff.bench import inpainting, quality
 
     try:
         config, rows = _config(options), quality.rows(options.mode.split(","), options.sweep)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         return fail(str(error))
     dtype = quality.DTYPES[options.dtype]
     judge = quality.Judge(options.model, config, options.seeds, options.steps, options.size, dtype)
-    masks = quality.MASKS if judge.inpaints and not options.no_inpainting else ()
+    masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
     record, gallery = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))
     quality.show(record)
     if options.json:
