@@ -13,7 +13,7 @@ from tests import ranks
 from tests.test_approximation import STEPS, Approximating, decibels
 from tests.test_pipelines import MODELS, SIZE, Run, moved
 from tests.test_placement import profile
-from xfuser_cocodiff.xdit import cpu_attention
+from xfuser_cocodiff.xdit import ring_attention
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -79,6 +79,50 @@ def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_attention_in_a_ring(placement: str) -> None:
     assert ranks.run(attend, WORLD, placement)[0] == GROUPS[placement]
+
+
+def attend_beside(rank: int, placement: str) -> tuple[list[int], list[int]]:
+    """As on an XPU whose PyTorch has no flash attention for it."""
+    ring_attention.attention_for = lambda device_type: ring_attention.fused
+    return attend(rank, placement)
+
+
+def test_attention_in_a_ring_whose_log_sum_exp_is_computed_beside_it() -> None:
+    ranks.run(attend_beside, WORLD, "outer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+def test_a_log_sum_exp_beside_attention(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.dtype | None
+) -> None:
+    """Against flash attention's for CPUs, and against the definition."""
+    monkeypatch.setattr(ring_attention, "SCORES", 2 * 3 * 17 * 5)  # five queries at a time
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 16, generator=generator).to(dtype) for size in (23, 17, 17))
+    given = None
+    if mask is not None:
+        given = torch.rand(2, 1, 23, 17, generator=generator)
+        given = given < 0.7 if mask is torch.bool else given.to(dtype)
+    options = {"attn_mask": given}
+    output, found = ring_attention.fused(query, key, value, 0.0, False, options)
+    other, expected = ring_attention.flash(query, key, value, 0.0, False, options)
+    tolerance, lse_tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-2, 1e-3)
+    assert torch.allclose(output.float(), other.float(), atol=tolerance)
+    assert torch.allclose(found, expected, atol=lse_tolerance)
+    scores = query.double() @ key.double().transpose(-1, -2) / 4
+    if mask is torch.bool:
+        scores = scores.masked_fill(~given, -torch.inf)
+    elif mask is not None:
+        scores = scores + given.double()
+    assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
+
+
+def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ring_attention.attention_for("cpu") is ring_attention.flash
+    for has_flash, expected in ((False, ring_attention.fused), (True, None)):
+        monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
+        assert ring_attention.attention_for("xpu") is expected
 
 
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
@@ -213,4 +257,4 @@ def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> No
     """A CUDA build of PyTorch has cuDNN on a machine without a GPU too."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
-    assert cpu_attention._of_a_cpu(lambda *_: None)(state).name == "SDPA"
+    assert ring_attention._returning_lse_in_a_ring(lambda *_: None)(state).name == "SDPA"

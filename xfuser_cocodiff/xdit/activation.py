@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import cpu_attention, flags, platform, recorder, ring, run_clock, sites, usp
+from xfuser_cocodiff.xdit import flags, platform, recorder, ring, ring_attention, run_clock, sites, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -51,7 +51,7 @@ def table() -> list[Patch]:
     recorders = [recorder.Recorder(Path(record), rank=int(os.environ.get("RANK", "0")))] if record else []
     return [
         *(platform.patches(here) if here else []),
-        *(cpu_attention.patches() if here and here.device_type == "cpu" else []),
+        *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
         *flags.patches(),
         *ring.patches(),
         *sites.patches(),
