@@ -115,7 +115,8 @@ def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o:
     assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
     assert account.repeated == 0
     if codec.bits:
-        assert 0 < account.lacking < 0.1 * account.wanted
+        lacking, wanted = (sum(column) for column in zip(*account.losses, strict=True))
+        assert 0 < lacking < 0.1 * wanted
 
 
 CASES = [

@@ -223,8 +223,26 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
     assert found["scores"] == 3 * away
     assert found["encode"] == found["decode"] == 4 * away + payload
     assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
+    assert [(layer["mode"], len(layer["share"])) for layer in record["layers"]] == [("balanced", 2), ("fast", 2)]
     bench.show(record)
     assert "small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("mode", "coded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
+def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, coded: str) -> None:
+    """Once as it is, and then by the codecs of the mode's later steps."""
+    from xfuser_cocodiff import codec as codecs
+    from xfuser_cocodiff import modes
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.bench.workloads import Workload
+
+    used, encode = [], codecs.encode
+    monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
+    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+    bench._exchanges(small, 64, 4, DEVICE, mode)()
+    late = modes.usual(mode, 50).codecs(49, 50) if coded else {}
+    assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(coded) // 2)
+    assert used[len(used) // 2 :] == [late[name] for name in coded[len(coded) // 2 :]]
 
 
 class Once:

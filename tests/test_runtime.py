@@ -1,12 +1,11 @@
 """Runs, steps and branches, without ranks: what is held, for whom, and until when."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from xfuser_cocodiff.codec import Reference
+from xfuser_cocodiff.codec import Loss, Reference
 from xfuser_cocodiff.coding import Wire
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE
@@ -18,6 +17,10 @@ WAY = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device
 
 def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
     return Runtime(WAY, mode, changes, max_error, lambda values: values)
+
+
+def loss(lacking: float, wanted: float) -> Loss:
+    return Loss(torch.tensor(lacking), torch.tensor(wanted))
 
 
 def hold(coding: object, value: float) -> None:
@@ -76,17 +79,16 @@ def test_layers_that_are_left_out_travel_exactly() -> None:
     assert one.coding("blocks.30.attn", 2, 0, SHARE, 1) is not None
 
 
-@pytest.mark.parametrize("bad", [0.3, math.nan])
-def test_an_error_above_the_bound_asks_for_an_exact_step(bad: float) -> None:
+def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     one = runtime(max_error=0.1)
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.coding("before", 0, 0, SHARE, 1).account.wanted = torch.tensor(1.0)
+        one.coding("before", 0, 0, SHARE, 1).account.losses.append(loss(0.0, 1.0))
         coding = one.coding("a", 1, 0, SHARE, 1)
         exact.append(coding.codecs["q"].is_exact)
-        error = bad if step == 2 else 0.0 if exact[-1] else 0.05
-        coding.account.lacking, coding.account.wanted = torch.tensor(error**2 * 4), torch.tensor(4.0)
+        error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
+        coding.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
         one.end_step()
     assert exact == [True, False, False, True, False, False]
     assert [report.was_refresh for report in one.reports] == exact
@@ -112,7 +114,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
 
     def step(unsound: float) -> bool:
         coding = one.coding("a", 1, 0, SHARE, 1)
-        coding.account.unsound = torch.tensor(unsound)
+        coding.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
         return coding.is_exact
 

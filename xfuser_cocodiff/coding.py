@@ -26,7 +26,8 @@ from xfuser_cocodiff.traffic import Label
 
 T = TypeVar("T")
 
-_FINITE, _NOT_FINITE = 0, 1
+_FLAG_BYTES, _NOT_FINITE = 1, 1
+"""In front of a message: whether all values of its sender are finite."""
 
 
 @dataclass
@@ -69,15 +70,11 @@ class Account:
     """Sent to other places on slow axes, by this rank as the first."""
     exact_bytes: int = 0
     """What that would have been without codecs."""
-    lacking: torch.Tensor | float = 0.0
-    """Sum of squares of what receivers lack."""
-    wanted: torch.Tensor | float = 0.0
-    """The same of what they should have."""
+    losses: list[Loss] = field(default_factory=list)
+    """What receivers lack, of each tensor that was not sent as it is. They stay on their device until somebody asks."""
     repeated: int = 0
-    """Exchanges that were repeated exactly, since there were values that are not finite."""
-    unsound: torch.Tensor | float = 0.0
-    """Tensors that were not finite and were not repeated: on an accelerator the host would have to wait to know. The
-    next step is exact instead."""
+    """Exchanges that were repeated exactly, since there were values that are not finite. On an accelerator the host
+    would have to wait to know; the next step is exact there instead."""
 
 
 @dataclass
@@ -183,7 +180,7 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
     way = coding.way
     used: dict[int, Codec] = {}
     payloads: list[torch.Tensor] = []
-    finite = torch.ones((), dtype=torch.bool, device=parted[0].device)
+    losses: list[Loss] = []
     for index in _coding_order(names):
         name, (values, here) = names[index], _to_code(parted[index], way)
         shape = len(way.others), *values.shape[1:]
@@ -196,10 +193,12 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
         payload, loss = codecs.encode(values, wire.sent, codec, chosen, here)
         payloads.append(payload)
         if loss:
-            finite &= count(coding.account, loss)
+            losses.append(loss)
         coding.account.exact_bytes += math.prod(shape) * values.itemsize
-    flag = torch.where(finite, _FINITE, _NOT_FINITE).to(torch.uint8).expand(len(way.others), 1)
-    message = _to_others([flag, *payloads], coding)
+    coding.account.losses += losses
+    message = _to_others(payloads, coding, _FLAG_BYTES)
+    if message.device.type == "cpu" and not all(is_finite(loss) for loss in losses):
+        message[:, 0] = _NOT_FINITE
     return _Sent(parted, [used[index] for index in range(len(names))], message)
 
 
@@ -210,11 +209,11 @@ def _to_code(piece: torch.Tensor, way: SlowWay) -> tuple[torch.Tensor, int | Non
     return kernels.away(piece, way.here).flatten(1, 2), None
 
 
-def _to_others(payloads: list[torch.Tensor], coding: Coding) -> torch.Tensor:
-    """A message (S, bytes) with nothing for this rank's own place, which counts as sent."""
+def _to_others(payloads: list[torch.Tensor], coding: Coding, lead: int = 0) -> torch.Tensor:
+    """A message (S, lead + bytes) with nothing for this rank's own place, which counts as sent."""
     way, sizes = coding.way, [payload.shape[1] for payload in payloads]
-    message = payloads[0].new_zeros(way.places, sum(sizes))
-    for place, payload in zip(message.split(sizes, 1), payloads, strict=True):
+    message = payloads[0].new_zeros(way.places, lead + sum(sizes))
+    for place, payload in zip(message[:, lead:].split(sizes, 1), payloads, strict=True):
         kernels.put_away(place, payload, way.here)
     coding.account.sent_bytes += len(way.others) * message.shape[1]
     return message
@@ -229,12 +228,11 @@ def _receive(
     landings = [way.landing(target) for target in targets]
     for (landing, _), piece in zip(landings, sent.parted, strict=True):
         landing[way.here] = piece[way.here].flatten(0, 1)
-    flags = torch.cat([kernels.away(received[:, 0], way.here), sent.payload[way.others[0], :1]])
     rooms = [landing for landing, _ in landings]
-    if received.device.type == "cpu" and bool(flags.any()):  # elsewhere the next step is exact, see Account
+    if received.device.type == "cpu" and bool(received[:, 0].any()):  # of others, and this rank's own; see Account
         _repeat(sent, rooms, names, coding, part)
     else:
-        _decode(received[:, 1:], sent, rooms, names, coding, part)
+        _decode(received[:, _FLAG_BYTES:], sent, rooms, names, coding, part)
     for (landing, is_target), target, piece in zip(landings, targets, sent.parted, strict=True):
         if not is_target:
             target.copy_(way.joined(landing.view(piece.shape)))
@@ -316,15 +314,9 @@ def chosen_of(
     return coding.choices["v", part].sent
 
 
-def count(account: Account, loss: Loss) -> torch.Tensor:
-    """Count what receivers lack, and return whether all values are finite."""
-    finite = loss.lacking.isfinite()  # the difference of infinite values is not a number
-    if finite.device.type != "cpu":
-        account.unsound = account.unsound + (~finite).float()
-    # What is not finite is sent again, exactly: then nothing lacks.
-    account.lacking = account.lacking + torch.where(finite, loss.lacking, 0.0)
-    account.wanted = account.wanted + torch.where(finite, loss.wanted, 0.0)
-    return finite
+def is_finite(loss: Loss) -> bool:
+    """Whether the values were: the difference of infinite values is not a number."""
+    return bool(loss.lacking.isfinite())
 
 
 def _coding_order(names: str) -> list[int]:

@@ -4,6 +4,7 @@ References live from the first step of a run to its last, for one layer in one b
 Nothing of one run is ever read in another: a new run begins with none, however the one before it ended.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff import modes
+from xfuser_cocodiff.codec import Loss
 from xfuser_cocodiff.coding import Account, Coding, Wire
 from xfuser_cocodiff.memory import GIB, Budget, Need, Share
 from xfuser_cocodiff.modes import CodecSchedule
@@ -31,11 +33,10 @@ class _State:
     """Of the step."""
 
 
-def _numbers(values: list[torch.Tensor | float]) -> list[float]:
-    """Numbers and tensors of one element as numbers: the host waits for a device once."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    read = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(read) if isinstance(value, torch.Tensor) else value for value in values]
+def _numbers(losses: list[Loss]) -> list[tuple[float, float]]:
+    """What lacks, and of what: the host waits for a device once."""
+    together = torch.stack([each for loss in losses for each in loss]).tolist() if losses else []
+    return list(zip(together[::2], together[1::2], strict=True))
 
 
 @dataclass
@@ -143,16 +144,16 @@ class Runtime:
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
         accounts = [state.account for state in self._states.values()]
-        figures = [value for each in accounts for value in (each.lacking, each.wanted, each.unsound)]
-        figures = iter(_numbers(figures))
-        unsound = 0
-        for state in self._states.values():
-            lacking, wanted, broken = next(figures), next(figures), next(figures)
-            unsound += int(broken)
+        figures, broken = iter(_numbers([loss for account in accounts for loss in account.losses])), 0
+        for state, account in zip(self._states.values(), accounts, strict=True):
+            losses = list(itertools.islice(figures, len(account.losses)))
+            finite = [loss for loss in losses if math.isfinite(loss[0])]
+            broken += len(losses) - len(finite)
+            lacking, wanted = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
             error = math.sqrt(lacking / wanted) if wanted else 0.0
-            error = math.inf if math.isnan(error) else error  # which has no place among others
             errors[state.layer] = max(error, errors.get(state.layer, 0.0))
             state.account = Account()
+        unsound = broken if self._defers else 0  # elsewhere they were repeated
         return StepReport(
             self.step,
             errors,

@@ -16,7 +16,7 @@ import torch
 
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff.codec import EXACT
-from xfuser_cocodiff.coding import Coding, chosen_of, coded_by, count
+from xfuser_cocodiff.coding import Coding, chosen_of, coded_by, is_finite
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.topology import Topology
 
@@ -86,7 +86,9 @@ class VirtualRanks:
         payload, loss = codecs.encode(values, reference, codec, chosen_of(coding, name, WHOLE, values, codec))
         coding.account.sent_bytes += payload.nbytes
         coding.account.exact_bytes += values.nbytes
-        if loss and not bool(count(coding.account, loss)):
+        if loss:
+            coding.account.losses.append(loss)
+        if loss and not is_finite(loss):
             coding.account.repeated += 1
             codecs.encode(values, reference, replace(EXACT, predictor=codec.predictor), None)
             received = values

@@ -8,9 +8,16 @@ from typing import Any
 import torch
 from torch.utils import benchmark
 
-from xfuser_cocodiff import kernels
+from xfuser_cocodiff import kernels, modes
+from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.bench import host
 from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.coding import Account, Coding
+from xfuser_cocodiff.collectives import InFlight, Mesh
+from xfuser_cocodiff.lane import Lane
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.slow_way import SlowWay
+from xfuser_cocodiff.topology import Topology
 
 CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
 """Models and pixels."""
@@ -20,6 +27,9 @@ PLACES = 2
 """On slow axes: nodes."""
 BITS, SHARE, PREDICTOR = 2, 0.6, 0.5
 """As in the modes."""
+EXACT, CODED = "exact", ("balanced", "fast")
+STEPS = 50
+"""Of the run that layers are taken from."""
 SEED = 0
 
 
@@ -44,27 +54,27 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
 
     Returns:
         The record: for each row `seconds`, `bytes_per_second` and their ratio to the copy's, each a list of repeats;
-        for each case what coding all of Q, K, V and O takes beside attention and projections of the layer.
+        for each case and mode what coding Q, K, V and O adds to attention and projections of the layer: all that the
+        device does in exchanges by codecs, less the same in exact ones.
     """
     rows, layers = [], []
     for name, resolution in cases:
         workload = WORKLOADS[name]
         works = _works(workload, resolution, degree, device)
         copy = _copy(works[0].nbytes, device)
-        layer = _layer(workload, resolution, degree, device)
-        seconds = _in_turns([copy, *works, _Work("layer", layer, 0)], repeats)
+        layer = [_Work("layer", _layer(workload, resolution, degree, device), 0)]
+        layer += [_Work(mode, _exchanges(workload, resolution, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+        seconds = _in_turns([copy, *works, *layer], repeats)
         for work in works:
             speeds = [work.nbytes / taken for taken in seconds[work.name]]
             ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
             row = {"model": name, "resolution": resolution, "kernel": work.name, "bytes": work.nbytes}
             rows.append({**row, "seconds": seconds[work.name], "bytes_per_second": speeds, "ratio_to_copy": ratios})
-        # Four tensors are coded and decoded, two of which choose; the layer's own work is the rest.
-        codec = [
-            4 * (encode + decode) + 2 * score
-            for encode, decode, score in zip(*(seconds[key] for key in ("encode", "decode", "scores")), strict=True)
-        ]
-        shares = [spent / whole for spent, whole in zip(codec, seconds["layer"], strict=True)]
-        layers.append({"model": name, "resolution": resolution, "layer_seconds": seconds["layer"], "share": shares})
+        for mode in CODED:
+            turns = zip(seconds[mode], seconds[EXACT], seconds["layer"], strict=True)
+            shares = [(coded - exact) / whole for coded, exact, whole in turns]
+            known = {"model": name, "resolution": resolution, "mode": mode}
+            layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     used = kernels.TRITON if kernels.is_fused(device) else kernels.TORCH
     record = {**host.header(), "device": _name(device), "kernels": used, "degree": degree}
     return {**record, "rows": rows, "layers": layers}
@@ -89,7 +99,8 @@ def show(record: dict[str, Any]) -> None:
     console.print(table)
     for layer in record["layers"]:
         console.print(
-            f"{layer['model']} at {layer['resolution']}: coding takes {median(layer['share']):.1%} of a layer's "
+            f"{layer['model']} at {layer['resolution']}: coding as in {layer['mode']} adds "
+            f"{median(layer['share']):.1%} ({min(layer['share']):.1%} to {max(layer['share']):.1%}) to a layer's "
             f"projections and attention ({1e3 * median(layer['layer_seconds']):.2f} ms)"
         )
 
@@ -145,6 +156,45 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
     return layer
+
+
+class _Still(Mesh):
+    """Messages arrive at once, as they were sent: what is left of an exchange is what the device does."""
+
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
+        dim = plan.dims[number]
+        sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
+        return InFlight(plan, number, sent, sent)
+
+    @classmethod
+    def along(cls, lane: Lane, **axes: int) -> "_Still":
+        """Over some axes."""
+        topology = Topology.named(**axes)
+        plan = Plan.hierarchical(topology)
+        return cls(topology, dict.fromkeys(plan.stages), lambda nbytes: plan, lane=lane)
+
+
+def _exchanges(
+    workload: Workload, resolution: int, degree: int, device: torch.device, mode: str
+) -> Callable[[], object]:
+    """All exchanges of a layer, as in the later steps of a long run in a mode."""
+    torch.manual_seed(SEED)
+    lane, near = Lane(device), {"gpu": degree // PLACES} if degree > PLACES else {}
+    mesh, fast = _Still.along(lane, node=PLACES, **near), _Still.along(lane, **near) if near else None
+    way = SlowWay((0,), mesh.topology.shape, 0, _Still.along(lane, node=PLACES), fast)
+    tokens = -(-workload.tokens(resolution) // degree)
+    query, key, value = (
+        torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
+    )
+    wires: dict = {}
+    codecs = mode != EXACT and modes.usual(mode, STEPS).codecs(STEPS - 1, STEPS)
+
+    def call() -> None:
+        coding = Coding(way, codecs, wires, Account(), seed=0) if codecs else None
+        ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, coding=coding)
+
+    call()  # which finds no references, and sends all
+    return call
 
 
 def _in_turns(works: Sequence[_Work], repeats: int) -> dict[str, list[float]]:
