@@ -161,7 +161,7 @@ class Device(TorchDispatchMode):
                 what = PINNED if kwargs.get("pin_memory") else str(func)
                 home = agent if tensor.device.type != "cpu" else self.host
                 self._memory[key] = Memory(StorageWeakRef(tensor.untyped_storage()), what, home)
-        if func.is_view or "empty" in str(func):
+        if func.is_view or func.namespace == "prim" or "empty" in str(func):
             return
         written = {_storage(value) for value in _written(func, args, kwargs)}
         for tensor in given:
@@ -207,19 +207,22 @@ class Device(TorchDispatchMode):
         """As NCCL does it, on a stream of its own for each group; as gloo does it in the host's memory."""
         assert async_op
         self.sweep()
-        if sent.device.type == "cpu":
-            agent = self.host
-            waiter: Callable[[], None] = lambda: None  # noqa: E731
-        else:
-            agent = self._networks.setdefault(id(group), Stream(f"the network of {len(self._networks)}", self))
-            agent.follow(self.streams[-1].clock)
-            waiter = lambda: self.streams[-1].follow(clock)  # noqa: E731
+        on_host = sent.device.type == "cpu"
+        agent = self.host if on_host else self._network(group)
         agent.follow(self.host.clock)
         agent.tick()
         self._access(agent, sent, False, "an all-to-all")
         self._access(agent, received, True, "an all-to-all")
-        clock = agent.clock.copy()
-        return SimpleNamespace(wait=waiter)
+        end = agent.clock.copy()
+        return SimpleNamespace(wait=lambda: None if on_host else self.streams[-1].follow(end))
+
+    def _network(self, group: Any) -> Stream:
+        """A group's stream, behind what the current one holds."""
+        if id(group) not in self._networks:
+            self._networks[id(group)] = Stream(f"network {len(self._networks) + 1}", self)
+        network = self._networks[id(group)]
+        network.follow(self.streams[-1].clock)
+        return network
 
 
 class Thread:

@@ -147,8 +147,8 @@ def mistaken(rank: int, forgotten: str, staged: bool) -> str:
 @pytest.mark.parametrize(
     ("forgotten", "staged", "found"),
     [
-        ("what the lane needs", False, "an all-to-all on the network .* written by the caller's stream"),
-        ("what the caller needs", False, "on the caller's stream: .* written by the network"),
+        ("what the lane needs", False, "an all-to-all on network .* written by the caller's stream"),
+        ("what the caller needs", False, "on the caller's stream: .* written by network"),
         ("who else uses memory", False, "of stream 1 was dropped, and the caller's stream may use it"),
         ("copies to the host", True, "an all-to-all on the host: pinned memory, written by stream 1"),
     ],
