@@ -207,6 +207,65 @@ def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
 
 
+class Accesses:
+    """Counts how often each value of some tensors is read and written, by Triton's interpreter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self._read, self._written = [], []
+        for name, seen in (("create_masked_load", self._read), ("create_masked_store", self._written)):
+            monkeypatch.setattr(InterpreterBuilder, name, self._watched(getattr(InterpreterBuilder, name), seen))
+
+    @staticmethod
+    def _watched(original, seen: list[np.ndarray]):
+        def access(builder, pointers, *given):
+            mask = next(each for each in given if each is not None and each.data.dtype == bool)
+            seen.append(pointers.data[mask.data])
+            return original(builder, pointers, *given)
+
+        return access
+
+    def of(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """How many values are read, and how often in all; the same of those that are written."""
+        begin = tensor.untyped_storage().data_ptr()
+        found = []
+        for seen in (self._read, self._written):
+            places = np.concatenate(seen)
+            places = places[(places >= begin) & (places < begin + tensor.untyped_storage().nbytes())]
+            found.append((len(np.unique(places)), len(places)))
+        return found
+
+
+@pytest.mark.skipif(HAS_GPU, reason="counts by the interpreter, which is for machines without a GPU")
+@pytest.mark.parametrize("active", [None, 5])
+@pytest.mark.parametrize("bits", [2, None])
+def test_each_value_is_read_once_and_written_once(
+    fused, monkeypatch: pytest.MonkeyPatch, bits: int | None, active: int | None
+) -> None:
+    """Which is all that a kernel for bandwidth can do; the bytes are those that the bench counts."""
+    case, accesses = Case(torch.float32, here=1), Accesses(monkeypatch)
+    known, chosen = (case.held, case.before, 0.5), case.chosen(active)
+    size, unused = case.held.numel(), (0, 0)
+    coded = fused.encode(case.values, *known, bits, chosen, case.here)
+    payload = coded.payload.nbytes if bits else coded.payload.nbytes // 4
+    assert accesses.of(case.values) == [(size, size), unused]  # less what is the rank's own
+    assert accesses.of(case.held) == accesses.of(case.before) == [(size, size), unused]
+    assert accesses.of(coded.held) == [unused, (size, size)]
+    assert accesses.of(coded.payload) == [unused, (payload, payload)]
+    accesses = Accesses(monkeypatch)
+    held = fused.decode(coded.payload, *known, bits, chosen, case.target, case.here)
+    assert accesses.of(case.held) == accesses.of(case.before) == [(size, size), unused]
+    assert accesses.of(held) == accesses.of(case.target) == [unused, (size, size)]
+    if bits:  # values that share a byte read it together
+        assert accesses.of(coded.payload)[0][0] == payload
+    accesses = Accesses(monkeypatch)
+    moved = torch.empty(case.values.shape)
+    fused.move(moved, case.values)
+    assert accesses.of(case.values) == [(moved.numel(), moved.numel()), unused]
+    assert accesses.of(moved) == [unused, (moved.numel(), moved.numel())]
+
+
 def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     from xfuser_cocodiff.bench import kernels as bench
     from xfuser_cocodiff.bench.workloads import Workload
