@@ -1,8 +1,10 @@
 """The kernels in Triton: each reads and writes every tensor once. See the package for what they do.
 
-A program takes some rows of D values, which it finds by their number in (L, G, H, T). Products and sums are not fused
-into one rounding: encoder and decoder must come to the same bits.
+A program takes rows of D values: some tokens of one head. Products and sums are not fused into one rounding: encoder
+and decoder must come to the same bits.
 """
+
+import math
 
 import torch
 import triton
@@ -14,19 +16,21 @@ from xfuser_cocodiff.kernels.layout import merged
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantise.NOT_FINITE))
+_LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
+"""In the place of no width."""
 _VALUES = 4096
 """Of a program."""
 _NOWHERE = -1
 
 
 @triton.jit
-def _place(row, groups, heads, tokens, here):
-    """Coordinates of a row: its link, group, head and token, and the place at the other end of the link."""
-    token = row % tokens
-    head = row // tokens % heads
-    group = row // (tokens * heads) % groups
-    link = row // (tokens * heads * groups)
-    return link, group, head, token, link + (link >= here)
+def _place(groups, heads, block_rows: tl.constexpr):
+    """What a program works on: some tokens of one head, whose number among all, link, group and number come first. So
+    divisions are made once for a program, and not for each row."""
+    of_head = tl.program_id(0)
+    pair = of_head // heads
+    token = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    return of_head, pair // groups, pair % groups, of_head % heads, token
 
 
 @triton.jit
@@ -78,19 +82,18 @@ def _scores_kernel(
 @triton.jit
 def _encode_kernel(
     values, held, before, slots, table, payload, sent, now, sums,
-    rows, groups, heads, tokens, active, here,
+    groups, heads, tokens, active, here,
     stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step, root,
     dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
     predicts: tl.constexpr, selects: tl.constexpr,
 ):  # fmt: skip
     """Values to levels and scales, and the reference to what the other end makes of them."""
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    of_head, link, group, head, token = _place(groups, heads, block_rows)
     column = tl.arange(0, block_dim)
-    link, group, head, token, place = _place(row, groups, heads, tokens, here)
-    valid = row < rows
+    valid = token < tokens
     inside = valid[:, None] & (column < dim)[None, :]
-    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
-    own = row.to(tl.int64)[:, None] * dim + column[None, :]
+    start = _at(link + (link >= here), group, head, token, stride_place, stride_group, stride_head, stride_token)
+    own = (of_head.to(tl.int64) * tokens + token)[:, None] * dim + column[None, :]
     value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
     hoped = _expected(held, before, own, inside, predictor, predicts)
     slot = token
@@ -108,9 +111,16 @@ def _encode_kernel(
         code = tl.where(scale < float("inf"), code, _NOT_FINITE).to(tl.int32)
         width = tl.load(table + code)[:, None] * step
         half: tl.constexpr = 2 ** (bits - 1)
-        level = tl.floor(tl.div_rn(difference, width))
-        level = tl.where(level == level, level, 0.0) + half
-        level = tl.minimum(tl.maximum(level, 0.0), 2.0**bits - 1.0).to(tl.int32)
+        if bits > 2:
+            level = tl.floor(tl.div_rn(difference, width))
+            level = tl.where(level == level, level, 0.0) + half
+            level = tl.minimum(tl.maximum(level, 0.0), 2.0**bits - 1.0).to(tl.int32)
+        else:  # the same without a division: a comparison for each edge between levels
+            edge = tl.maximum(width, _LEAST)
+            level = (difference >= 0.0).to(tl.int32)
+            if bits == 2:
+                level += (difference >= edge).to(tl.int32) + (difference >= -edge).to(tl.int32)
+            level = tl.where((code == _NOT_FINITE)[:, None], half, level)
         made = _restored(level, width, hoped, half)
         per: tl.constexpr = 8 // bits
         packed = tl.reshape(tl.where(inside, level, 0), [block_rows, block_dim // per, per])
@@ -129,25 +139,25 @@ def _encode_kernel(
     tl.store(now + own, made, mask=inside)
     lacking = (value.to(tl.float32) - made.to(tl.float32)).to(value.dtype).to(tl.float32)
     wanted = value.to(tl.float32)
-    tl.store(sums + 2 * tl.program_id(0), tl.sum(tl.where(inside, lacking * lacking, 0.0)))
-    tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
+    own_sums = sums + 2 * (of_head * tl.num_programs(1) + tl.program_id(1))
+    tl.store(own_sums, tl.sum(tl.where(inside, lacking * lacking, 0.0)))
+    tl.store(own_sums + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
 
 
 @triton.jit
 def _decode_kernel(
     payload, sent, held, before, slots, table, now, target,
-    rows, groups, heads, tokens, active, here,
+    groups, heads, tokens, active, here,
     stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step,
     dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
     predicts: tl.constexpr, selects: tl.constexpr, lands: tl.constexpr,
 ):  # fmt: skip
     """Levels and scales to values, in the reference and where attention reads them."""
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
+    of_head, link, group, head, token = _place(groups, heads, block_rows)
     column = tl.arange(0, block_dim)
-    link, group, head, token, place = _place(row, groups, heads, tokens, here)
-    valid = row < rows
+    valid = token < tokens
     inside = valid[:, None] & (column < dim)[None, :]
-    own = row.to(tl.int64)[:, None] * dim + column[None, :]
+    own = (of_head.to(tl.int64) * tokens + token)[:, None] * dim + column[None, :]
     hoped = _expected(held, before, own, inside, predictor, predicts)
     slot = token
     if selects:
@@ -171,7 +181,7 @@ def _decode_kernel(
         made = tl.where(goes[:, None], made, hoped)
     tl.store(now + own, made, mask=inside)
     if lands:
-        start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
+        start = _at(link + (link >= here), group, head, token, stride_place, stride_group, stride_head, stride_token)
         tl.store(target + start[:, None] + column[None, :], made, mask=inside)
 
 
@@ -233,17 +243,17 @@ def encode(
     else:
         payload = values.new_empty(links, lines * (1 + dim * bits // 8), dtype=torch.uint8)
         sent = values
-    rows, now = links * groups * heads * tokens, torch.empty_like(held)
-    block_dim, block, programs = _blocks(rows, dim)
-    sums = torch.empty(programs, 2, device=values.device)
-    _encode_kernel[(programs,)](
+    now = torch.empty_like(held)
+    block_dim, block, grid = _blocks(held.shape)
+    sums = torch.empty(*grid, 2, device=values.device)
+    _encode_kernel[grid](
         values, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
         payload, sent, now, sums,
-        rows, groups, heads, tokens, active, _skipped(here, links), *values.stride()[:4], payload.stride(0),
+        groups, heads, tokens, active, _skipped(here, links), *values.stride()[:4], payload.stride(0),
         predictor, quantise.STEPS.get(bits, 0.0), dim**-0.5,
         dim, block_dim, block, bits or 0, before is not None, chosen is not None, enable_fp_fusion=False,
     )  # fmt: skip
-    return Coded(payload, now, *sums.sum(0))
+    return Coded(payload, now, *sums.sum((0, 1)))
 
 
 def decode(
@@ -263,12 +273,12 @@ def decode(
     sent = held if bits else payload.clone(memory_format=torch.contiguous_format).flatten().view(held.dtype)
     payload = payload if payload.stride(-1) == 1 else payload.contiguous()
     landing = held if target is None else target
-    rows, now = links * groups * heads * tokens, torch.empty_like(held)
-    block_dim, block, programs = _blocks(rows, dim)
-    _decode_kernel[(programs,)](
+    now = torch.empty_like(held)
+    block_dim, block, grid = _blocks(held.shape)
+    _decode_kernel[grid](
         payload, sent, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
         now, landing,
-        rows, groups, heads, tokens, active, _skipped(here, links), *landing.stride()[:4], payload.stride(0),
+        groups, heads, tokens, active, _skipped(here, links), *landing.stride()[:4], payload.stride(0),
         predictor, quantise.STEPS.get(bits, 0.0),
         dim, block_dim, block, bits or 0, before is not None, chosen is not None, target is not None,
         enable_fp_fusion=False,
@@ -296,11 +306,12 @@ def _rows_of(values: torch.Tensor) -> torch.Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _blocks(rows: int, dim: int) -> tuple[int, int, int]:
-    """Columns and rows of a program, and how many programs there are."""
+def _blocks(shape: torch.Size) -> tuple[int, int, tuple[int, int]]:
+    """Columns and rows of a program, and the grid of programs, for values (L, G, H, T, D)."""
+    *heads, tokens, dim = shape
     block_dim = triton.next_power_of_2(dim)
-    block = max(1, _VALUES // block_dim)
-    return block_dim, block, triton.cdiv(rows, block)
+    block = max(1, min(_VALUES // block_dim, triton.next_power_of_2(tokens)))
+    return block_dim, block, (math.prod(heads), triton.cdiv(tokens, block))
 
 
 def _slots(chosen: torch.Tensor | None, tokens: int, held: torch.Tensor) -> torch.Tensor:
