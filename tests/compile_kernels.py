@@ -1,10 +1,11 @@
 """Compiles Triton's kernels for a GPU that need not be there: `python tests/compile_kernels.py 90` for sm_90.
 
-A process of its own, since tests run the kernels by the interpreter. Prints the products as JSON: which there are, and
-how many products and sums of each kernel are fused into one rounding.
+A process of its own, since tests run the kernels by the interpreter. Prints the products as JSON: which there are, how
+many products and sums of each kernel are fused into one rounding, and how wide its accesses to memory are.
 """
 
 import json
+import re
 import sys
 
 import triton
@@ -16,6 +17,8 @@ from xfuser_cocodiff.kernels import fused
 POINTERS = {"slots": "*i32", "table": "*fp32", "payload": "*u8", "sums": "*fp32", "found": "*fp32"}
 FLOATS = ("predictor", "step", "root")
 VALUES = ("values", "held", "before", "sent", "now", "target", "source")
+DIVISIBLE = ("stride_", "from", "to", "columns")
+"""What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
 CODING = {"dim": 128, "block_dim": 128, "block_rows": 32, "predicts": True}
 
 
@@ -27,7 +30,13 @@ def compiled(
     types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    divisible = [
+        place
+        for place, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or (name.startswith(DIVISIBLE) and name != "tokens")
+    ]
+    facts = {(place,): [["tt.divisibility", 16]] for place in divisible}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=facts)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 
 
@@ -43,7 +52,9 @@ def main() -> None:
             kernels += [(fused._encode_kernel, coding), (fused._decode_kernel, {**coding, "lands": True})]
         for kernel, constants in kernels:
             asm = compiled(kernel, dtype, constants, capability).asm
-            found.append({"kernel": kernel.__name__, "products": sorted(asm), "fused": asm["ptx"].count("fma.")})
+            widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))
+            known = {"kernel": kernel.__name__, "type": dtype, "products": sorted(asm)}
+            found.append({**known, "fused": asm["ptx"].count("fma."), "widths": widths})
     print(json.dumps(found))
 
 
