@@ -33,7 +33,7 @@ describe() {
 shared() {
     local folder="$1"
     shift
-    HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1 cocodiff compare --out "$out/$folder" "$@" --model FLUX.1-dev --seed 1 \
+    COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1 cocodiff compare --out "$out/$folder" "$@" --model FLUX.1-dev --seed 1 \
         --prompt "a photo of a cat" --height 512 --width 512 --num_inference_steps 12 --max_sequence_length 32
 }
 

@@ -21,22 +21,28 @@ GRACE = 60
 """The same, after one rank has failed."""
 
 
-def run(case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+def run(
+    case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None, anew: bool = False
+) -> list[Any]:
     """Call ``case(rank, *args)`` on `world_size` gloo ranks and return what each returned.
 
-    Exceptions in ranks are raised here, with the ranks' tracebacks; :func:`outcomes` returns them instead.
+    Exceptions in ranks are raised here, with the ranks' tracebacks; :func:`outcomes` returns them instead. Ranks that
+    use a GPU have to start anew: loading xDiT initialises CUDA, which a fork does not survive.
     """
-    results = outcomes(case, world_size, *args, env=env)
+    results = outcomes(case, world_size, *args, env=env, anew=anew)
     failures = [f"rank {rank}: {getattr(r, 'text', r)}" for rank, r in enumerate(results) if isinstance(r, Exception)]
     assert not failures, "\n".join(failures)
     return results
 
 
-def outcomes(case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
+def outcomes(
+    case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None, anew: bool = False
+) -> list[Any]:
     """As :func:`run`, with the exceptions of ranks in the place of their results."""
+    context = multiprocessing.get_context("spawn") if anew else _context
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
+            context.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:

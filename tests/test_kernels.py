@@ -171,13 +171,27 @@ def test_rows_are_as_long_as_both_sides_allow() -> None:
     assert merged((2,) * 7 + (8,), (2048, 512, 128, 64, 32, 16, 8, 1), (*range(7, 0, -1), 1)) is None
 
 
-def test_a_choice_that_is_none() -> None:
-    assert [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")] == [
-        "torch",
-        "triton",
-        "triton",
-    ]
+@pytest.mark.parametrize(("can_build", "expected"), [(True, "triton"), (False, "torch")])
+def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool, expected: str) -> None:
+    """Triton, where there is a device for it, and a compiler for its launchers."""
+    monkeypatch.setattr(kernels, "_can_build", lambda: can_build)
+    found = [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
+    assert found == ["torch", expected, expected]
     assert kernels.resolved(kernels.TORCH, "cuda") == "torch"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "header", "expected"), [("cc1", True, True), ("", True, False), ("cc1", False, False)]
+)
+def test_what_triton_needs_to_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, header: bool, expected: bool
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    assert kernels._can_build.__wrapped__() is expected
 
 
 def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:

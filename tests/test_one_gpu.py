@@ -10,7 +10,7 @@ import pytest
 from xfuser import xFuserArgs
 from xfuser.config import FlexibleArgumentParser
 
-from xfuser_cocodiff import cli
+from xfuser_cocodiff import cli, launcher
 from xfuser_cocodiff.cli import bench, compare, env, models
 
 SCRIPT = Path(__file__).parent.parent / "scripts/one_gpu.sh"
@@ -22,6 +22,7 @@ case "$*" in
 esac
 printf '%q ' "$(basename "$0")" "$@" >> "$LOG"
 echo >> "$LOG"
+env > "$LOG.$1"
 [ "$1 $2" != "$FAILS" ]
 """
 
@@ -57,6 +58,15 @@ def valid(options: argparse.Namespace) -> int:
         config = xFuserArgs.from_cli_args(parser.parse_args([*options.xdit_arguments, "--use_cocodiff"]))
         assert config.ulysses_degree in (2, 4)
     return 0
+
+
+@pytest.mark.parametrize("visible", [None, "1,2"])
+def test_ranks_share_one_device(tmp_path: Path, visible: str | None) -> None:
+    done, _ = launch(tmp_path, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
+    assert done.returncode == 0
+    given = dict(line.split("=", 1) for line in (tmp_path / "log.compare").read_text().splitlines() if "=" in line)
+    assert given["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
+    assert launcher.shares_device({**given, "LOCAL_WORLD_SIZE": "2"}, [], 1)
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:

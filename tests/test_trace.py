@@ -1,6 +1,7 @@
 """What a trace tells, and what is in it on an accelerator."""
 
 import gzip
+import itertools
 import json
 import random
 from pathlib import Path
@@ -11,10 +12,21 @@ import torch
 from xfuser_cocodiff.bench import trace
 from xfuser_cocodiff.traffic import Label, Traffic
 
+HOST, DEVICE, THREAD = 4711, 0, 1
+_numbers = itertools.count(1)
 
-def event(category: str, name: str, process: int, stream: int, begin: int, end: int) -> dict:
-    place = {"ph": "X", "pid": process, "tid": stream}
+
+def span(name: str, begin: int, end: int, thread: int = THREAD, category: str = "user_annotation") -> dict:
+    """A range of a thread."""
+    place = {"ph": "X", "pid": HOST, "tid": thread}
     return {**place, "cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+def work(category: str, stream: int, begin: int, end: int, launched: int, thread: int = THREAD) -> list[dict]:
+    """What a device did, and its launch, as Kineto writes them."""
+    number = {"args": {"correlation": next(_numbers)}}
+    launch = {**span("cudaLaunchKernel", launched, launched + 1, thread, "cuda_runtime"), **number}
+    return [launch, {**launch, "cat": category, "pid": DEVICE, "tid": stream, "ts": begin, "dur": end - begin}]
 
 
 def write(file: Path, events: list[dict]) -> Path:
@@ -23,43 +35,46 @@ def write(file: Path, events: list[dict]) -> Path:
 
 
 def test_overlap_is_that_of_single_moments(tmp_path: Path) -> None:
-    """Kernels and exchanges at random, against one moment after the other."""
-    rng, events = random.Random(0), []
-    for _ in range(60):
+    """Kernels on two streams and exchanges on a third, at random, against one moment after the other."""
+    rng, events, busy, exchanges = random.Random(0), [], set(), []
+    for _ in range(40):
         begin = rng.randrange(300)
-        kind = rng.choice([("kernel", "gemm"), ("gpu_memcpy", "copy"), ("gpu_user_annotation", "cocodiff.v.exchange")])
-        events.append(event(*kind, rng.randrange(2), rng.randrange(3), begin, begin + rng.randrange(1, 12)))
-    moments = {
-        category: [
-            (each["pid"], each["tid"], moment)
-            for each in events
-            if each["cat"] == category
-            for moment in range(each["ts"], each["ts"] + each["dur"])
-        ]
-        for category in ("kernel", "gpu_user_annotation")
-    }
-    hidden = sum(
-        any((process, other, moment) in moments["kernel"] for other in range(3) if other != stream)
-        for process, stream, moment in moments["gpu_user_annotation"]
-    )
+        end = begin + rng.randrange(1, 12)
+        busy |= set(range(begin, end))
+        events += work("kernel", rng.choice([7, 13]), begin, end, launched=begin - 5)
+    for index in range(20):  # each a copy to the host and one back, between which its stream does nothing
+        begin, launched = rng.randrange(300), 1000 + 10 * index
+        middle, end = begin + rng.randrange(1, 9), begin + rng.randrange(10, 20)
+        exchanges.append(range(begin, end))
+        events.append(span("cocodiff.v.exchange", launched, launched + 8, thread=2))
+        events.append(span("cocodiff.node", launched + 1, launched + 3, thread=2))
+        events += work("gpu_memcpy", 20, begin, middle, launched + 1, thread=2)
+        events += work("kernel", 20, end - 1, end, launched + 6, thread=2)
+    rng.shuffle(events)
+    hidden = sum(moment in busy for moments in exchanges for moment in moments)
     found = trace.overlaps(write(tmp_path / "trace.json.gz", events))
-    assert found == {"v": pytest.approx(hidden / len(moments["gpu_user_annotation"]))}
+    assert found == {"v": pytest.approx(hidden / sum(map(len, exchanges)))}
     assert 0 < found["v"] < 1
 
 
-def test_kinds_are_apart_and_other_ranges_are_no_exchanges(tmp_path: Path) -> None:
+def test_kinds_and_ranks_are_apart(tmp_path: Path) -> None:
     events = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
-        event("gpu_user_annotation", "cocodiff.v.exchange", 0, 7, 0, 10),
-        event("gpu_user_annotation", "cocodiff.qk.exchange", 0, 7, 20, 30),
-        event("gpu_user_annotation", "cocodiff.v.wait", 0, 1, 0, 10),
-        event("user_annotation", "cocodiff.o.exchange", 0, 1, 0, 10),  # as the host sees it
-        event("kernel", "gemm", 0, 1, 5, 30),
+        {"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}},
+        span("cocodiff.v.exchange", 0, 9),
+        *work("kernel", 20, 100, 110, launched=1),
+        span("cocodiff.v.wait", 10, 19),
+        *work("kernel", 7, 105, 130, launched=12),
+        span("cocodiff.qk.exchange", 20, 29),
+        *work("kernel", 20, 120, 130, launched=21),
+        span("cocodiff.o.exchange", 40, 49),  # of which the device did nothing
+        span("cocodiff.v.exchange", 60, 69, category="gpu_user_annotation"),
     ]
     file = write(tmp_path / "trace0.json.gz", events)
     assert trace.overlaps(file) == {"v": 0.5, "qk": 1.0}
-    trace.merge([file, file], tmp_path / "trace.json.gz")
-    assert trace.overlaps(tmp_path / "trace.json.gz") == {"v": 0.5, "qk": 1.0}
+    idle = [each for each in events if each.get("tid") != 7 and each["ts" if "ts" in each else "pid"] != 12]
+    other = write(tmp_path / "trace1.json.gz", idle)  # the same numbers again
+    trace.merge([file, other], tmp_path / "trace.json.gz")
+    assert trace.overlaps(tmp_path / "trace.json.gz") == {"v": 0.25, "qk": 0.5}
 
 
 def test_on_an_accelerator_a_profiler_sees_ranges_and_nobody_takes_times() -> None:

@@ -3,11 +3,12 @@
 The format is Chrome's, for ui.perfetto.dev or chrome://tracing.
 """
 
-import functools
+import bisect
 import gzip
+import itertools
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 NANOSECONDS = 1000
 """In a microsecond, the unit of times in a trace."""
 _EXCHANGE = re.compile(r"cocodiff\.(\w+)\.exchange")
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of what a device does; each carries the number of its launch, as the launch does."""
 
 Interval = tuple[float, float]
 """Begin and end."""
@@ -52,34 +56,61 @@ def _of_rank(event: dict[str, Any], rank: int, late: float) -> dict[str, Any]:
 def overlaps(trace: Path) -> dict[str, float]:
     """How much of the exchanges passed while kernels ran on other streams, as the device's own clock has it.
 
+    What an exchange is on a device is found by what the host has launched within the exchange's range: a device's own
+    ranges tell the innermost one only.
+
     Args:
         trace: of one rank or of all, gzipped.
 
     Returns:
         For each kind of exchange, named by what it brings, a share of its time; empty where no device was traced.
     """
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-
-    @functools.cache
-    def busy(process: str, stream: int) -> list[Interval]:
-        """When other streams of a process run kernels."""
-        return _union(_interval(kernel) for kernel in kernels if kernel["pid"] == process and kernel["tid"] != stream)
-
+    ranks: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        name, _, rest = str(event["pid"]).partition(":")
+        ranks[name if rest else ""].append(event)  # all are of one where traces are not merged
     seconds: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
-    for event in events:
-        named = _EXCHANGE.fullmatch(event.get("name", ""))
-        if named and event.get("cat") == "gpu_user_annotation":
-            begin, end = _interval(event)
-            seconds[named[1]] += end - begin
-            for start, stop in busy(event["pid"], event["tid"]):
-                hidden[named[1]] += max(0.0, min(end, stop) - max(begin, start))
+    for events in ranks.values():
+        rank = _Rank(events)
+        for event in events:
+            named = _EXCHANGE.fullmatch(event.get("name", ""))
+            if named and event.get("cat") == "user_annotation" and (work := rank.launched_in(event)):
+                begin, end = min(each["ts"] for each in work), max(each["ts"] + each["dur"] for each in work)
+                seconds[named[1]] += end - begin
+                for start, stop in rank.busy_beside(frozenset(each["tid"] for each in work)):
+                    hidden[named[1]] += max(0.0, min(end, stop) - max(begin, start))
     return {what: hidden[what] / seconds[what] for what in seconds if seconds[what]}
 
 
-def _interval(event: dict[str, Any]) -> Interval:
-    return event["ts"], event["ts"] + event["dur"]
+class _Rank:
+    """What a process had its device do."""
+
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        numbered = [event for event in events if "correlation" in event.get("args", {})]
+        self._done = {event["args"]["correlation"]: event for event in numbered if event["cat"] in _ON_DEVICE}
+        self._launches: defaultdict[tuple, list[tuple[float, int]]] = defaultdict(list)
+        for event in numbered:
+            number = event["args"]["correlation"]
+            if event["cat"] not in _ON_DEVICE and number in self._done:
+                self._launches[event["pid"], event["tid"]].append((event["ts"], number))
+        for launches in self._launches.values():
+            launches.sort()
+        self._busy: dict[frozenset[int], list[Interval]] = {}
+
+    def launched_in(self, span: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the device did of what was launched within a range of a thread."""
+        launches = self._launches[span["pid"], span["tid"]]
+        first = bisect.bisect_left(launches, (span["ts"], -1))
+        ended = span["ts"] + span["dur"]
+        return [self._done[number] for ts, number in itertools.takewhile(lambda one: one[0] <= ended, launches[first:])]
+
+    def busy_beside(self, streams: frozenset[int]) -> list[Interval]:
+        """When kernels ran on other streams."""
+        if streams not in self._busy:
+            kernels = [each for each in self._done.values() if each["cat"] == "kernel" and each["tid"] not in streams]
+            self._busy[streams] = _union((each["ts"], each["ts"] + each["dur"]) for each in kernels)
+        return self._busy[streams]
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

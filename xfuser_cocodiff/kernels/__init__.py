@@ -10,6 +10,10 @@ there is no such place, and L is P.
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -51,13 +55,20 @@ def resolved(choice: str, device_type: str) -> str:
     if choice == TRITON and not _has_triton():
         raise ValueError(f"{TRITON!r} is not valid here, since it is not installed; valid are {AUTO!r} and {TORCH!r}")
     if choice == AUTO:
-        return TRITON if device_type in TRITON_DEVICES and _has_triton() else TORCH
+        return TRITON if device_type in TRITON_DEVICES and _has_triton() and _can_build() else TORCH
     return choice
 
 
 @functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _can_build() -> bool:
+    """Whether there is what Triton builds its launchers with at their first use."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def is_fused(device: torch.device) -> bool:
