@@ -67,7 +67,7 @@ def overlaps(trace: Path) -> dict[str, float]:
     """
     ranks: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-        name, _, rest = str(event["pid"]).partition(":")
+        name, _, rest = str(event.get("pid")).partition(":")
         ranks[name if rest else ""].append(event)  # all are of one where traces are not merged
     seconds: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
@@ -88,11 +88,11 @@ class _Rank:
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         numbered = [event for event in events if "correlation" in event.get("args", {})]
-        self._done = {event["args"]["correlation"]: event for event in numbered if event["cat"] in _ON_DEVICE}
+        self._done = {event["args"]["correlation"]: event for event in numbered if event.get("cat") in _ON_DEVICE}
         self._launches: defaultdict[tuple, list[tuple[float, int]]] = defaultdict(list)
         for event in numbered:
             number = event["args"]["correlation"]
-            if event["cat"] not in _ON_DEVICE and number in self._done:
+            if event.get("cat") not in _ON_DEVICE and number in self._done:
                 self._launches[event["pid"], event["tid"]].append((event["ts"], number))
         for launches in self._launches.values():
             launches.sort()
