@@ -25,21 +25,22 @@ part() {
 }
 
 describe() {
-    cocodiff env
-    nvidia-smi || xpu-smi discovery || echo "no tool tells the driver's version"
+    cocodiff env && { nvidia-smi || xpu-smi discovery || echo "no tool tells the driver's version"; }
 }
 
 # Ranks that share the device, stock against the plugin.
 shared() {
     local folder="$1"
     shift
-    COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1 cocodiff compare --out "$out/$folder" "$@" --model FLUX.1-dev --seed 1 \
-        --prompt "a photo of a cat" --height 512 --width 512 --num_inference_steps 12 --max_sequence_length 32
+    cocodiff compare --out "$out/$folder" "$@" --model FLUX.1-dev --seed 1 --prompt "a photo of a cat" \
+        --height 512 --width 512 --num_inference_steps 12 --max_sequence_length 32
 }
 
 unset HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
+# Where but one device is seen, ranks cannot tell that it is for all of them.
+export COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1
 part environment describe
-part tests python -m pytest tests/test_kernels.py tests/test_attention.py -rs
+part tests python -m pytest tests/test_kernels.py tests/test_attention.py
 part kernels cocodiff bench kernels --degree 8 --json "$out/kernels.json"
 part models cocodiff models --out .models
 part degree-2 shared degree-2 --trace -- --ulysses_degree 2 --cocodiff_topology node=2 \

@@ -17,7 +17,7 @@ from xfuser_cocodiff.kernels import fused
 POINTERS = {"slots": "*i32", "table": "*fp32", "payload": "*u8", "sums": "*fp32", "found": "*fp32"}
 FLOATS = ("predictor", "step", "root")
 VALUES = ("values", "held", "before", "sent", "now", "target", "source")
-DIVISIBLE = ("stride_", "from", "to", "columns")
+DIVISIBLE = re.compile(r"stride_\w+|from\d|to\d|columns")
 """What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
 CODING = {"dim": 128, "block_dim": 128, "block_rows": 32, "predicts": True}
 
@@ -31,9 +31,7 @@ def compiled(
     signature = {name: types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     divisible = [
-        place
-        for place, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or (name.startswith(DIVISIBLE) and name != "tokens")
+        place for place, name in enumerate(kernel.arg_names) if types[name].startswith("*") or DIVISIBLE.fullmatch(name)
     ]
     facts = {(place,): [["tt.divisibility", 16]] for place in divisible}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=facts)

@@ -35,7 +35,8 @@ def launch(folder: Path, **environment: str) -> tuple[subprocess.CompletedProces
     for name in ("python", "cocodiff"):
         (bin / name).write_text(STAND_IN)
         (bin / name).chmod(0o755)
-    variables = {**os.environ, "VIRTUAL_ENV": str(bin.parent), "LOG": str(log), "FAILS": "", **environment}
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables = {**inherited, "VIRTUAL_ENV": str(bin.parent), "LOG": str(log), "FAILS": "", **environment}
     done = subprocess.run([SCRIPT, folder / "out"], env=variables, capture_output=True, text=True)
     return done, [shlex.split(line) for line in log.read_text().splitlines()]
 

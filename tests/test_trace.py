@@ -57,23 +57,28 @@ def test_overlap_is_that_of_single_moments(tmp_path: Path) -> None:
     assert 0 < found["v"] < 1
 
 
-def test_kinds_and_ranks_are_apart(tmp_path: Path) -> None:
-    events = [
+def exchanging(busy: bool) -> list[dict]:
+    """A rank's exchanges, behind which its device computes, or not."""
+    return [
         {"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}},
         span("cocodiff.v.exchange", 0, 9),
         *work("kernel", 20, 100, 110, launched=1),
         span("cocodiff.v.wait", 10, 19),
-        *work("kernel", 7, 105, 130, launched=12),
+        *(work("kernel", 7, 105, 130, launched=12) if busy else []),
         span("cocodiff.qk.exchange", 20, 29),
         *work("kernel", 20, 120, 130, launched=21),
         span("cocodiff.o.exchange", 40, 49),  # of which the device did nothing
         span("cocodiff.v.exchange", 60, 69, category="gpu_user_annotation"),
     ]
-    file = write(tmp_path / "trace0.json.gz", events)
-    assert trace.overlaps(file) == {"v": 0.5, "qk": 1.0}
-    idle = [each for each in events if each.get("tid") != 7 and each["ts" if "ts" in each else "pid"] != 12]
-    other = write(tmp_path / "trace1.json.gz", idle)  # the same numbers again
-    trace.merge([file, other], tmp_path / "trace.json.gz")
+
+
+def test_kinds_and_ranks_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = []
+    for rank, busy in enumerate((True, False)):
+        monkeypatch.setitem(globals(), "_numbers", itertools.count(1))  # every process has the same ones
+        files.append(write(tmp_path / f"trace{rank}.json.gz", exchanging(busy)))
+    assert [trace.overlaps(file) for file in files] == [{"v": 0.5, "qk": 1.0}, {"v": 0.0, "qk": 0.0}]
+    trace.merge(files, tmp_path / "trace.json.gz")
     assert trace.overlaps(tmp_path / "trace.json.gz") == {"v": 0.25, "qk": 0.5}
 
 

@@ -15,6 +15,7 @@ from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
 from xfuser_cocodiff.coding import Account, Coding
 from xfuser_cocodiff.collectives import InFlight, Mesh
 from xfuser_cocodiff.lane import Lane
+from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.topology import Topology
@@ -27,7 +28,8 @@ PLACES = 2
 """On slow axes: nodes."""
 BITS, SHARE, PREDICTOR = 2, 0.6, 0.5
 """As in the modes."""
-EXACT, CODED = "exact", ("balanced", "fast")
+CODED = ("balanced", "fast")
+"""Modes whose codecs are timed."""
 STEPS = 50
 """Of the run that layers are taken from."""
 SEED = 0
@@ -187,7 +189,7 @@ def _exchanges(
         torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     wires: dict = {}
-    codecs = mode != EXACT and modes.usual(mode, STEPS).codecs(STEPS - 1, STEPS)
+    codecs = None if mode == EXACT else modes.usual(mode, STEPS).codecs(STEPS - 1, STEPS)
 
     def call() -> None:
         coding = Coding(way, codecs, wires, Account(), seed=0) if codecs else None

@@ -25,8 +25,8 @@ _NOWHERE = -1
 
 @triton.jit
 def _place(groups, heads, block_rows: tl.constexpr):
-    """What a program works on: some tokens of one head, whose number among all, link, group and number come first. So
-    divisions are made once for a program, and not for each row."""
+    """The head that a program works on, by its number among all and by link, group and number, and the program's tokens
+    of it. One head, so that divisions are made once for a program and not for each row."""
     of_head = tl.program_id(0)
     pair = of_head // heads
     token = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
