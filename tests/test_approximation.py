@@ -49,9 +49,9 @@ class Approximating(Run):
 
     @property
     def runtime(self) -> Any:
-        from xfuser_cocodiff.xdit import sites
+        from xfuser_cocodiff.xdit.engine import active
 
-        return sites.active_runtime()
+        return active().runtime
 
 
 def decibels(found: torch.Tensor, wanted: torch.Tensor) -> float:

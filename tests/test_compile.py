@@ -14,21 +14,22 @@ def compile_both(rank: int) -> list[int]:
     from xfuser_cocodiff.collectives import Mesh
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
-    from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.engine import Engine, active
 
     group, transformer, step = start(rank, depth=3)
     topology = Topology.parse("2x2", 4)
     mesh = Mesh.over(group, topology, [Plan.parse("hierarchical", topology)])
     results, breaks = [step()], []
     for side in (None, mesh):
-        world.use(side)
+        world.use(Engine(mesh=side))
         torch._dynamo.reset()
         counters.clear()
         transformer.compile(backend="aot_eager")
         results += [step(), step()]
         breaks.append(sum(counters["graph_break"].values()))
         assert counters["stats"]["unique_graphs"] > 0
-    assert usp.layers().kinds == []  # layers inside a graph are left alone
+    assert active().layers.kinds == []  # layers inside a graph are left alone
     for result in results[1:]:
         assert torch.equal(result, results[0])
     return breaks
@@ -46,10 +47,11 @@ def compile_late(rank: int) -> None:
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
     from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.engine import Engine
 
     group, transformer, step = start(rank, depth=3)
     topology = Topology.flat(2)
-    world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(True, 2))
+    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, 2)))
     results = [step() for _ in range(4)]
     transformer.compile(backend="aot_eager")
     results += [step() for _ in range(2)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests import ranks
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan, candidates
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.topology import AXIS_NAMES, Topology
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -155,6 +157,36 @@ def test_groups_beside_each_other() -> None:
     results = ranks.run(subgroups, 8)
     assert results[:4] == [[0.0, 1.0, 2.0, 3.0]] * 4
     assert results[4:] == [[4.0, 5.0, 6.0, 7.0]] * 4
+
+
+def make_meshes(rank: int) -> tuple[list[tuple[int, ...]], list[object]]:
+    """Ranks of the groups that two meshes and their slow axes make, in a world that a script has bound to a device; and
+    what it is bound to meanwhile, and then."""
+    world, made, bound = dist.group.WORLD, [], []
+    world.bound_device_id = torch.device("cuda", 0)
+    new_group = dist.new_group
+
+    def making(members: tuple[int, ...], **options: object) -> dist.ProcessGroup:
+        made.append(tuple(members))
+        bound.append(world.bound_device_id)
+        return new_group(members, **options)
+
+    with mock.patch.object(dist, "new_group", making):
+        topology = Topology.parse("2x2x2", 8)
+        for _ in range(2):
+            mesh = Mesh.over(world, topology)
+            for slow in (("node",), ("node", "gpu"), ("tile",)):
+                SlowWay.over(world, mesh, slow, Mesh.over)
+    bound.append(world.bound_device_id)
+    world.bound_device_id = None  # there is none: the rank's last barrier would ask for it
+    return made, bound
+
+
+def test_each_set_of_ranks_has_one_communicator() -> None:
+    """Made by its members alone, also where NCCL would split it off a world that is bound to a device."""
+    for rank, (made, bound) in enumerate(ranks.run(make_meshes, 8)):
+        assert len(made) == len(set(made)) and all(rank in members for members in made)
+        assert bound == [None] * len(made) + [torch.device("cuda", 0)]
 
 
 def wrong_size(rank: int) -> str:

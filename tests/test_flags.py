@@ -173,7 +173,7 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     from xfuser.core.distributed.parallel_state import init_distributed_environment
     from xfuser.core.distributed.runtime_state import RuntimeState
 
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff.xdit.engine import active
 
     warnings: list[str] = []
     handler = logging.Handler()
@@ -188,7 +188,7 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
         transformer = argparse.Namespace(config=argparse.Namespace(num_attention_heads=8))
         initialize_runtime_state(argparse.Namespace(transformer=transformer), config)
     assert get_runtime_state().parallel_config.sp_config.cocodiff is not None
-    mesh = sites.active_mesh()
+    mesh = active().mesh
     return str(mesh.topology) if mesh else "stock", warnings
 
 

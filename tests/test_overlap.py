@@ -36,27 +36,29 @@ def record_events(rank: int, v_first: bool) -> list[str]:
     from xfuser_cocodiff.config import Overlap
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
-    from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit import engine as engines
+    from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.engine import Engine
 
     group, transformer, step = start(rank)
     topology = Topology.flat(2)
     expected = step()
-    world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(v_first, 2))
+    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(v_first, 2)))
     events: list[str] = []
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj", ".proj_mlp")):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    send = usp.send_to_heads
+    send = engines.send_to_heads
 
     def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
         events.append(f"{label.layer} sends {label.what}")
         return send(tensors, mesh, label, *part)
 
-    with mock.patch.object(usp, "send_to_heads", sending):
+    with mock.patch.object(engines, "send_to_heads", sending):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
-    assert {kind.ready for kind in usp.layers().kinds} == {True}
+    assert {kind.ready for kind in engines.active().layers.kinds} == {True}
     return events
 
 
@@ -85,10 +87,11 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     from xfuser_cocodiff.topology import Topology
     from xfuser_cocodiff.traffic import Traffic
     from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.engine import Engine
 
     group, _, step = start(rank, depth=3)
     topology, traffic = Topology.flat(2), Traffic(timed=True)
-    world.use(Mesh.over(group, topology, [Plan.flat(topology)], traffic), Overlap(True, 2))
+    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)], traffic), overlap=Overlap(True, 2)))
     for _ in range(6):
         traffic.reset()
         step()
@@ -141,7 +144,9 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     from xfuser_cocodiff.config import Overlap
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.xdit import engine as engines
     from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit.engine import Engine
 
     group, _, step = start(rank, depth=3)
     topology, asked = Topology.flat(2), []
@@ -159,15 +164,15 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
         return noted
 
     accelerator = mock.patch.object(usp, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
-    sites = [(usp, "send_to_heads"), (attention, "reshard")]
+    sites = [(engines, "send_to_heads"), (attention, "reshard")]
     with accelerator, contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
-        world.use(mesh, Overlap(v_first))
+        world.use(Engine(mesh=mesh, overlap=Overlap(v_first)))
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
-    return labels, asked, sorted({str(kind.trial.schedule) for kind in usp.layers().kinds})
+    return labels, asked, sorted({str(kind.trial.schedule) for kind in engines.active().layers.kinds})
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -185,7 +190,9 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
     from xfuser_cocodiff.config import Overlap
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
-    from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit import engine as engines
+    from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.engine import Engine
 
     group, _, step = start(rank)
     get = stock._get_attention_function
@@ -201,7 +208,7 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
 
     with mock.patch.object(stock, "_get_attention_function", get_odd):
         expected, topology = step(), Topology.flat(2)
-        world.use(Mesh.over(group, topology, [Plan.flat(topology)]), Overlap(True, groups))
+        world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, groups)))
         for _ in range(5):
             assert torch.equal(step(), expected)
-    return sorted({str(kind.trial.chosen) for kind in usp.layers().kinds}), usp.layers().report()
+    return sorted({str(kind.trial.chosen) for kind in engines.active().layers.kinds}), engines.active().layers.report()

@@ -269,16 +269,16 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
 @torch.no_grad()
 def same_bits(rank: int) -> list[bool]:
     """Whether models that pad give with the plugin in use what they give without."""
-    from xfuser_cocodiff.xdit.sites import TRAFFIC
+    from xfuser_cocodiff.xdit.engine import active
 
     same = []
     for model in (flux(tokens=7)[0], qwen(text=5, rows=1, lengths=(2, 5))[0]):
         found = []
         for asked in (False, True):
             start(heads=2, use_cocodiff=asked, cocodiff_mode="exact")
-            TRAFFIC.reset()
+            active().traffic.reset()
             found.append([model() for _ in range(4)])  # V goes first once the layers are known
-            assert bool(TRAFFIC.calls) == asked
+            assert bool(active().traffic.calls) == asked
         same.append(all(map(torch.equal, *found)))
     return same
 

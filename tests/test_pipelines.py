@@ -71,10 +71,10 @@ class Run:
 
 def moved() -> set[str]:
     """Axes along which the plugin moved anything since last asked."""
-    from xfuser_cocodiff.xdit.sites import TRAFFIC
+    from xfuser_cocodiff.xdit.engine import active
 
-    axes = set(TRAFFIC.calls)
-    TRAFFIC.reset()
+    axes = set(active().traffic.calls)
+    active().traffic.reset()
     return axes
 
 

@@ -128,7 +128,7 @@ def moved_by_ranks(
     rank: int, model: str, mode: str, text: int, split: Split, whole: Topology
 ) -> tuple[dict[str, int], int]:
     """What a rank sends in a run, and what references it then holds."""
-    from xfuser_cocodiff.xdit.sites import TRAFFIC
+    from xfuser_cocodiff.xdit.engine import active
 
     degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
     flags = ["--use_cocodiff", "--cocodiff_ring", split.placement, "--cocodiff_topology", str(whole)]
@@ -137,10 +137,10 @@ def moved_by_ranks(
     topology = split.ulysses_topology(whole)
     overlap = Overlap(v_first=False, head_groups=1)
     run.by(mode, str(topology), plan=Plan.hierarchical(topology), overlap=overlap, ring=split.placement)
-    TRAFFIC.reset()
+    active().traffic.reset()
     run()
     held = run.runtime.reports[-1].reference_bytes if run.runtime else 0
-    return dict(TRAFFIC.sent_bytes), held
+    return dict(active().traffic.sent_bytes), held
 
 
 @pytest.mark.usefixtures("hub")

@@ -55,7 +55,7 @@ def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
     """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
     from xfuser.model_executor.layers import usp
 
-    from xfuser_cocodiff.xdit.sites import TRAFFIC
+    from xfuser_cocodiff.xdit.engine import active
 
     start(rank, asked(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
@@ -64,9 +64,9 @@ def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
         mine = [tensor.chunk(WORLD, 2)[rank] for tensor in tensors]
         for joint in ({}, dict(zip(("joint_query", "joint_key", "joint_value"), text, strict=True))):
             options = {**joint, "joint_strategy": "rear"} if joint else {}
-            TRAFFIC.reset()
+            active().traffic.reset()
             found = usp.USP(*mine, **options)
-            assert TRAFFIC.calls, "fell through to stock"
+            assert active().traffic.calls, "fell through to stock"
             stock = usp.USP.__wrapped__(*mine, **options)
             assert torch.equal(found, stock)
             everything = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
@@ -126,10 +126,10 @@ def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff.xdit.engine import active
 
     start(rank, options, world, ring)
-    mesh = sites.active_mesh()
+    mesh = active().mesh
     return members()[0], str(mesh.topology) if mesh else "stock"
 
 
@@ -174,10 +174,10 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 def agree(rank: int) -> list[float]:
 
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff.xdit.engine import active
 
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
-    return sites.agreed_numbers(sites.active_mesh(), [rank, -rank], "max")
+    return active().reduced([rank, -rank], "max")
 
 
 def test_ulysses_groups_of_a_ring_decide_alike() -> None:

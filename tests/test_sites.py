@@ -84,11 +84,11 @@ def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
 
 def moved(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether the plugin's exchange ran in a call."""
-    from xfuser_cocodiff.xdit.sites import TRAFFIC
+    from xfuser_cocodiff.xdit.engine import active
 
-    TRAFFIC.reset()
+    active().traffic.reset()
     function(*tensors)
-    return bool(TRAFFIC.calls)
+    return bool(active().traffic.calls)
 
 
 @pytest.mark.parametrize("degree", TOPOLOGIES)
@@ -154,13 +154,12 @@ def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
 
 def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would repeat what codecs did at one step."""
-    from xfuser_cocodiff.xdit import platform, sites, usp
+    from xfuser_cocodiff.xdit import platform
+    from xfuser_cocodiff.xdit.engine import Engine
 
-    runtime = SimpleNamespace(coding=lambda *_: "coded")
-    monkeypatch.setattr(sites, "active_runtime", lambda: runtime)
-    monkeypatch.setattr(usp, "layers", lambda: SimpleNamespace(count=lambda root: 1))
+    engine = Engine(runtime=SimpleNamespace(coding=lambda *_: "coded"))
     layer = SimpleNamespace(name="a", again=False, branch=0, root=None, call=None)
-    assert usp._coding(layer, "share") == "coded"
+    assert engine.coding(layer, "share") == "coded"
     monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert usp._coding(layer, "share") is None
+    assert engine.coding(layer, "share") is None

@@ -128,7 +128,7 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     from xfuser.core.distributed import initialize_runtime_state
     from xfuser.model_executor.layers import usp
 
-    from xfuser_cocodiff.xdit import sites
+    from xfuser_cocodiff.xdit.engine import active
     from xfuser_cocodiff.xdit.usp import layers
 
     options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
@@ -136,13 +136,13 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     config, _ = xFuserArgs(model="small", ulysses_degree=degree, **options).create_config()
     initialize_runtime_state(small.pipeline, config)
     small.ready()
-    sites.TRAFFIC.reset()
+    active().traffic.reset()
     with mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as stock_exchange:
         latents = small.denoise()
     stock_bytes = sum(call.args[0].nbytes for call in stock_exchange.call_args_list)
     early = [kind.ready for kind in layers().kinds if kind.trial]
-    mesh = sites.active_mesh()
-    return Denoising(latents, mesh and str(mesh.topology), dict(sites.TRAFFIC.sent_bytes), stock_bytes, early)
+    mesh = active().mesh
+    return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
 
 
 RUNS = [(model, degree) for model in CASES for degree in WAYS]

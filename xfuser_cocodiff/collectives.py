@@ -4,10 +4,12 @@ One collective per stage, each along its own dim of the buffer seen as (*plan.sh
 for bit in any order of the stages.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from xfuser_cocodiff.topology import FLAT, Topology
 from xfuser_cocodiff.traffic import Label, Span, Traffic
 
 _TAG = 0
-"""Of direct sends: a group never has two stages in flight, so that one tag serves all."""
+"""Of direct sends. All ranks start the stages of a group in the same order, and messages between two ranks keep theirs:
+one tag serves all."""
 
 
 class InFlight(NamedTuple):
@@ -86,13 +89,10 @@ class Mesh:
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
-            members = [ranks[i] for i in topology.neighbours(here, *stage)]
-            if len(members) == len(ranks):
-                groups[stage] = group
-                if timeout:
-                    set_timeout(group, timeout)
-            else:  # Only the members make the group, so that Ulysses groups need not march in step.
-                groups[stage] = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+            members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
+            groups[stage] = subgroup(group, members)
+            if timeout or groups[stage] is not group:
+                set_timeout(groups[stage], timeout or default_pg_timeout)
         staged = device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
         traffic, lane = traffic or Traffic(), Lane(device, staged)
         return cls(topology, groups, lambda message_bytes: plans[0], traffic, lane, timeout or default_pg_timeout)
@@ -218,6 +218,37 @@ def _functional(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _wait(received: torch.Tensor) -> torch.Tensor:
     return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
+
+
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of ranks of a world, for as long as that lives: communicators are dear and are never freed singly, so there is
+one for each distinct set of ranks, whoever asks for it."""
+
+
+def subgroup(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of some ranks of a group, by their global numbers; each of them must call this, in the same order among
+    its groups. Others need not, so that Ulysses groups need not march in step."""
+    if members == tuple(dist.get_process_group_ranks(group)):
+        return group
+    known = _subgroups.setdefault(dist.group.WORLD, {})
+    if members not in known:
+        options = None
+        if dist.get_backend(group) == dist.Backend.NCCL:  # V is not to queue behind computation
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        with _unbound(dist.group.WORLD):
+            known[members] = dist.new_group(members, pg_options=options, use_local_synchronization=True)
+    return known[members]
+
+
+@contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Make groups from nothing: NCCL's would be split off the world where a script has bound a device to it, and a
+    split waits for all ranks of the world."""
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.collectives import Mesh, set_timeout, subgroup
 from xfuser_cocodiff.topology import Topology
 
 
@@ -54,8 +54,8 @@ class SlowWay:
         def part(dims: list[int]) -> Mesh:
             if dims == moving:
                 return mesh
-            members = [ranks[i] for i in topology.neighbours(rank, *dims)]
-            own = dist.new_group(members, timeout=mesh.timeout, use_local_synchronization=True)
+            own = subgroup(group, tuple(ranks[i] for i in topology.neighbours(rank, *dims)))
+            set_timeout(own, mesh.timeout)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
             names = "+".join(topology.axes[dim].name for dim in reversed(dims))
             return replace(made, traffic=mesh.traffic, lane=mesh.lane, part=names)

@@ -21,16 +21,15 @@ import torch.distributed as dist
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
-from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.xdit import sites, usp, world
-from xfuser_cocodiff.xdit.layers import Layers
-from xfuser_cocodiff.xdit.sites import TRAFFIC
+from xfuser_cocodiff.xdit import start, usp, world
+from xfuser_cocodiff.xdit.engine import Engine
 
 SHAPES = {
     "high-resolution": {"tokens": 4096, "heads": 32, "head": 16, "depth": 3},
@@ -84,22 +83,23 @@ class Shape:
 class Contender:
     """One side: stock, or a mode of the plugin."""
 
-    mesh: Mesh | None
-    plan: Callable[[int], Plan] | None
+    engine: Engine = field(default_factory=Engine)
+    """Stock's when not given."""
+    plan: Callable[[int], Plan] | None = None
     """The plan for a message of so many bytes."""
-    messages: Counter[int]
+    messages: Counter[int] = field(default_factory=Counter)
     """Exchanges of a step by their bytes, once it has run."""
-    overlap: Overlap = field(default_factory=Overlap)
-    layers: Layers = field(default_factory=usp.make_layers)
-    """What was learned of the transformer's layers."""
     a2a_seconds: list[float] = field(default_factory=list)
     """Of each step so far."""
     hidden_seconds: list[float] = field(default_factory=list)
     """Of these, those behind which the rank computed."""
-    runtime: Runtime | None = None
-    """What codecs know of the run that its steps make."""
     done: int = 0
     """Steps so far."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """What codecs know of the run that its steps make."""
+        return self.engine.runtime
 
     def go_on(self) -> None:
         """Stand at another step of a run: first at those that are exact, then all over those that are coded."""
@@ -167,10 +167,10 @@ def measure(
     if links.from_environment() is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = _step(shape)
-    alone = _alone(step, Contender(None, None, Counter()))
+    alone = _alone(step, Contender())
     rows = []
     for asked in asked_shares:
-        stock = Contender(None, None, Counter())
+        stock = Contender()
         cluster = _find_scale(asked, step, stock, alone)
         contenders = {"stock": stock}
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
@@ -196,17 +196,17 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
-def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Any) -> Contender:
+def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profile) -> Contender:
     """A side that runs over a mesh and counts its messages."""
-    mesh, way = planned_mesh(group, config, torch.device("cpu"), TRAFFIC, profile)
-    messages: Counter[int] = Counter()
+    engine = start.engine_over(group, config, profile)
+    plan, messages = engine.mesh.choose, Counter()
 
     def choose(message_bytes: int) -> Plan:
         messages[message_bytes] += 1
-        return mesh.choose(message_bytes)
+        return plan(message_bytes)
 
-    runtime = sites.make_runtime(config, mesh, way)
-    return Contender(replace(mesh, choose=choose), mesh.choose, messages, config.overlap, runtime=runtime)
+    engine.mesh = replace(engine.mesh, choose=choose)
+    return Contender(engine, plan, messages)
 
 
 def _step(shape: Shape) -> Callable[[], torch.Tensor]:
@@ -235,16 +235,16 @@ def _step(shape: Shape) -> Callable[[], torch.Tensor]:
 
 
 def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
-    world.use(side.mesh, side.overlap, side.layers, side.runtime)
+    world.use(side.engine)
     side.messages.clear()
-    TRAFFIC.reset()
+    side.engine.traffic.reset()
     if side.runtime:
         side.go_on()
     result = step()
     if side.runtime:
         usp.Steps().end_step(result)
-    side.a2a_seconds.append(sum(TRAFFIC.seconds.values()))
-    side.hidden_seconds.append(TRAFFIC.hidden_seconds)
+    side.a2a_seconds.append(sum(side.engine.traffic.seconds.values()))
+    side.hidden_seconds.append(side.engine.traffic.hidden_seconds)
     return result
 
 
@@ -278,7 +278,7 @@ def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(_run(step, side), expected)
-        if side.mesh is None or side.layers.settled:
+        if side.engine.mesh is None or side.engine.layers.settled:
             break
     return equal
 
@@ -287,16 +287,18 @@ def _seconds_of_exchanges(
     contenders: dict[str, Contender], runs: dict[str, Callable[[], object]], device: torch.device
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each side's all-to-alls, and of those that were hidden, in steps that are not timed themselves."""
-    TRAFFIC.timed = True
-    contest(runs, _TRIALS, device)
-    TRAFFIC.timed = False
+    for timed in (True, False):
+        for side in contenders.values():
+            side.engine.traffic.timed = timed
+        if timed:
+            contest(runs, _TRIALS, device)
     a2a = {mode: mean(median(side.a2a_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
     return a2a, {mode: mean(median(side.hidden_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
 
 
 def _compare(
     contenders: dict[str, Contender],
-    profile: Any,
+    profile: Profile,
     step: Callable[[], torch.Tensor],
     repeats: int,
     alone: float,
@@ -330,7 +332,7 @@ def _compare(
                 "bytes_slow_fraction": contenders[mode].bytes_slow_fraction,
                 "plans": {str(size): str(plan) for size, plan in plans.items()},
                 "schedules": {
-                    kind.name: str(kind.trial.schedule) for kind in contenders[mode].layers.kinds if kind.trial
+                    kind.name: str(kind.trial.schedule) for kind in contenders[mode].engine.layers.kinds if kind.trial
                 },
                 "predicted_step_seconds": alone + predicted if plans else None,
             }

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import flags, platform, recorder, ring, ring_attention, run_clock, sites, usp
+from xfuser_cocodiff.xdit import engine, flags, platform, recorder, ring, ring_attention, run_clock, sites, start, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -39,8 +39,9 @@ def uninstall() -> None:
     """Restore every site, or have none patched when xDiT is imported later."""
     global _installed
     autoload.unwatch()
-    usp.layers().clear()
     if _installed is not None:
+        if _installed.applied:
+            engine.active().close()
         _installed.uninstall()
         _installed = None
 
@@ -54,6 +55,7 @@ def table() -> list[Patch]:
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
         *flags.patches(),
         *ring.patches(),
+        *start.patches(),
         *sites.patches(),
         *usp.patches(),
         *run_clock.patches([usp.Steps(), *recorders]),

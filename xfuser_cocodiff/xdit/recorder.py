@@ -32,15 +32,13 @@ from safetensors.torch import save_file
 
 from xfuser_cocodiff.options import TRACE_VARIABLE
 from xfuser_cocodiff.topology import FLAT
-from xfuser_cocodiff.xdit import usp
+from xfuser_cocodiff.xdit.engine import active
 from xfuser_cocodiff.xdit.patch import Patch
-from xfuser_cocodiff.xdit.sites import TRAFFIC, active_runtime
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
 def patches(recorder: "Recorder") -> list[Patch]:
     """Rows that it needs beside those of the clock."""
-    TRAFFIC.timed = True
     return [
         Patch(
             "diffusers.image_processor",
@@ -63,8 +61,9 @@ def watch_stock(original: Callable) -> Callable:
     def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return original(x)
-        TRAFFIC.count(FLAT, get_ulysses_parallel_world_size(), x)
-        with TRAFFIC.time(FLAT, x.device):
+        traffic = active().traffic
+        traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
+        with traffic.time(FLAT, x.device):
             return original(x)
 
     return _sdpa_all_to_all_single
@@ -96,28 +95,29 @@ class Recorder:
             atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.runs.append({"total_steps": total, "steps": [], "layers": {}})
-        TRAFFIC.reset()
+        active().traffic.reset()
         _memory().reset_peak_memory_stats()
         self._trace()
         self._clock = self._now()
 
     def end_step(self, latents: torch.Tensor) -> None:
         """Take the account of a step and keep its latents."""
+        traffic = active().traffic
         step = {
             "seconds": self._now() - self._clock,
-            "a2a_seconds": TRAFFIC.seconds,
-            "hidden_seconds": TRAFFIC.hidden_seconds,
-            "sent_bytes": dict(TRAFFIC.sent_bytes),
+            "a2a_seconds": traffic.seconds,
+            "hidden_seconds": traffic.hidden_seconds,
+            "sent_bytes": dict(traffic.sent_bytes),
         }
         run = self.runs[-1]
         run["steps"].append(step)
-        for layer, figures in TRAFFIC.hidden_by_layer().items():
+        for layer, figures in traffic.hidden_by_layer().items():
             run["layers"][layer] = [a + b for a, b in zip(run["layers"].get(layer, (0.0, 0.0)), figures, strict=True)]
         self.latents = latents
         if self.rank == 0:
             progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}
             self._write("progress.json", progress)
-        TRAFFIC.reset()
+        traffic.reset()
         self._trace()
         self._clock = self._now()
 
@@ -133,7 +133,7 @@ class Recorder:
             self._tracer.stop()
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
-        runtime = active_runtime()
+        runtime = active().runtime
         run["codecs"] = [dataclasses.asdict(report) for report in runtime.reports] if runtime else None
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         if self.rank == 0:
@@ -196,12 +196,12 @@ def _engine() -> dict[str, Any]:
     from xfuser.core.distributed import runtime_state
 
     state = runtime_state._RUNTIME
-    mesh, parallel = getattr(state, "cocodiff_mesh", None), getattr(state, "parallel_config", None)
+    mesh, parallel = active().mesh, getattr(state, "parallel_config", None)
     return {
         "degree": parallel.ulysses_degree if parallel else None,
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
-        "layers": usp.layers().report(),
+        "layers": active().layers.report(),
     }
 
 

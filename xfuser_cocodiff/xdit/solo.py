@@ -9,7 +9,7 @@ import torch
 
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.runtime import StepReport
-from xfuser_cocodiff.xdit import sites
+from xfuser_cocodiff.xdit.engine import active
 
 
 class Solo:
@@ -65,7 +65,7 @@ class Solo:
     @property
     def reports(self) -> list[StepReport]:
         """What codecs did at each step of the last run."""
-        runtime = sites.active_runtime()
+        runtime = active().runtime
         return runtime.reports if runtime else []
 
 

@@ -1,7 +1,6 @@
 """xDiT's USP over exchanges that overlap: V first, and heads in groups."""
 
 import functools
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,19 +9,16 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention import Attend, ulysses_attention
-from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.exchange import HEADS, send_to_heads
+from xfuser_cocodiff.exchange import HEADS
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE, Part
 from xfuser_cocodiff.schedule import GROUP_COUNTS, Schedule, Trial
-from xfuser_cocodiff.traffic import Label
-from xfuser_cocodiff.xdit import sites
-from xfuser_cocodiff.xdit.layers import Layer, Layers
+from xfuser_cocodiff.xdit.engine import Engine, active
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
-from xfuser_cocodiff.xdit.platform import compute_device, is_captured
+from xfuser_cocodiff.xdit.platform import compute_device
 from xfuser_cocodiff.xdit.segments import segments
 
 _MODULE = "xfuser.model_executor.layers.usp"
@@ -33,28 +29,8 @@ _PARAMETERS = (
 
 
 def patches() -> list[Patch]:
-    """Rows that put the attention in place."""
-    return [
-        Patch(_MODULE, "USP", "V goes first, heads go in groups", _usp, _PARAMETERS),
-        Patch(
-            "xfuser.core.distributed.runtime_state",
-            "initialize_runtime_state",
-            "what was learned of layers ends with it",
-            _forgetting,
-            ("pipeline", "engine_config"),
-        ),
-    ]
-
-
-def _forgetting(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
-        layers().clear()
-        if runtime := sites.active_runtime():
-            runtime.end_run()  # it knows its layers by what has just gone
-        original(pipeline, engine_config)
-
-    return initialize_runtime_state
+    """The row that puts the attention in place."""
+    return [Patch(_MODULE, "USP", "V goes first, heads go in groups", _usp, _PARAMETERS)]
 
 
 @dataclass(frozen=True)
@@ -80,36 +56,37 @@ def _usp(original: Callable) -> Callable:
     def USP(  # noqa: N802 (xDiT's name)
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        mesh = sites.active_mesh()
-        if torch.compiler.is_compiling() or (mesh is None and sites.active_virtual() is None):
+        engine = active()
+        if torch.compiler.is_compiling() or (engine.mesh is None and engine.virtual is None):
             return original(query, key, value, *args, **kwargs)
-        if mesh is None:
-            return _virtually(original, query, key, value, _Given(*args, **kwargs))
-        layer = layers().current
-        if layer is None:
-            layers().discover()
-        under_way = layer.value_under_way(value) if layer else None
+        engine.enter()
         given = _Given(*args, **kwargs)
-        if not _ours(query, key, value, given, mesh):
+        if engine.mesh is None:
+            return _virtually(original, query, key, value, given, engine)
+        layer = engine.layers.current
+        if layer is None:
+            engine.layers.discover()
+        under_way = layer.value_under_way(value) if layer else None
+        if not _ours(query, key, value, given, engine.mesh):
             if under_way:
                 under_way.abandon()
             return original(query, key, value, *args, **kwargs)
-        return _attention(query, key, value, under_way, given, mesh)
+        return _attention(query, key, value, under_way, given, engine)
 
     return USP
 
 
 def _virtually(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine
 ) -> torch.Tensor:
     """Attention of one rank, with what codecs would leave of its tensors among many."""
-    layers().discover()
-    virtual, layer = sites.active_virtual(), layers().running()
+    engine.layers.discover()
+    virtual, layer = engine.virtual, engine.layers.running()
     coding = None
     if layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        coding = _coding(layer, _share(query, key, value, part=virtual.part_of(query.shape, parts)))
+        coding = engine.coding(layer, _share(query, key, value, part=virtual.part_of(query.shape, parts)))
     if coding is None:
         return original(query, key, value, **vars(given))
     query, key, value = virtual.send("qkv", [query, key, value], parts, coding)
@@ -133,16 +110,16 @@ def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _G
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, under_way: Handle | None, given: _Given, mesh: Mesh
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, under_way: Handle | None, given: _Given, engine: Engine
 ) -> torch.Tensor:
     from xfuser.model_executor.layers import usp
 
-    layer = layers().current
+    mesh, layer = engine.mesh, engine.layers.current
     kind = layer.call.kind if layer else None
     share = _share(query, key, value, given.joint_query)
     if layer:
         kind.share = share
-    coding = _coding(layer or layers().running(), share)
+    coding = engine.coding(layer or engine.layers.running(), share)
     groups = layer.call.schedule.groups if layer else 1
     try:
         usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
@@ -158,10 +135,10 @@ def _attention(
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
         attend, counts = _comparing(attend, [] if cached else heads)
         result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
-        equal = [count for count, same in counts.items() if _all_agree(same) and same]
+        equal = [count for count, same in counts.items() if engine.all_agree(same) and same]
         kind.unequal = tuple(count for count in counts if count not in equal)
         all_bytes = query.nbytes + key.nbytes + value.nbytes
-        kind.trial = _trial(kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
+        kind.trial = _trial(engine, kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
         return result
     return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
 
@@ -216,18 +193,19 @@ def _comparing(attend: Attend, heads: list[int]) -> tuple[Attend, dict[int, bool
     return comparing, same
 
 
-def _trial(v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
+def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
     """The schedules that a kind of layer may run by.
 
     Args:
+        engine: whose ranks try them.
         v_first: whether V can go first.
         counts: numbers of head groups, beside 1, that change no bit.
         ahead: asked where it is not tried whether V is to go first; else Q, K and V are one message. All ranks get the
             same answer.
     """
-    wanted = sites.active_overlap()
+    wanted = engine.overlap
     v_first = v_first and wanted.v_first is not False
-    if sites.active_runtime():
+    if engine.runtime:
         if wanted.head_groups not in (None, 1):
             note("heads stay in one group: in modes that approximate, references belong to whole tensors")
         counts = [1]
@@ -243,29 +221,7 @@ def _trial(v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial
         schedules.insert(0, Schedule(False, counts[0]))
     if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
         schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
-    return Trial(schedules, _mean_of_all)
-
-
-def _reduced(values: list[float], operation: str) -> list[float]:
-    return sites.agreed_numbers(sites.active_mesh(), values, operation)
-
-
-def _mean_of_all(values: list[float]) -> list[float]:
-    return _reduced(values, "sum")
-
-
-def _all_agree(value: object) -> bool:
-    """Whether all ranks pass the same."""
-    # 24 bits are exact in any floating type used here.
-    digest = zlib.crc32(repr(value).encode()) & 0xFFFFFF
-    lowest, highest = _reduced([digest, -digest], "min")
-    return lowest == -highest
-
-
-def _send_value(value: torch.Tensor, layer: Layer) -> Handle:
-    part = Part(0, layer.call.schedule.groups)
-    coding = _coding(layer, layer.call.kind.share)
-    return send_to_heads([value], sites.active_mesh(), Label("v", layer.name), part, coding)
+    return Trial(schedules, lambda seconds: engine.reduced(seconds, "sum"))
 
 
 def _share(
@@ -284,59 +240,19 @@ def _share(
     return Share(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 
 
-def _coding(layer: Layer | None, share: Share | None) -> Coding | None:
-    """How the exchanges of a layer are coded in this call; all ranks find the same."""
-    runtime = sites.active_runtime()
-    if runtime is None or layer is None or layer.again or share is None or is_captured():
-        return None
-
-    def found() -> Coding | None:
-        return runtime.coding(layer.name, id(layer), layer.branch, share, layers().count(layer.root))
-
-    if layer.call is None:  # its first call ever, which is not followed yet
-        return found()
-    if layer.call.coding is None:
-        layer.call.coding = found()
-    return layer.call.coding
-
-
 class Steps:
     """Hears of runs and steps for what goes by them."""
 
     def begin_run(self, total: int | None) -> None:
         """A run begins."""
-        layers().end_step()
-        if runtime := sites.active_runtime():
-            runtime.begin_run(total)
+        engine = active()
+        engine.layers.end_step()
+        if engine.runtime:
+            engine.runtime.begin_run(total)
 
     def end_step(self, latents: torch.Tensor) -> None:
         """A step has ended."""
-        layers().end_step()
-        if runtime := sites.active_runtime():
-            runtime.end_step()
-
-
-def make_layers() -> Layers:
-    """Layers of which nothing is known yet; they are followed while they are those in force."""
-
-    def counting() -> bool:
-        return made is layers() and not torch.compiler.is_compiling()
-
-    def active() -> bool:
-        return counting() and sites.active_mesh() is not None
-
-    made = Layers(active, _send_value, _all_agree, counting)
-    return made
-
-
-_in_force = [make_layers()]
-
-
-def layers() -> Layers:
-    """The attention layers that are followed now."""
-    return _in_force[0]
-
-
-def follow(other: Layers) -> None:
-    """Follow other layers from here on."""
-    _in_force[0] = other
+        engine = active()
+        engine.layers.end_step()
+        if engine.runtime:
+            engine.runtime.end_step()

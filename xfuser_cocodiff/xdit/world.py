@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff import launcher
-from xfuser_cocodiff.collectives import Mesh, set_timeout
-from xfuser_cocodiff.config import Overlap
-from xfuser_cocodiff.runtime import Runtime
-from xfuser_cocodiff.xdit import recorder, usp
-from xfuser_cocodiff.xdit.layers import Layers
+from xfuser_cocodiff.collectives import set_timeout
+from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit.engine import Engine
 
 
 def start(timeout: float | None = None) -> dist.ProcessGroup:
@@ -60,22 +58,12 @@ def make_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(
-    mesh: Mesh | None, overlap: Overlap | None = None, layers: Layers | None = None, runtime: Runtime | None = None
-) -> None:
-    """Run xDiT's exchanges over a mesh from here on, or leave them to stock xDiT.
-
-    Args:
-        mesh: None for stock.
-        overlap: what is fixed of it.
-        layers: what was learned of layers on that mesh; nothing, when not given.
-        runtime: what codecs know of the run; they are not used when not given.
-    """
+def use(engine: Engine) -> None:
+    """Run xDiT's exchanges as an engine has them from here on; `Engine()` leaves them to stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
-    _RUNTIME.cocodiff_mesh, _RUNTIME.cocodiff_overlap = mesh, overlap or Overlap()
-    _RUNTIME.cocodiff_runtime = runtime
-    usp.follow(layers or usp.make_layers())
+    _RUNTIME.cocodiff = engine
+    engine.enter()
 
 
 def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:

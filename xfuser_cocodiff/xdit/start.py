@@ -1,0 +1,170 @@
+"""An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from xfuser_cocodiff import modes
+from xfuser_cocodiff.choice import planned_mesh
+from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.options import EXACT
+from xfuser_cocodiff.profile import Profile
+from xfuser_cocodiff.runtime import Runtime
+from xfuser_cocodiff.slow_way import SlowWay
+from xfuser_cocodiff.virtual import VirtualRanks
+from xfuser_cocodiff.xdit import ring
+from xfuser_cocodiff.xdit.engine import Engine, active
+from xfuser_cocodiff.xdit.log import note
+from xfuser_cocodiff.xdit.patch import Patch
+from xfuser_cocodiff.xdit.platform import compute_device
+
+_NO_SLOW_AXIS = "--cocodiff_mode {}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes"
+
+
+def patches() -> list[Patch]:
+    """The row that has an engine start with xDiT's own."""
+    return [
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "initialize_runtime_state",
+            "groups of each axis are made once all ranks are there",
+            _with_engine,
+            ("pipeline", "engine_config"),
+        ),
+    ]
+
+
+def _with_engine(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        active().close()
+        original(pipeline, engine_config)
+        from xfuser.core.distributed.runtime_state import _RUNTIME
+
+        if engine_config is not None and _RUNTIME is not None:
+            _RUNTIME.cocodiff = started(pipeline, engine_config)
+            _RUNTIME.cocodiff.enter()
+
+    return initialize_runtime_state
+
+
+def unsupported(engine_config: Any) -> str | None:
+    """Why this engine's exchanges are left to stock xDiT; the same on every rank, as the engine config is."""
+    if engine_config.parallel_config.pp_degree > 1:
+        return "PipeFusion keeps K and V of its own"
+    if engine_config.runtime_config.use_fp8_comms:
+        return "--use_fp8_comms has an all-to-all of its own"
+    if engine_config.runtime_config.use_spargeattn_head_balance:
+        return "--use_spargeattn_head_balance permutes heads between steps"
+    return None
+
+
+def started(pipeline: Any, engine_config: Any) -> Engine:
+    """The plugin as an engine's settings have it. Every rank must call this."""
+    parallel = engine_config.parallel_config
+    config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
+    if config is None:
+        return Engine()
+    if config.virtual:
+        runtime = _virtual_runtime(config)
+        if runtime:
+            _lead_through_usp(pipeline)
+        return Engine(config, runtime=runtime)
+    if parallel.ulysses_degree == 1:
+        note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
+        return Engine(config)
+    if reason := unsupported(engine_config):
+        note(f"{reason}, so this run keeps stock xDiT's all-to-all")
+        return Engine(config)
+    from yunchang.globals import PROCESS_GROUP
+
+    group = PROCESS_GROUP.ULYSSES_PG
+    if parallel.ulysses_degree < parallel.sp_degree and ring.found(group, parallel.ring_degree) != config.ring:
+        note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
+        return Engine(config)
+    if parallel.ring_degree > 1:
+        hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
+        note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
+    if engine_config.runtime_config.use_torch_compile:
+        note(
+            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
+            "in one group, and everything travels exactly"
+        )
+    return engine_over(group, config)
+
+
+def engine_over(group: dist.ProcessGroup, config: CocoDiffConfig, measured: Profile | None = None) -> Engine:
+    """An engine over the ranks of a group, every one of which must call this.
+
+    Args:
+        group: a Ulysses group.
+        config: the settings.
+        measured: what is known of the links; they are probed where that is needed and not given.
+    """
+    mesh, way = planned_mesh(group, config, compute_device(), measured=measured)
+    engine = Engine(config, mesh, overlap=config.overlap)
+    engine.runtime = _runtime_over(engine, way)
+    return engine
+
+
+def _runtime_over(engine: Engine, way: SlowWay | None) -> Runtime | None:
+    """What codecs are to know of runs; None where nothing is to be approximated."""
+    config = engine.config
+    if config.mode == EXACT:
+        return None
+    if way is None:
+        note(_NO_SLOW_AXIS.format(config.mode))
+        return None
+    runtime = _runtime(config, way, lambda values: engine.reduced(values, "max"), None)
+    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
+    _tell(config, ", ".join(moving[dim] for dim in way.slow_dims), runtime)
+    return runtime
+
+
+def _lead_through_usp(pipeline: Any) -> None:
+    """Give attention to xDiT where a rank that is alone leaves it to diffusers, as in SD3.5."""
+    from xfuser.model_executor.layers import attention_processor as xdit
+
+    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
+    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
+        for module in transformer.modules() if transformer is not None else ():
+            ours = processors.get(type(getattr(module, "processor", None)))
+            if ours:
+                module.processor = ours()
+                module.processor.use_long_ctx_attn_kvcache = True  # K and V are not to go to PipeFusion's cache
+
+
+def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
+    if config.mode == EXACT:
+        note(f"--cocodiff_virtual with --cocodiff_mode {EXACT}: there is nothing to see")
+        return None
+    moving = [axis.name for axis in config.virtual.axes if axis.size > 1]
+    profile = config.profile and config.profile.slow_axes
+    slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
+    virtual = VirtualRanks(config.virtual, tuple(slow))
+    if virtual.places == 1:
+        note(_NO_SLOW_AXIS.format(config.mode))
+        return None
+    runtime = _runtime(config, None, list, virtual)
+    ranks = f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}"
+    _tell(config, ranks, runtime)
+    return runtime
+
+
+def _tell(config: CocoDiffConfig, where: str, runtime: Runtime) -> None:
+    expected = "as you changed it" if config.schedule else f"{modes.QUALITY[config.mode]} in a small model"
+    exact = f"--cocodiff_mode {EXACT} equals stock xDiT bit for bit"
+    note(f"mode {config.mode} on {where}: {runtime.schedule} ({expected}); {exact}")
+
+
+def _runtime(
+    config: CocoDiffConfig,
+    way: SlowWay | None,
+    agreed: Callable[[list[float]], list[float]],
+    virtual: VirtualRanks | None,
+) -> Runtime:
+    return Runtime(
+        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=note
+    )
