@@ -1,6 +1,7 @@
 """Which plan an exchange goes by: the model's choice, confirmed by a trial, the same on every rank."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
 
 
 def choose(rank: int, machine: Profile, times: list[float] | None, sizes: list[int]) -> tuple[list[str], int]:
-    """Choices by trials in which one call takes what `times` say, for flat and the others in turn; and trials made."""
+    """Choices after trials in which a call takes what `times` say, for flat and the others in turn; and trials made."""
     races = 0
 
     def timed(works: list, calls: int, rounds: int, *_) -> list[list[float]]:
@@ -31,12 +32,15 @@ def choose(rank: int, machine: Profile, times: list[float] | None, sizes: list[i
             work()
         return [[seconds] * rounds for seconds in times]
 
-    mesh = Mesh.over(dist.group.WORLD, machine.topology)
-    by_trial = choice.by_trial(mesh, machine, dist.group.WORLD, CPU)
+    mesh, plans = Mesh.over(dist.group.WORLD, machine.topology), choice.Plans(machine)
+    before = [plans(size) for size in sizes]
+    assert before == [planner.choose(machine, 1 << round(math.log2(size))) for size in sizes] and races == 0
     with mock.patch.object(choice, "race", timed) if times else mock.MagicMock():
-        found = [str(by_trial(size)) for size in sizes]
+        while plans.open:
+            size = plans.open[0]
+            plans.settled[size] = choice.tried(mesh, plans, size, choice.EFFORTS[-1], dist.group.WORLD, CPU)
     assert not mesh.traffic.calls  # trials are not the user's traffic
-    return found, races
+    return [str(plans(size)) for size in sizes], races
 
 
 def test_small_messages_are_tried_by_axis() -> None:
@@ -77,10 +81,28 @@ def test_collectives_that_are_known_to_block_hide_nothing() -> None:
         assert ahead(1, 3) is not synchronous
 
 
-def test_what_would_take_too_long_is_not_tried() -> None:
-    slow = dataclasses.replace(MACHINE, launch_seconds=10.0)
-    found, races = ranks.run(choose, 4, slow, [1.0, 0.1], [1000])[0]
-    assert (found, races) == ([str(planner.choose(slow, 1000))], 0)
+def test_sizes_are_tried_once_those_first_that_send_most() -> None:
+    plans = choice.Plans(MACHINE)
+    for size in (1000, 4000, 1100, 900, 900, 900):  # of which five are nearest to one power of two
+        plans(size)
+    assert plans.open == [1024, 4096]
+    plans.settled[1024] = Plan.flat(MACHINE.topology)
+    plans.leave(4096)
+    assert plans.open == []
+    assert plans(1000) == Plan.flat(MACHINE.topology) != plans(4000) == planner.choose(MACHINE, 4096)
+    by_profile = choice.Plans(MACHINE, is_tried=False)
+    by_profile(1000)
+    assert by_profile.open == []
+
+
+def test_graphs_know_the_plan_of_every_size() -> None:
+    plans = choice.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
+    mesh = Mesh(MACHINE.topology, {}, plans, traced=plans.table())
+    sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        traced = [mesh.plan_for(size) for size in sizes]
+    assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
+    assert len(mesh.traced) == len(set(mesh.traced)) < len(choice.SIZES)
 
 
 def test_real_trials_end_alike_on_all_ranks() -> None:
@@ -107,14 +129,15 @@ def test_flat_by_direct_sends_is_always_tried() -> None:
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
+    plans = choice.Plans(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
-    mesh = dataclasses.replace(mesh, choose=choice.by_trial(mesh, MACHINE, dist.group.WORLD, CPU))
+    mesh = dataclasses.replace(mesh, choose=plans, traced=plans.table())
     tensor = torch.randn(1, 4, 8, 4)
 
     def exchange(tensor: torch.Tensor) -> torch.Tensor:
         return reshard([tensor * 2], 1, 2, mesh)[0] + 1
 
-    traced = torch.compile(exchange, backend="aot_eager")(tensor)
+    traced = torch.compile(exchange, backend="aot_eager", fullgraph=True)(tensor)
     before = list(mesh.traffic.calls)
     assert torch.equal(traced, exchange(tensor))
     return before, list(mesh.traffic.calls)
@@ -124,3 +147,28 @@ def test_a_traced_exchange_equals_an_eager_one() -> None:
     for traced, eager in ranks.run(exchange_compiled, 4):
         assert traced == []  # nothing was counted, so it was traced and did not fall back to eager code
         assert eager
+
+
+def other_slow_axes(rank: int) -> tuple[list[str], str]:
+    """Slow axes where each half of the ranks has found another profile, as beside a ring."""
+    from xfuser_cocodiff.config import CocoDiffConfig
+
+    halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
+    speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
+    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced")
+
+    def largest(values: list[float]) -> list[float]:
+        everybody = torch.tensor(values)
+        dist.all_reduce(everybody, dist.ReduceOp.MAX)
+        return everybody.tolist()
+
+    profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
+    _, way = choice.planned_mesh(halves[rank // 4], config, CPU, measured=profile, largest=largest)
+    return list(profile.slow_axes), [way.slow_dims, way.places]
+
+
+def test_an_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
+    """Ranks of a ring agree on what codecs did: a group without them would not come."""
+    found = ranks.run(other_slow_axes, 8)
+    assert len({str(alone) for alone, _ in found}) == 2
+    assert all(way == found[0][1] for _, way in found)

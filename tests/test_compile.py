@@ -1,43 +1,94 @@
-"""`--use_torch_compile`: compiled, the plugin is compiled stock, in as many graphs. Traced, not generated: that is
-Inductor's, which would take minutes and a C++ compiler here."""
+"""`--use_torch_compile`: compiled, the plugin is compiled stock, in as many graphs. Traced, not generated but for one
+test: that is Inductor's, and takes a while and a C++ compiler here."""
 
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
 import torch
 
 from tests import ranks
 from tests.test_overlap import start
+from tests.test_planner import profile_of
 
 
-def compile_both(rank: int) -> list[int]:
-    """Graph breaks of stock and of the plugin, whose results must be equal."""
-    from torch._dynamo.utils import counters
-
-    from xfuser_cocodiff.collectives import Mesh
+def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> object:
+    """Settings, as flags would make them; without a plan the planner chooses."""
+    from xfuser_cocodiff.config import CocoDiffConfig
     from xfuser_cocodiff.plan import Plan
     from xfuser_cocodiff.topology import Topology
+
+    topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
+    sizes = list(topology.shape)
+    known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
+    slow = ("node",) if mode != "exact" else None
+    fixed = plan and Plan.parse(plan, topology)
+    return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow)
+
+
+def compile_both(
+    rank: int, configs: list[tuple], backend: str, dynamic: bool | None, record: str | None
+) -> list[list[int]]:
+    """Graphs and graph breaks of stock and of each plugin, whose results must be those of compiled stock."""
+    from torch._dynamo.utils import counters
+
+    from xfuser_cocodiff.xdit import start as starting
     from xfuser_cocodiff.xdit import world
     from xfuser_cocodiff.xdit.engine import Engine, active
 
-    group, transformer, step = start(rank, depth=3)
-    topology = Topology.parse("2x2", 4)
-    mesh = Mesh.over(group, topology, [Plan.parse("hierarchical", topology)])
-    results, breaks = [step()], []
-    for side in (None, mesh):
-        world.use(Engine(mesh=side))
+    if record:
+        os.environ["COCODIFF_RECORD"] = record
+    group, transformer, step = start(rank, depth=2)
+    engines = [Engine(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
+    expected, figures = None, []
+    for engine in engines:
+        world.use(engine)
         torch._dynamo.reset()
         counters.clear()
-        transformer.compile(backend="aot_eager")
-        results += [step(), step()]
-        breaks.append(sum(counters["graph_break"].values()))
-        assert counters["stats"]["unique_graphs"] > 0
-    assert active().layers.kinds == []  # layers inside a graph are left alone
-    for result in results[1:]:
-        assert torch.equal(result, results[0])
-    return breaks
+        transformer.compile(backend=backend, dynamic=dynamic)
+        results = [step(), step()]
+        expected = results[0] if expected is None else expected
+        for result in results:
+            assert torch.equal(result, expected)
+        assert active().layers.kinds == []  # layers inside a graph are left alone
+        figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
+        assert figures[-1][0] > 0
+    return figures
 
 
-def test_a_compiled_transformer_has_stocks_bits_and_no_more_graph_breaks() -> None:
-    for stock, plugin in ranks.run(compile_both, 4):
-        assert plugin <= stock
+def check(found: list[list[list[int]]]) -> None:
+    for stock, *plugins in found:
+        for plugin in plugins:
+            assert plugin[0] <= stock[0] and plugin[1] <= stock[1], (stock, plugin)
+
+
+AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
+
+
+@pytest.mark.parametrize(
+    ("degree", "dynamic", "record", "configs"),
+    [
+        (4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",)]),
+        (4, True, False, [AUTO, BY_PROFILE, ("hierarchical:node,gpu/2",)]),
+        (2, None, False, [BY_PROFILE, ("flat*",)]),
+        (2, True, True, [AUTO, BALANCED, ("flat",)]),
+    ],
+)
+def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
+    degree: int, dynamic: bool | None, record: bool, configs: list[tuple]
+) -> None:
+    """By the planner, by a profile, by fixed plans, and in a mode that approximates."""
+    with tempfile.TemporaryDirectory() as folder:
+        configs = [(degree, *config) for config in configs]
+        check(ranks.run(compile_both, degree, configs, "aot_eager", dynamic, folder if record else None))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path) -> None:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    check(ranks.run(compile_both, 2, [(2, None)], "inductor", None, None))
 
 
 def compile_late(rank: int) -> None:

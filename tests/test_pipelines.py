@@ -80,9 +80,9 @@ def moved() -> set[str]:
 
 def v_first() -> bool:
     """Whether V goes first in every layer that was called often enough to tell, and there are such layers."""
-    from xfuser_cocodiff.xdit.usp import layers
+    from xfuser_cocodiff.xdit.engine import active
 
-    known = [kind for kind in layers().kinds if kind.trial]
+    known = [kind for kind in active().layers.kinds if kind.trial]
     assert all(kind.ready for kind in known), [kind.status for kind in known]
     return bool(known)
 

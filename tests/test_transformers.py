@@ -129,7 +129,6 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     from xfuser.model_executor.layers import usp
 
     from xfuser_cocodiff.xdit.engine import active
-    from xfuser_cocodiff.xdit.usp import layers
 
     options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
     options |= {"use_cocodiff": True, "cocodiff_mode": "exact"} if way else {}
@@ -140,7 +139,7 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     with mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as stock_exchange:
         latents = small.denoise()
     stock_bytes = sum(call.args[0].nbytes for call in stock_exchange.call_args_list)
-    early = [kind.ready for kind in layers().kinds if kind.trial]
+    early = [kind.ready for kind in active().layers.kinds if kind.trial]
     mesh = active().mesh
     return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
 

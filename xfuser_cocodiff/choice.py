@@ -1,11 +1,13 @@
 """The plan of each exchange: what the user fixed, what the planner chooses, or what a trial confirms of its choice.
 
-A model of the links has errors, above all where a message takes about as long by several plans. So the first time that
-a size comes up, the plans that the model finds best are tried against the flat collective, on a message of that size.
+A model of the links has errors, above all where a message takes about as long by several plans. So for the sizes that
+come up, the plans that the model finds best are tried against the flat collective, on a message of that size. A trial
+is never made while an exchange waits for its plan: until somebody has time for it, the planner's choice stands.
 """
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -33,9 +35,60 @@ WORTH_A_TRIAL = 1.3
 MUST_SAVE = 0.03
 """Share of the flat collective's time that another plan must save in the trial."""
 EFFORTS = ((3, 5), (1, 3))
-"""How many calls a trial times in a row, and how often: the first that takes no longer than TRIAL_SECONDS."""
-TRIAL_SECONDS = 3.0
-"""Larger messages are tried by smaller ones, for which this is enough: bandwidth decides there either way."""
+"""How many calls a trial times in a row, and how often: the first for which there is time."""
+SIZES = range(6, 40)
+"""Powers of two for which graphs know plans."""
+
+
+class Plans:
+    """The plan for each size: what a trial has settled, or else what the planner chooses. All ranks of the group must
+    call it alike.
+
+    Messages of many sizes come up; those nearest to the same power of two share a plan.
+    """
+
+    def __init__(self, profile: Profile, is_tried: bool = True) -> None:
+        """Make plans by a profile, to be tried or not."""
+        self.profile, self._is_tried = profile, is_tried
+        self.settled: dict[int, Plan] = {}
+        """Plans by size, a power of two, that a trial has found or confirmed."""
+        self.asked: Counter[int] = Counter()
+        """How often a plan was asked for, by size."""
+        self._chosen: dict[int, Plan] = {}
+        self._left: set[int] = set()
+
+    def __call__(self, message_bytes: int) -> Plan:
+        """The plan for a message of so many bytes."""
+        size = 1 << round(math.log2(message_bytes))
+        self.asked[size] += 1
+        return self.settled.get(size) or self._choice(size)
+
+    def _choice(self, size: int) -> Plan:
+        if size not in self._chosen:
+            self._chosen[size] = choose(self.profile, size)
+        return self._chosen[size]
+
+    @property
+    def open(self) -> list[int]:
+        """Sizes that came up and were not tried, those first for which most bytes were sent."""
+        if not self._is_tried:
+            return []
+        untried = self.asked.keys() - self.settled.keys() - self._left
+        return sorted(untried, key=lambda size: (-size * self.asked[size], size))
+
+    def leave(self, size: int) -> None:
+        """Leave a size to the planner: there is no time to try it."""
+        self._left.add(size)
+
+    def table(self) -> tuple[tuple[int, Plan], ...]:
+        """What is known now, for graphs: see :attr:`Mesh.traced`."""
+        found: list[tuple[int, Plan]] = []
+        for power in SIZES:
+            plan, limit = self.settled.get(1 << power) or self._choice(1 << power), round(2 ** (power + 0.5))
+            if found and found[-1][1] == plan:
+                found.pop()
+            found.append((limit, plan))
+        return tuple(found)
 
 
 def planned_mesh(
@@ -44,13 +97,22 @@ def planned_mesh(
     device: torch.device,
     traffic: Traffic | None = None,
     measured: Profile | None = None,
+    largest: Callable[[list[float]], list[float]] = list,
 ) -> tuple[Mesh, SlowWay | None]:
     """A mesh over a group that runs by the plan of the settings, or else chooses one for each size; and its slow axes.
 
     Every rank of the group must call this. With a profile in the settings the planner's choice stands; otherwise the
-    links are probed here, and choices are confirmed by trials. Either way all ranks choose the same. Slow axes are told
-    apart where the mode of the settings approximates; their exchanges go by plans of their own. What was `measured` of
-    the links need not be probed again.
+    links are probed here, and choices are to be confirmed by trials. Either way all ranks choose the same. Slow axes
+    are told apart where the mode of the settings approximates; their exchanges go by plans of their own.
+
+    Args:
+        group: the ranks.
+        config: the settings.
+        device: where messages lie.
+        traffic: where to count what moves; an account of its own when not given.
+        measured: what is known of the links, which then are not probed again.
+        largest: given numbers, the largest of all ranks for each. An axis is slow if it is slow for any of them: beside
+            a ring there are other groups, which must code alike.
     """
     if config.plan:
         check_fits(config.plan, device, "--cocodiff_a2a")
@@ -63,23 +125,27 @@ def planned_mesh(
         profile = probe.measure(every, group, device)
     profile = profile and known_of(profile, device, config.synchronous)
 
-    def choosing(group: dist.ProcessGroup, mesh: Mesh) -> Mesh:
+    def choosing(mesh: Mesh) -> Mesh:
         if profile is None:
             return mesh
-        known = profile.along(mesh.topology)
-        if config.profile:
-            return replace(mesh, choose=functools.cache(functools.partial(choose, known)))
-        return replace(mesh, choose=by_trial(mesh, known, group, device))
+        chosen = Plans(profile.along(mesh.topology), is_tried=config.profile is None)
+        return replace(mesh, choose=chosen, traced=chosen.table())
 
     def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
-        return choosing(group, Mesh.over(group, topology, timeout=timeout, device=device))
+        return choosing(Mesh.over(group, topology, timeout=timeout, device=device))
 
     if config.plan is None:
-        mesh = choosing(group, mesh)
+        mesh = choosing(mesh)
     mesh = replace(mesh, ahead=sends_ahead(profile, mesh.choose, config.synchronous))
     if config.mode == EXACT:
         return mesh, None
-    return mesh, SlowWay.over(group, mesh, config.slow_axes or profile.slow_axes, part)
+    return mesh, SlowWay.over(group, mesh, config.slow_axes or _slow_axes(profile, largest), part)
+
+
+def _slow_axes(profile: Profile, largest: Callable[[list[float]], list[float]]) -> list[str]:
+    names = [axis.name for axis in profile.topology.axes]
+    slow = largest([float(name in profile.slow_axes) for name in names])
+    return [name for name, is_slow in zip(names, slow, strict=True) if is_slow]
 
 
 def check_fits(plan: Plan, device: torch.device, option: str) -> None:
@@ -118,44 +184,40 @@ def sends_ahead(
     return functools.partial(ahead_pays, profile, plan_for)
 
 
-def by_trial(mesh: Mesh, profile: Profile, group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Plan]:
-    """What chooses a plan for a message of so many bytes, by a trial among all ranks when a size first comes up.
+def trial_seconds(profile: Profile, message_bytes: int, effort: tuple[int, int]) -> float:
+    """How long a trial of a size takes, as far as the model knows."""
+    plans = [Plan.flat(profile.topology), *contenders(profile, message_bytes)]
+    return sum(seconds(profile, plan, message_bytes) for plan in plans) * (math.prod(effort) + 1)
 
-    A trial takes time, and overlap makes messages of many sizes: those nearest to the same power of two share one.
+
+def tried(
+    mesh: Mesh, plans: Plans, size: int, effort: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+) -> Plan:
+    """The plan that is fastest for a size, found by a trial among all ranks, each of which must call this.
+
+    Args:
+        mesh: what the plans are of. Nothing may be under way in it.
+        plans: that it chooses by.
+        size: of the message, in bytes.
+        effort: calls in a row, and rounds.
+        group: all ranks of the mesh.
+        device: where messages lie.
     """
-    trials = replace(mesh, traffic=Traffic())
-    chosen: dict[int, Plan] = {}
-
-    def choice(message_bytes: int) -> Plan:
-        size = 1 << round(math.log2(message_bytes))
-        if size not in chosen:
-            if torch.compiler.is_compiling():  # nothing can be tried while a graph is traced
-                return choose(profile, size)
-            # In the lane, where it cannot overtake an exchange that is under way.
-            chosen[size] = mesh.lane.run(lambda: _tried(trials, profile, size, group, device))
-        return chosen[size]
-
-    return choice
-
-
-def _tried(mesh: Mesh, profile: Profile, message_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Plan:
-    flat, plans = Plan.flat(mesh.topology), contenders(profile, message_bytes)
-    if not plans:
+    trials, flat = replace(mesh, traffic=Traffic()), Plan.flat(mesh.topology)
+    others = contenders(plans.profile, size)
+    if not others:
         return flat
-    once = sum(seconds(profile, plan, message_bytes) for plan in (flat, *plans))
-    spent = {effort: once * (math.prod(effort) + 1) for effort in EFFORTS}
-    effort = next((effort for effort in EFFORTS if spent[effort] < TRIAL_SECONDS), EFFORTS[-1])
-    share = max(1, int(message_bytes / mesh.topology.size * min(1.0, TRIAL_SECONDS / spent[effort])))
 
     def work(plan: Plan) -> Callable[[], torch.Tensor]:
+        share = max(1, size // mesh.topology.size)
         message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=device)
-        return functools.partial(mesh.all_to_all, message, plan)
+        return functools.partial(trials.all_to_all, message, plan)
 
-    works = [work(plan) for plan in (flat, *plans)]
+    works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates
-    by_flat, *others = map(median, race(works, *effort, group, device))
-    best = min(range(len(plans)), key=others.__getitem__)
-    return plans[best] if others[best] < (1 - MUST_SAVE) * by_flat else flat
+    by_flat, *by_others = map(median, race(works, *effort, group, device))
+    best = min(range(len(others)), key=by_others.__getitem__)
+    return others[best] if by_others[best] < (1 - MUST_SAVE) * by_flat else flat
 
 
 def contenders(profile: Profile, message_bytes: int) -> list[Plan]:

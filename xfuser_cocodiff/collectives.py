@@ -58,6 +58,10 @@ class Mesh:
     """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together:
     the same on every rank. Asked where that is not found out by a trial."""
 
+    traced: tuple[tuple[int, Plan], ...] = ()
+    """Plans for graphs, each with the size below which it is used, ascending, the last one for all that is larger: as
+    comparisons of sizes, they can be traced for sizes that are not known yet. Where there are none, `choose` is asked,
+    which must then not look at the size."""
     part: str | None = None
     """Axes of a larger mesh that this one is over, for accounts: all of them at once are not flat there."""
 
@@ -96,6 +100,15 @@ class Mesh:
         staged = device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
         traffic, lane = traffic or Traffic(), Lane(device, staged)
         return cls(topology, groups, lambda message_bytes: plans[0], traffic, lane, timeout or default_pg_timeout)
+
+    def plan_for(self, message_bytes: int) -> Plan:
+        """The plan for a message of so many bytes: the same on every rank."""
+        if not (self.traced and torch.compiler.is_compiling()):
+            return self.choose(message_bytes)
+        for limit, plan in self.traced[:-1]:
+            if message_bytes < limit:
+                return plan
+        return self.traced[-1][1]
 
     def post(
         self, message: torch.Tensor, plan: Plan, label: Label, finish: Callable[[torch.Tensor], Any]

@@ -43,11 +43,15 @@ def reshard(
     Returns:
         The resharded tensors, contiguous.
     """
-    plan = mesh.choose(sum(tensor.nbytes for tensor in tensors))
+    plan = mesh.plan_for(_nbytes(tensors))
     pieces = [_by_destination(tensor, scatter_dim, plan, WHOLE) for tensor in tensors]
-    message, span = _pack(pieces, plan), mesh.traffic.span(label, tensors[0].device)
-    with span.holds():
-        received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
+    message = _pack(pieces, plan)
+    if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
+        received = mesh.all_to_all(message, plan)
+    else:
+        span = mesh.traffic.span(label, tensors[0].device)
+        with span.holds():
+            received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
     return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
 
 
@@ -73,7 +77,7 @@ def send_to_heads(
         ]
         targets = [_by_destination(result, SEQUENCE, plan, WHOLE) for result in results]
         return coded.send(pieces, targets, mesh, coding, label, part, results)
-    plan = mesh.choose(sum(tensor.nbytes for tensor in tensors) // part.count)
+    plan = mesh.plan_for(_nbytes(tensors) // part.count)
     pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
     message = _pack(pieces, plan)
 
@@ -101,7 +105,7 @@ def send_to_sequence(
         part: which part it is.
         coding: what travels on slow axes; everything, as it is, when not given.
     """
-    plan = Plan.hierarchical(mesh.topology) if coding else mesh.choose(tensor.nbytes)
+    plan = Plan.hierarchical(mesh.topology) if coding else mesh.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, WHOLE), _by_destination(target, HEADS, plan, part)
     if coding:
         return coded.send([piece], [place], mesh, coding, label, part, None)
@@ -141,6 +145,11 @@ def _unpack(message: torch.Tensor, pieces: list[torch.Tensor], plan: Plan) -> li
     levels = len(plan.shape)
     parts = message.split(_payload_sizes(pieces, levels), -1) if len(pieces) > 1 else (message,)
     return [part.unflatten(-1, piece.shape[levels:]) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all tensors; in a graph, of the sizes that it is for, which tell their bytes in this way only."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:

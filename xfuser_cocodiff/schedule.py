@@ -1,18 +1,24 @@
-"""What overlaps in an attention layer, and which way is fastest: found by use, in the first layers of a run.
+"""What overlaps in an attention layer, and which way is fastest: found by use, in the layers of a run.
 
-Every way gives the same bits, so that trying them costs nothing but their time.
+Every way gives the same bits, so that trying them costs nothing but their time. In each step some of the layers of a
+kind run by the schedule that is tried, and the others by the best one so far, against which it is held.
 """
 
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections import deque
+from collections.abc import Sequence
+from statistics import fmean, median
 from typing import NamedTuple
 
 GROUP_COUNTS = (1, 2, 4, 8)
 """Numbers of head groups that are tried."""
-SAMPLES = 4
-"""Layers that run by each schedule; the first of them does not count, since its exchanges may be of new sizes."""
+SAMPLES = 3
+"""Layers that count of each schedule; one more before them does not, since its memory is new."""
 MUST_SAVE = 0.02
-"""Share of the time without overlap that a schedule must save."""
+"""Share of the best one's time that a schedule must save."""
+HOPELESS = 1.25
+"""A schedule that takes so many times as long is dropped when it has been seen twice."""
+_TRIED_SHARE, _LEAST_TRIED = 0.25, 2
+"""Of the layers of a kind in a step that run by the schedule that is tried."""
 
 
 class Schedule(NamedTuple):
@@ -31,28 +37,105 @@ class Trial:
     """Chooses among schedules by the time that they take. All ranks must call its methods alike.
 
     Args:
-        schedules: to choose from, the one without overlap first.
-        agreed: given one number for each schedule, the numbers that all ranks go by.
+        schedules: to choose from, the one without overlap first, then by their numbers of groups.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], agreed: Callable[[list[float]], list[float]]) -> None:
-        self._schedules, self._agreed = list(schedules), agreed
-        self._samples: list[list[float]] = [[] for _ in schedules]
-        self._calls = 0
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self._schedules = list(schedules)
+        self._samples = [deque[float](maxlen=4 * SAMPLES) for _ in schedules]
+        self._seen = [0 for _ in schedules]
+        self._tried = self._best = 0
+        """By their numbers."""
+        self._quota = self._calls = self._tries = 0
+        """Layers of this step that may run by the one that is tried; that have run, and that have done so by it."""
+        self.cost_seconds = 0.0
+        """What trying has cost this rank, since somebody last asked: time beyond that of the best."""
         self.chosen: Schedule | None = self._schedules[0] if len(self._schedules) == 1 else None
 
     @property
     def schedule(self) -> Schedule:
         """The one to run by next."""
-        return self.chosen or self._schedules[self._calls % len(self._schedules)]
+        return self.chosen or self._schedules[self._number]
+
+    @property
+    def _number(self) -> int:
+        return self._tried if self._tries < self._quota else self._best
 
     def took(self, seconds: float) -> None:
-        """Tell how long a layer took by :attr:`schedule`; the last sample decides."""
+        """Tell how long a layer took by :attr:`schedule`."""
         if self.chosen:
             return
-        self._samples[self._calls % len(self._schedules)].append(seconds)
+        number = self._number
         self._calls += 1
-        if self._calls == SAMPLES * len(self._schedules):
-            plain, *others = self._agreed([median(sample[1:]) for sample in self._samples])
-            best = min(range(len(others)), key=others.__getitem__)
-            self.chosen = self._schedules[1 + best if others[best] < (1 - MUST_SAVE) * plain else 0]
+        self._tries += self._tried != self._best and number == self._tried
+        if number != self._best:
+            self.cost_seconds += max(0.0, seconds - median(self._samples[self._best]))
+        self._seen[number] += 1
+        if self._seen[number] > 1:
+            self._samples[number].append(seconds)
+
+    def report(self) -> list[float]:
+        """What each schedule took on this rank, in seconds; 0 where that is not known."""
+        return [median(samples) if samples else 0.0 for samples in self._samples]
+
+    def end_step(self, seconds: Sequence[float], goes_on: bool) -> None:
+        """A step is over in which layers of this kind may have run.
+
+        Args:
+            seconds: what all ranks report, taken together.
+            goes_on: whether there is time for trying in the next step.
+        """
+        if self.chosen:
+            return
+        tried, best = seconds[self._tried], seconds[self._best]
+        enough = len(self._samples[self._tried]) >= SAMPLES
+        hopeless = bool(self._samples[self._tried]) and tried > HOPELESS * best
+        if self._tried == self._best:  # the first one: there is nothing yet to hold against it
+            if enough:
+                self._tried += 1
+        elif enough or hopeless:
+            better = tried < (1 - MUST_SAVE) * best
+            self._best = self._tried if better else self._best
+            self._tried += 1
+            # More groups than those that do not help help less.
+            if self._tried == len(self._schedules) or not (better or self._schedules[self._tried - 1].groups == 1):
+                self.chosen = self._schedules[self._best]
+        self._quota = max(_LEAST_TRIED, int(_TRIED_SHARE * self._calls)) if goes_on else 0
+        self._calls = self._tries = 0
+
+
+class Allowance:
+    """What trials may take of the time of a run, so that the first run of a machine is not a slow one.
+
+    Args:
+        share: of the run.
+    """
+
+    def __init__(self, share: float = 0.03) -> None:
+        self.share = share
+        self._step_seconds: list[float] = []
+        self._total: int | None = None
+        self.spent = 0.0
+        """Seconds in this run."""
+
+    def begin_run(self, total: int | None) -> None:
+        """A run begins, of so many steps if that is known."""
+        self._step_seconds, self._total, self.spent = [], total, 0.0
+
+    def end_step(self, seconds: float, spent: float) -> None:
+        """A step took so many seconds, so many of which trials took."""
+        self._step_seconds.append(seconds)
+        self.spent += spent
+
+    @property
+    def left(self) -> float:
+        """Seconds that trials may still take in this run: a share of what it has taken and is expected to take."""
+        if not self._step_seconds:
+            return 0.0
+        steps = max(self._total or 0, len(self._step_seconds))
+        return self.share * fmean(self._step_seconds) * steps - self.spent
+
+    @property
+    def whole(self) -> float | None:
+        """Seconds that a run like this one has for trials; None where that is not known."""
+        return self.left + self.spent if self._total else None

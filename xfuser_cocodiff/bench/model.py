@@ -199,6 +199,7 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
 def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profile) -> Contender:
     """A side that runs over a mesh and counts its messages."""
     engine = start.engine_over(group, config, profile)
+    engine.trials.allowance.share = math.inf
     plan, messages = engine.mesh.choose, Counter()
 
     def choose(message_bytes: int) -> Plan:
@@ -241,8 +242,7 @@ def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
     if side.runtime:
         side.go_on()
     result = step()
-    if side.runtime:
-        usp.Steps().end_step(result)
+    usp.Steps().end_step(result)
     side.a2a_seconds.append(sum(side.engine.traffic.seconds.values()))
     side.hidden_seconds.append(side.engine.traffic.hidden_seconds)
     return result
@@ -278,7 +278,7 @@ def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(_run(step, side), expected)
-        if side.engine.mesh is None or side.engine.layers.settled:
+        if side.engine.trials is None or side.engine.trials.settled:
             break
     return equal
 

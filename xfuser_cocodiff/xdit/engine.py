@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff import kernels
@@ -18,10 +19,13 @@ from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.options import AUTO, RECORD_VARIABLE
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.runtime import Runtime
+from xfuser_cocodiff.schedule import Trial
+from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.traffic import Label, Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit.layers import Layer, Layers
 from xfuser_cocodiff.xdit.platform import compute_device, is_captured
+from xfuser_cocodiff.xdit.trials import Trials
 
 
 @dataclass(eq=False)
@@ -31,6 +35,8 @@ class Engine:
     config: CocoDiffConfig | None = None
     mesh: Mesh | None = None
     """None where stock xDiT's exchanges run, and where one rank stands for many."""
+    way: SlowWay | None = None
+    """Its slow axes; None where none is, and in exact mode."""
     runtime: Runtime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
     overlap: Overlap = field(default_factory=Overlap)
@@ -39,10 +45,16 @@ class Engine:
     """The attention layers that are followed."""
     traffic: Traffic = field(init=False)
     """What exchanges moved, stock's too where somebody watches them."""
+    trials: Trials | None = field(init=False, default=None)
+    """What is tried of schedules and plans; None without a mesh."""
 
     def __post_init__(self) -> None:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts)
         self.traffic = self.mesh.traffic if self.mesh else Traffic(timed=bool(os.environ.get(RECORD_VARIABLE)))
+        if self.mesh:
+            parts = [self.way.slow, self.way.fast] if self.way else []
+            meshes = [self.mesh, *(part for part in parts if part is not None and part is not self.mesh)]
+            self.trials = Trials(meshes, self._schedules, self.mean, compute_device())
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -59,6 +71,9 @@ class Engine:
         if self.runtime:
             self.runtime.end_run()
 
+    def _schedules(self) -> list[Trial]:
+        return [kind.trial for kind in self.layers.kinds if kind.trial]
+
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()
 
@@ -68,19 +83,13 @@ class Engine:
     # What all ranks agree on.
 
     def reduced(self, values: list[float], operation: str) -> list[float]:
-        """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
-        decide alike too. All of these ranks must call this."""
-        from xfuser.core.distributed import get_sp_group
+        """:func:`reduced`, in the lane, where it cannot overtake an exchange that is under way."""
+        return self.mesh.lane.run(lambda: reduced(values, operation))
 
-        device, lane = compute_device(), self.mesh.lane
-        own = torch.tensor(values, dtype=torch.float64 if device.type == "cpu" else torch.float32)
-        own = own if lane.staged else own.to(device)
-
-        def reduce() -> torch.Tensor:
-            return functional.wait_tensor(functional.all_reduce(own, operation, get_sp_group().device_group))
-
-        # In the lane, where it cannot overtake an exchange that is under way.
-        return lane.run(reduce).tolist()
+    def mean(self, values: list[float]) -> list[float]:
+        """Their means over the same ranks."""
+        *sums, ranks = self.reduced([*values, 1.0], "sum")
+        return [value / ranks for value in sums]
 
     def all_agree(self, value: object) -> bool:
         """Whether all ranks that share a sequence pass the same."""
@@ -111,6 +120,17 @@ class Engine:
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), part, self.coding(layer, layer.call.kind.share)
         )
+
+
+def reduced(values: list[float], operation: str) -> list[float]:
+    """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
+    decide alike too. All of these ranks must call this."""
+    from xfuser.core.distributed import get_sp_group
+
+    group, device = get_sp_group().device_group, compute_device()
+    own = torch.tensor(values, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    own = own if dist.get_backend(group) == dist.Backend.GLOO else own.to(device)
+    return functional.wait_tensor(functional.all_reduce(own, operation, group)).tolist()
 
 
 _NONE = Engine()

@@ -464,12 +464,6 @@ class Layers:
                 found.setdefault(kind.name, set()).add(kind.status)
         return {name: sorted(statuses) for name, statuses in found.items()}
 
-    @property
-    def settled(self) -> bool:
-        """Whether there is nothing more to find out of the layers that were met."""
-        trials = [kind.trial for kind in self.kinds if kind.refusal != _ELSEWHERE]
-        return bool(trials) and all(trial is not None and trial.chosen for trial in trials)
-
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
         for followed in (*self._layers.values(), *self._roots.values()):

@@ -15,7 +15,7 @@ from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit import ring
-from xfuser_cocodiff.xdit.engine import Engine, active
+from xfuser_cocodiff.xdit.engine import Engine, active, reduced
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
@@ -103,15 +103,16 @@ def engine_over(group: dist.ProcessGroup, config: CocoDiffConfig, measured: Prof
         config: the settings.
         measured: what is known of the links; they are probed where that is needed and not given.
     """
-    mesh, way = planned_mesh(group, config, compute_device(), measured=measured)
-    engine = Engine(config, mesh, overlap=config.overlap)
-    engine.runtime = _runtime_over(engine, way)
+    largest = functools.partial(reduced, operation="max")
+    mesh, way = planned_mesh(group, config, compute_device(), measured=measured, largest=largest)
+    engine = Engine(config, mesh, way, overlap=config.overlap)
+    engine.runtime = _runtime_over(engine)
     return engine
 
 
-def _runtime_over(engine: Engine, way: SlowWay | None) -> Runtime | None:
+def _runtime_over(engine: Engine) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config = engine.config
+    config, way = engine.config, engine.way
     if config.mode == EXACT:
         return None
     if way is None:

@@ -1,6 +1,7 @@
 """xDiT's USP over exchanges that overlap: V first, and heads in groups."""
 
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -131,15 +132,19 @@ def _attention(
             under_way.abandon()
         raise
     if kind and kind.trial is None and (kind.ready or kind.refusal):
+        began = time.perf_counter()
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-        attend, counts = _comparing(attend, [] if cached else heads)
-        result = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
-        equal = [count for count, same in counts.items() if engine.all_agree(same) and same]
+        attend, counts = _comparing(attend, [] if cached else _counts_in_question(engine, heads))
+        compared = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
+        same = engine.reduced([float(same) for same in counts.values()], "min") if counts else []
+        equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
         kind.unequal = tuple(count for count in counts if count not in equal)
         all_bytes = query.nbytes + key.nbytes + value.nbytes
         kind.trial = _trial(engine, kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
-        return result
+        if counts:
+            engine.trials.spend(time.perf_counter() - began)
+        return compared
     return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
 
 
@@ -178,9 +183,18 @@ def _attend(given: _Given) -> Attend:
     return attend
 
 
-def _comparing(attend: Attend, heads: list[int]) -> tuple[Attend, dict[int, bool]]:
-    """Attention that also finds out into how many groups its heads can be cut without a bit of the result changing."""
-    same = {count: False for count in GROUP_COUNTS[1:] if heads and all(number % count == 0 for number in heads)}
+def _counts_in_question(engine: Engine, heads: list[int]) -> list[int]:
+    """Numbers of head groups that may be used if they change no bit; by what is the same on every rank."""
+    wanted = engine.overlap.head_groups
+    if engine.runtime or (wanted is None and compute_device().type != "cpu"):
+        return []
+    counts = GROUP_COUNTS[1:] if wanted is None else [wanted] if wanted > 1 else []
+    return [count for count in counts if all(number % count == 0 for number in heads)]
+
+
+def _comparing(attend: Attend, counts: list[int]) -> tuple[Attend, dict[int, bool]]:
+    """Attention that also finds out by which numbers of groups its heads can be cut without changing a bit of it."""
+    same = dict.fromkeys(counts, False)
 
     def comparing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
         result = attend(query, key, value, WHOLE)
@@ -221,7 +235,7 @@ def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[],
         schedules.insert(0, Schedule(False, counts[0]))
     if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
         schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
-    return Trial(schedules, lambda seconds: engine.reduced(seconds, "sum"))
+    return Trial(schedules)
 
 
 def _share(
@@ -247,6 +261,8 @@ class Steps:
         """A run begins."""
         engine = active()
         engine.layers.end_step()
+        if engine.trials:
+            engine.trials.begin_run(total)
         if engine.runtime:
             engine.runtime.begin_run(total)
 
@@ -256,3 +272,5 @@ class Steps:
         engine.layers.end_step()
         if engine.runtime:
             engine.runtime.end_step()
+        if engine.trials:
+            engine.trials.end_step()

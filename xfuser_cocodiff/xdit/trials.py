@@ -1,0 +1,119 @@
+"""Trials of an engine: of schedules in its layers and of plans between its steps, as far as the run has time for them.
+
+They go on from run to run until there is nothing more to find. What decides is agreed on at the end of a step, by all
+ranks that share a sequence, in one message; what they have found is kept for the next process.
+"""
+
+import time
+from collections.abc import Callable
+from itertools import chain, islice
+
+import torch
+
+from xfuser_cocodiff.choice import EFFORTS, Plans, trial_seconds, tried
+from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.schedule import Allowance, Trial
+
+_ERROR = 1.5
+"""How many times as long as it is predicted a trial of plans may take."""
+_CHOICES = 3
+"""Sizes of which one is tried after a step."""
+
+
+class Trials:
+    """What is tried in one engine. All ranks must call its methods alike.
+
+    Args:
+        meshes: whose plans are tried.
+        schedules: the trials of schedules that there are by now, in an order that is the same on every rank.
+        mean: given numbers, the mean of all ranks for each.
+        device: where messages lie.
+        found: is told when something was found.
+    """
+
+    def __init__(
+        self,
+        meshes: list[Mesh],
+        schedules: Callable[[], list[Trial]],
+        mean: Callable[[list[float]], list[float]],
+        device: torch.device,
+        found: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._meshes = [mesh for mesh in meshes if isinstance(mesh.choose, Plans)]
+        self._schedules, self._mean, self._device, self._found = schedules, mean, device, found
+        self.allowance = Allowance()
+        self._clock = time.perf_counter()
+        self._own_seconds = 0.0
+
+    @property
+    def _open(self) -> list[Trial]:
+        return [trial for trial in self._schedules() if trial.chosen is None]
+
+    @property
+    def _open_plans(self) -> list[tuple[Mesh, int]]:
+        """Meshes and sizes, of which a plan may still be tried."""
+        return [(mesh, size) for mesh in self._meshes for size in mesh.choose.open]
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to find any more of the layers and sizes that were met."""
+        trials = self._schedules()
+        return bool(trials) and not self._open and not self._open_plans
+
+    def begin_run(self, total: int | None) -> None:
+        """A run begins, of so many steps if that is known."""
+        self.allowance.begin_run(total)
+        self._clock = time.perf_counter()
+
+    def spend(self, seconds: float) -> None:
+        """Something beside these trials has taken time for learning in this step."""
+        self._own_seconds += seconds
+
+    def end_step(self) -> None:
+        """A step is over."""
+        trials, plans = self._open, self._open_plans[:_CHOICES]
+        if trials or plans:
+            estimates = self._agree(trials, plans)
+            if not self._open:
+                self._try_a_plan(plans, estimates)
+            if len(self._open) < len(trials):
+                self._found()
+        self._clock = time.perf_counter()
+
+    def _agree(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> list[list[float]]:
+        """Take what the step has shown together with what other ranks have seen. What trials of plans take is agreed on
+        too: Ulysses groups beside a ring know links of their own, and all must go on alike."""
+        began = time.perf_counter()
+        costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
+        reports = [trial.report() for trial in trials]
+        estimates = [
+            [_ERROR * trial_seconds(mesh.choose.profile, size, effort) for effort in EFFORTS] for mesh, size in plans
+        ]
+        agreed = iter(self._mean([began - self._clock, costs, *chain(*reports), *chain(*estimates)]))
+        self.allowance.end_step(next(agreed), next(agreed))
+        for trial, report in zip(trials, reports, strict=True):
+            trial.end_step(list(islice(agreed, len(report))), self.allowance.left > 0)
+            trial.cost_seconds = 0.0
+        self._own_seconds = time.perf_counter() - began
+        return [list(islice(agreed, len(EFFORTS))) for _ in plans]
+
+    def _try_a_plan(self, plans: list[tuple[Mesh, int]], estimates: list[list[float]]) -> None:
+        """Try the first of some sizes for which there is time in this run; those for which no run has time stay by the
+        planner's choice."""
+        for (mesh, size), seconds in zip(plans, estimates, strict=True):
+            efforts = zip(EFFORTS, seconds, strict=True)
+            effort = next((effort for effort, needed in efforts if needed <= self.allowance.left), None)
+            if effort:
+                self._try(mesh, size, effort)
+                return
+            if self.allowance.whole is not None and min(seconds) > self.allowance.whole:
+                mesh.choose.leave(size)
+
+    def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
+        began, plans = time.perf_counter(), mesh.choose
+        group = mesh.groups[Plan.flat(mesh.topology).stages[0]]
+        # In the lane, where it cannot overtake an exchange that is under way.
+        plans.settled[size] = mesh.lane.run(lambda: tried(mesh, plans, size, effort, group, self._device))
+        self._own_seconds += time.perf_counter() - began
+        self._found()
