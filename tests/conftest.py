@@ -12,6 +12,7 @@ import torch
 # huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["COCODIFF_CACHE"] = "off"  # what other processes have found is no truth to test against
 for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF_HOME
     os.environ.pop(name, None)
 if torch.accelerator.current_accelerator(check_available=True) is None:

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
 LAYERS = (
     *("topology", "launcher", "plan", "profile", "planner", "quantise", "kernels", "codec", "modes", "memory"),
     *("placement", "options", "config", "traffic", "roll_call", "lane", "collectives", "slow_way", "part", "coding"),
-    *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "probe", "choice"),
+    *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "findings", "probe", "choice"),
     *("xdit", "models", "bench", "cli"),
 )
 """Top to bottom; a layer may import those before it."""

@@ -13,6 +13,7 @@ from tests.test_planner import profile_of
 from xfuser_cocodiff import choice, planner
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
+from xfuser_cocodiff.findings import Findings
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 
@@ -163,7 +164,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    _, way = choice.planned_mesh(halves[rank // 4], config, CPU, measured=profile, largest=largest)
+    _, way = choice.planned_mesh(halves[rank // 4], config, CPU, known=Findings({}, profile), largest=largest)
     return list(profile.slow_axes), [way.slow_dims, way.places]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from xfuser_cocodiff import probe
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.findings import Findings
 from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.planner import ahead_pays, choose, ranking, seconds
@@ -47,10 +48,10 @@ class Plans:
     Messages of many sizes come up; those nearest to the same power of two share a plan.
     """
 
-    def __init__(self, profile: Profile, is_tried: bool = True) -> None:
-        """Make plans by a profile, to be tried or not."""
+    def __init__(self, profile: Profile, settled: dict[int, Plan] | None = None, is_tried: bool = True) -> None:
+        """Make plans by a profile, to be tried or not; those that are settled already are kept where they are."""
         self.profile, self._is_tried = profile, is_tried
-        self.settled: dict[int, Plan] = {}
+        self.settled: dict[int, Plan] = {} if settled is None else settled
         """Plans by size, a power of two, that a trial has found or confirmed."""
         self.asked: Counter[int] = Counter()
         """How often a plan was asked for, by size."""
@@ -96,7 +97,7 @@ def planned_mesh(
     config: CocoDiffConfig,
     device: torch.device,
     traffic: Traffic | None = None,
-    measured: Profile | None = None,
+    known: Findings | None = None,
     largest: Callable[[list[float]], list[float]] = list,
 ) -> tuple[Mesh, SlowWay | None]:
     """A mesh over a group that runs by the plan of the settings, or else chooses one for each size; and its slow axes.
@@ -110,7 +111,8 @@ def planned_mesh(
         config: the settings.
         device: where messages lie.
         traffic: where to count what moves; an account of its own when not given.
-        measured: what is known of the links, which then are not probed again.
+        known: what was found of the machine before, such as its links, which then are not probed again. What is found
+            here is added to it.
         largest: given numbers, the largest of all ranks for each. An axis is slow if it is slow for any of them: beside
             a ring there are other groups, which must code alike.
     """
@@ -119,16 +121,18 @@ def planned_mesh(
     plans = [config.plan] if config.plan else candidates(config.topology)
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
     mesh = Mesh.over(group, config.topology, plans, traffic, timeout, device)
-    profile = config.profile or measured
-    if profile is None and (config.plan is None or (config.mode != EXACT and config.slow_axes is None)):
+    known = known or Findings({})
+    if config.profile is None and known.profile is None and _asks(config):
         every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout, device=device)
-        profile = probe.measure(every, group, device)
+        known.profile = probe.measure(every, group, device)
+    profile = config.profile or known.profile
     profile = profile and known_of(profile, device, config.synchronous)
 
     def choosing(mesh: Mesh) -> Mesh:
         if profile is None:
             return mesh
-        chosen = Plans(profile.along(mesh.topology), is_tried=config.profile is None)
+        part = profile.along(mesh.topology)
+        chosen = Plans(part, is_tried=False) if config.profile else Plans(part, known.plans_of(mesh.topology))
         return replace(mesh, choose=chosen, traced=chosen.table())
 
     def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
@@ -140,6 +144,11 @@ def planned_mesh(
     if config.mode == EXACT:
         return mesh, None
     return mesh, SlowWay.over(group, mesh, config.slow_axes or _slow_axes(profile, largest), part)
+
+
+def _asks(config: CocoDiffConfig) -> bool:
+    """Whether settings leave something to what is known of the links."""
+    return config.plan is None or (config.mode != EXACT and config.slow_axes is None)
 
 
 def _slow_axes(profile: Profile, largest: Callable[[list[float]], list[float]]) -> list[str]:

@@ -9,12 +9,13 @@ from typing import Any
 from xfuser_cocodiff import kernels, launcher, modes
 from xfuser_cocodiff.memory import GIB
 from xfuser_cocodiff.modes import CodecSchedule
-from xfuser_cocodiff.options import ACROSS_NODES, AUTO, EXACT, MODES, OPTIONS, OVERLAPS, Option
+from xfuser_cocodiff.options import ACROSS_NODES, AUTO, EXACT, MODES, OFF, OPTIONS, OVERLAPS, Option
 from xfuser_cocodiff.placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import FLAT, Topology
 
+_CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -74,6 +75,9 @@ class CocoDiffConfig:
     synchronous: bool = False
     """Whether the machine is told to run collectives one by one (CCL_OP_SYNC): on an accelerator nothing is hidden."""
 
+    cache: Path | None = None
+    """Folder that keeps what is found of the machine; None keeps nothing."""
+
     detected: bool = False
     """Whether the topology was read from the launcher rather than given."""
 
@@ -126,6 +130,7 @@ def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ra
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         kernels=_read(chosen["cocodiff_kernels"], _kernels) or AUTO,
         synchronous=launcher.collectives_block(environment),
+        cache=_read(chosen[_CACHE.field], _cache) if chosen[_CACHE.field][0] else cache_folder(environment),
         detected=chosen["cocodiff_topology"][0] is None,
     )
 
@@ -209,6 +214,19 @@ def _axes(text: str, topology: Topology) -> tuple[str, ...]:
     if not set(found) <= set(known):
         raise ValueError(f"{text!r} is not valid; the axes of the topology {topology} are {', '.join(known)}")
     return found
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path | None:
+    """The folder that keeps what is found of the machine, as variables have it; None where nothing is kept."""
+    if text := environment.get(_CACHE.variable):
+        return _cache(text)
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocodiff")
+
+
+def _cache(text: str) -> Path | None:
+    if text != OFF and Path(text).exists() and not Path(text).is_dir():
+        raise ValueError(f"{text!r} is not valid; valid are a folder and {OFF!r}")
+    return None if text == OFF else Path(text)
 
 
 def _seconds(text: str) -> float:

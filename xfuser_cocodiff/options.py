@@ -8,6 +8,7 @@ from xfuser_cocodiff.placement import PLACEMENTS
 from xfuser_cocodiff.topology import NOTATION
 
 AUTO = "auto"
+OFF = "off"
 EXACT = "exact"
 MODES = (EXACT, "paper", "balanced", "fast")
 ACROSS_NODES = "balanced"
@@ -127,6 +128,13 @@ OPTIONS = (
         None,
         f"What codes values and moves them: triton, torch, or {AUTO} (the default): Triton on accelerators.",
         kernels.CHOICES,
+    ),
+    Option(
+        "cocodiff_cache",
+        "COCODIFF_CACHE",
+        None,
+        "Folder that keeps what is found of this machine, so that the next process starts with it; off keeps nothing. "
+        "~/.cache/cocodiff when not given.",
     ),
     Option(
         launcher.SHARE_FIELD,

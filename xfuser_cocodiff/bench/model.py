@@ -23,6 +23,8 @@ from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, mean
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.findings import Findings
+from xfuser_cocodiff.options import OFF
 from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
@@ -189,7 +191,7 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
     try:
         if unknown := options.keys() - _OPTIONS:
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
-        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None}
+        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
         return resolve(values, {}, Ranks(topology.size, topology))
     except ValueError as error:
@@ -198,7 +200,7 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
 
 def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profile) -> Contender:
     """A side that runs over a mesh and counts its messages."""
-    engine = start.engine_over(group, config, profile)
+    engine = start.engine_over(group, config, Findings({}, profile))
     engine.trials.allowance.share = math.inf
     plan, messages = engine.mesh.choose, Counter()
 

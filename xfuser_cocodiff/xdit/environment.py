@@ -5,10 +5,12 @@ import os
 import platform as machine
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from xfuser_cocodiff import launcher
+from xfuser_cocodiff import config, findings, launcher
+from xfuser_cocodiff.options import OFF
 from xfuser_cocodiff.xdit import activation, platform
 from xfuser_cocodiff.xdit.patch import PatchSet
 
@@ -45,6 +47,10 @@ class Environment:
     plugin: str
     """'installed', or why it is not."""
     patches: list[activation.RowState]
+    cache: str
+    """Folder that keeps what is found of machines; 'off' where nothing is kept."""
+    kept: list[str]
+    """What it keeps, a line for each machine."""
 
 
 def describe(degree: int | None = None) -> Environment:
@@ -56,7 +62,7 @@ def describe(degree: int | None = None) -> Environment:
     local = launcher.ranks_per_node(os.environ)
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
     added, accelerator = platform.detect(), torch.accelerator.current_accelerator(check_available=True)
-    installed = activation.install()
+    installed, folder = activation.install(), config.cache_folder(os.environ)
     return Environment(
         versions={"python": machine.python_version(), **{name: _version(name) for name in _PACKAGES}},
         device_type=accelerator.type if accelerator else "cpu",
@@ -67,7 +73,26 @@ def describe(degree: int | None = None) -> Environment:
         topology=str(launcher.detect(degree, os.environ, platform.device_name())),
         plugin="installed" if installed else activation.obstacle(PatchSet(activation.table(), activation.PACKAGE)),
         patches=activation.states(),
+        cache=str(folder or OFF),
+        kept=_kept(folder) if folder else [],
     )
+
+
+def _kept(folder: Path) -> list[str]:
+    """A line for each machine of which something was found."""
+    lines = []
+    for file in sorted(folder.glob("*.json")):
+        if known := findings.read(file):
+            ranks = known.machine.get("ranks", [])
+            hosts = ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))
+            plans = sum(map(len, known.plans.values()))
+            links = "links, " if known.profile else ""
+            lines.append(
+                f"{file.name}: {len(ranks)} ranks as {known.machine.get('topology')} on {hosts}, torch "
+                f"{known.machine.get('torch')}: {links}plans of {plans} sizes, schedules of {len(known.schedules)} "
+                "kinds of layers"
+            )
+    return lines
 
 
 def facts(found: Environment) -> list[tuple[str, str]]:
@@ -80,6 +105,7 @@ def facts(found: Environment) -> list[tuple[str, str]]:
         ("ranks per node", "unknown: no launcher says" if local is None else str(local)),
         ("topology", f"{found.topology} (detected, for Ulysses degree {found.degree})"),
         ("plugin", found.plugin),
+        ("kept for later runs", "; ".join([found.cache, *found.kept]) if found.kept else f"{found.cache}: nothing yet"),
     ]
 
 

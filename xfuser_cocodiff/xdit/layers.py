@@ -9,6 +9,7 @@ What a kind is, is the same on every rank; what was found of it depends on value
 """
 
 import contextlib
+import hashlib
 import sys
 import time
 import weakref
@@ -36,6 +37,8 @@ class Kind:
     """What is known of calls that are alike: of the same class and parts, with arguments of the same shapes."""
 
     name: str
+    signature: str = ""
+    """What tells it from other kinds, in other processes too."""
     recipe: Recipe | None = None
     arguments: dict[str, Argument] = field(default_factory=dict)
     """What each projection of V is given, where all of them are given arguments of the module; then V can be projected
@@ -449,7 +452,12 @@ class Layers:
         parts = tuple(path for path, _ in module.named_children())
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
-        return self._kinds.setdefault((type(module), processor, parts, shapes), Kind(name))
+        key = type(module), processor, parts, shapes
+        if key not in self._kinds:
+            sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
+            told = name, processor.__name__, parts, shapes, sizes, getattr(module, "heads", None)
+            self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
+        return self._kinds[key]
 
     @property
     def kinds(self) -> list[Kind]:

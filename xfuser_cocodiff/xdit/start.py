@@ -1,16 +1,21 @@
 """An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
 
 import functools
+import importlib.metadata
+import json
+import os
+import platform as machine
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import modes
+from xfuser_cocodiff import findings, modes
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.config import CocoDiffConfig
+from xfuser_cocodiff.findings import Findings
 from xfuser_cocodiff.options import EXACT
-from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.virtual import VirtualRanks
@@ -95,19 +100,40 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     return engine_over(group, config)
 
 
-def engine_over(group: dist.ProcessGroup, config: CocoDiffConfig, measured: Profile | None = None) -> Engine:
+def engine_over(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
 
     Args:
         group: a Ulysses group.
         config: the settings.
-        measured: what is known of the links; they are probed where that is needed and not given.
+        known: what was found of the machine; when not given, what the settings' folder keeps.
     """
+    if known is None and config.cache:
+        known = findings.shared(group, _versions(config, group), _rank(), config.cache)
+    known = known or Findings({})
     largest = functools.partial(reduced, operation="max")
-    mesh, way = planned_mesh(group, config, compute_device(), measured=measured, largest=largest)
-    engine = Engine(config, mesh, way, overlap=config.overlap)
+    mesh, way = planned_mesh(group, config, compute_device(), known=known, largest=largest)
+    engine = Engine(config, mesh, way, findings=known, overlap=config.overlap)
     engine.runtime = _runtime_over(engine)
     return engine
+
+
+def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What findings are of, beside the ranks: the same on all of them."""
+    emulated = json.loads(os.environ.get("COCODIFF_CLUSTER", "{}"))
+    return {
+        "topology": str(config.topology),
+        "backend": dist.get_backend(group),
+        "kernels": config.kernels,
+        "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
+        **{name: importlib.metadata.version(name) for name in ("xfuser-cocodiff", "torch")},
+    }
+
+
+def _rank() -> dict[str, Any]:
+    device = compute_device()
+    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else machine.machine()
+    return {"host": machine.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
 
 
 def _runtime_over(engine: Engine) -> Runtime | None:

@@ -1,0 +1,124 @@
+"""What was found of a machine, kept from one process to the next."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.test_overlap import start
+from tests.test_planner import profile_of
+from xfuser_cocodiff import findings
+from xfuser_cocodiff.findings import Findings
+from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.profile import AxisLink
+from xfuser_cocodiff.schedule import Schedule
+from xfuser_cocodiff.topology import Topology
+
+TOPOLOGY = Topology.parse("2x2", 4)
+PART = Topology.named(node=2)
+
+
+def some(folder: Path, **machine: str) -> Findings:
+    plans = {
+        str(TOPOLOGY): {1024: Plan.parse("hierarchical:gpu,node*/2", TOPOLOGY), 4096: Plan.flat(TOPOLOGY)},
+        str(PART): {64: Plan.flat(PART)},
+    }
+    known = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
+    return Findings({"torch": "1", **machine}, known, plans, {"exact auto A 1": Schedule(True, 4)}, folder)
+
+
+def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
+    kept = some(tmp_path)
+    kept.keep()
+    found = findings.read(kept.file(tmp_path))
+    assert (found.machine, found.profile, found.plans) == (kept.machine, kept.profile, kept.plans)
+    assert found.schedules == kept.schedules
+    assert [file.name for file in tmp_path.iterdir()] == [kept.file(tmp_path).name]
+    link = AxisLink("flat", 1e-3, 1e8)
+    alike = replace(kept.profile, topology=Topology.flat(4), links=(link,))
+    flat = Findings({}, alike, {"flat": {64: Plan.parse("flat*", Topology.flat(4))}})
+    assert Findings.from_json(json.loads(json.dumps(flat.to_json()))).plans == flat.plans
+
+
+def test_another_machine_or_version_has_another_file(tmp_path: Path) -> None:
+    assert some(tmp_path).file(tmp_path) != some(tmp_path, torch="2").file(tmp_path)
+    assert some(tmp_path).file(tmp_path) != some(tmp_path, ranks="other").file(tmp_path)
+    assert some(tmp_path).file(tmp_path) == some(tmp_path).file(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1, "profile": 3}'])
+def test_a_file_that_is_something_else_is_not_there(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "file.json"
+    assert findings.read(file) is None
+    file.write_text(text)
+    assert findings.read(file) is None
+
+
+def share(rank: int, folders: list[str], versions: dict) -> tuple[dict, bool]:
+    from torch.distributed import group
+
+    found = findings.shared(group.WORLD, versions, {"host": f"host {rank // 2}"}, Path(folders[rank]))
+    if not found.schedules:
+        found.schedules = {f"of rank {rank}": Schedule()}
+        found.keep()
+    return found.schedules, found.folder is not None
+
+
+def test_all_ranks_go_by_what_the_first_one_keeps(tmp_path: Path) -> None:
+    """Folders of other hosts may hold something else."""
+    folders = [str(tmp_path / str(rank // 2)) for rank in range(4)]
+    assert [keeps for _, keeps in ranks.run(share, 4, folders, {"torch": "1"})] == [True, False, False, False]
+    again = ranks.run(share, 4, folders, {"torch": "1"})
+    assert [known for known, _ in again] == [{"of rank 0": Schedule()}] * 4
+    assert not (tmp_path / "1").exists()
+    other = Findings({"torch": "1", "ranks": [{"host": f"host {rank // 2}"} for rank in range(4)]})
+    other.schedules, other.folder = {"of another host": Schedule(True, 2)}, tmp_path / "1"
+    other.keep()  # the other host's folder knows the same machine differently
+    assert [known for known, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [{"of rank 0": Schedule()}] * 4
+    assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": Schedule()}
+
+
+def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
+    """What a process finds, step by step, and in how many all-reduces and probes."""
+    from unittest import mock
+
+    from xfuser_cocodiff import probe
+    from xfuser_cocodiff.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit import start as starting
+    from xfuser_cocodiff.xdit import trials, usp, world
+
+    group, _, step = start(rank, depth=6)
+    expected = step()
+    config = CocoDiffConfig(topology=Topology.parse("2x1", 2), mode=mode, slow_axes=("node",), cache=Path(folder))
+    tried, probed = [], []
+    with (
+        mock.patch.object(trials, "tried", lambda *given: tried.append(given[2]) or Plan.flat(config.topology)),
+        mock.patch.object(probe, "measure", lambda *given, real=probe.measure: probed.append(1) or real(*given)),
+    ):
+        engine = starting.engine_over(group, config)
+        world.use(engine)
+        engine.trials.allowance.share = 100.0
+        usp.Steps().begin_run(60)
+        for _ in range(60):
+            result = step()
+            usp.Steps().end_step(result)
+            if engine.trials.settled:
+                break
+    assert engine.trials.settled
+    assert torch.equal(result, expected) or mode != "exact"
+    return sorted(str(kind.trial.chosen) for kind in engine.layers.kinds), [len(tried), len(probed)]
+
+
+@pytest.mark.parametrize("mode", ["exact", "balanced"])
+def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str) -> None:
+    first = ranks.run(run_twice, 2, str(tmp_path), mode)
+    assert first[0] == first[1] and first[0][1][0] > 0 and (first[0][1][1] == 1 or mode != "exact")
+    [file] = tmp_path.iterdir()
+    known = findings.read(file)
+    assert known.profile and known.schedules and any(known.plans.values())
+    second = ranks.run(run_twice, 2, str(tmp_path), mode)
+    assert [schedules for schedules, _ in second] == [schedules for schedules, _ in first]
+    assert [counts for _, counts in second] == [[0, 0]] * 2
