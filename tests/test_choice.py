@@ -33,7 +33,7 @@ def choose(rank: int, machine: Profile, times: list[float] | None, sizes: list[i
             work()
         return [[seconds] * rounds for seconds in times]
 
-    mesh, plans = Mesh.over(dist.group.WORLD, machine.topology), choice.Plans(machine)
+    mesh, plans = Mesh.over(dist.group.WORLD, machine.topology), choice.Plans(machine.topology, machine)
     before = [plans(size) for size in sizes]
     assert before == [planner.choose(machine, 1 << round(math.log2(size))) for size in sizes] and races == 0
     with mock.patch.object(choice, "race", timed) if times else mock.MagicMock():
@@ -83,7 +83,7 @@ def test_collectives_that_are_known_to_block_hide_nothing() -> None:
 
 
 def test_sizes_are_tried_once_those_first_that_send_most() -> None:
-    plans = choice.Plans(MACHINE)
+    plans = choice.Plans(MACHINE.topology, MACHINE)
     for size in (1000, 4000, 1100, 900, 900, 900):  # of which five are nearest to one power of two
         plans(size)
     assert plans.open == [1024, 4096]
@@ -91,13 +91,13 @@ def test_sizes_are_tried_once_those_first_that_send_most() -> None:
     plans.leave(4096)
     assert plans.open == []
     assert plans(1000) == Plan.flat(MACHINE.topology) != plans(4000) == planner.choose(MACHINE, 4096)
-    by_profile = choice.Plans(MACHINE, is_tried=False)
+    by_profile = choice.Plans(MACHINE.topology, MACHINE, is_tried=False)
     by_profile(1000)
     assert by_profile.open == []
 
 
 def test_graphs_know_the_plan_of_every_size() -> None:
-    plans = choice.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
+    plans = choice.Plans(MACHINE.topology, profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
     mesh = Mesh(MACHINE.topology, {}, plans, traced=plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
@@ -130,7 +130,7 @@ def test_flat_by_direct_sends_is_always_tried() -> None:
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
-    plans = choice.Plans(MACHINE)
+    plans = choice.Plans(MACHINE.topology, MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
     mesh = dataclasses.replace(mesh, choose=plans, traced=plans.table())
     tensor = torch.randn(1, 4, 8, 4)
@@ -164,7 +164,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    _, way = choice.planned_mesh(halves[rank // 4], config, CPU, known=Findings({}, profile), largest=largest)
+    way = choice.planned_mesh(halves[rank // 4], config, CPU, Findings({}, profile), largest).way
     return list(profile.slow_axes), [way.slow_dims, way.places]
 
 

@@ -22,12 +22,14 @@ PART = Topology.named(node=2)
 
 
 def some(folder: Path, **machine: str) -> Findings:
+    samples = {"gpu": (1e-3, 2**15, 2e-3), "copy": 1e9}
     plans = {
         str(TOPOLOGY): {1024: Plan.parse("hierarchical:gpu,node*/2", TOPOLOGY), 4096: Plan.flat(TOPOLOGY)},
         str(PART): {64: Plan.flat(PART)},
     }
     known = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
-    return Findings({"torch": "1", **machine}, known, plans, {"exact auto A 1": Schedule(True, 4)}, folder)
+    machine = {"torch": "1", "ranks": [{}] * 4, **machine}
+    return Findings(machine, known, samples, plans, {"exact auto A 1": Schedule(True, 4)}, folder)
 
 
 def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
@@ -35,11 +37,13 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     kept.keep()
     found = findings.read(kept.file(tmp_path))
     assert (found.machine, found.profile, found.plans) == (kept.machine, kept.profile, kept.plans)
-    assert found.schedules == kept.schedules
+    assert (found.schedules, found.samples) == (kept.schedules, {})
+    partial = replace(kept, profile=None)  # the probe is not complete
+    assert Findings.from_json(json.loads(json.dumps(partial.to_json()))) == replace(partial, folder=None)
     assert [file.name for file in tmp_path.iterdir()] == [kept.file(tmp_path).name]
     link = AxisLink("flat", 1e-3, 1e8)
     alike = replace(kept.profile, topology=Topology.flat(4), links=(link,))
-    flat = Findings({}, alike, {"flat": {64: Plan.parse("flat*", Topology.flat(4))}})
+    flat = Findings({"ranks": [{}] * 4}, alike, {}, {"flat": {64: Plan.parse("flat*", Topology.flat(4))}})
     assert Findings.from_json(json.loads(json.dumps(flat.to_json()))).plans == flat.plans
 
 
@@ -96,9 +100,10 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
     tried, probed = [], []
     with (
         mock.patch.object(trials, "tried", lambda *given: tried.append(given[2]) or Plan.flat(config.topology)),
-        mock.patch.object(probe, "measure", lambda *given, real=probe.measure: probed.append(1) or real(*given)),
+        mock.patch.object(probe.Probe, "go_on", lambda self, real=probe.Probe.go_on: probed.append(1) or real(self)),
     ):
-        engine = starting.engine_over(group, config)
+        engine = starting.engine_over(group, config, at_once=False)
+        assert not probed  # not before a run has time for it
         world.use(engine)
         engine.trials.allowance.share = 100.0
         usp.Steps().begin_run(60)
@@ -115,7 +120,8 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("mode", ["exact", "balanced"])
 def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str) -> None:
     first = ranks.run(run_twice, 2, str(tmp_path), mode)
-    assert first[0] == first[1] and first[0][1][0] > 0 and (first[0][1][1] == 1 or mode != "exact")
+    assert first[0] == first[1]
+    assert first[0][1][0] > 0 and first[0][1][1] > 3
     [file] = tmp_path.iterdir()
     known = findings.read(file)
     assert known.profile and known.schedules and any(known.plans.values())

@@ -62,7 +62,7 @@ def overlap_with(rank: int, blocking: bool) -> float:
     computing = mock.patch.object(torch, "mm", lambda *_: time.sleep(0.02))
     small = mock.patch.object(probe, "_LAST_BYTES", probe._FIRST_BYTES)
     with computing, small, mock.patch.object(Mesh, "start", starting), mock.patch.object(Mesh, "finish", finishing):
-        return probe._Probe(mesh, group, CPU).overlap()
+        return probe.Probe(mesh, group, CPU).overlap()
 
 
 def test_the_overlap_that_a_probe_measures() -> None:
@@ -77,7 +77,7 @@ def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[l
     """Stages that a small and a large exchange went through."""
     topology = Topology.parse("2x2", 4)
     config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
-    mesh, _ = choice.planned_mesh(dist.group.WORLD, config, CPU)
+    mesh = choice.planned_mesh(dist.group.WORLD, config, CPU).mesh
     found = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)

@@ -9,20 +9,20 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import probe
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.findings import Findings
 from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.planner import ahead_pays, choose, ranking, seconds
+from xfuser_cocodiff.probe import ROUNDS, Probe
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.stopwatch import race
@@ -37,6 +37,8 @@ MUST_SAVE = 0.03
 """Share of the flat collective's time that another plan must save in the trial."""
 EFFORTS = ((3, 5), (1, 3))
 """How many calls a trial times in a row, and how often: the first for which there is time."""
+FEW_ROUNDS = 2
+"""How often a figure is taken where a run waits for it."""
 SIZES = range(6, 40)
 """Powers of two for which graphs know plans."""
 
@@ -46,15 +48,31 @@ class Plans:
     call it alike.
 
     Messages of many sizes come up; those nearest to the same power of two share a plan.
+
+    Args:
+        topology: of the ranks.
+        profile: what the planner goes by; until there is one, everything is flat.
+        settled: plans that are settled already; further ones are added to it.
+        is_tried: whether plans are to be tried.
     """
 
-    def __init__(self, profile: Profile, settled: dict[int, Plan] | None = None, is_tried: bool = True) -> None:
-        """Make plans by a profile, to be tried or not; those that are settled already are kept where they are."""
-        self.profile, self._is_tried = profile, is_tried
+    def __init__(
+        self,
+        topology: Topology,
+        profile: Profile | None = None,
+        settled: dict[int, Plan] | None = None,
+        is_tried: bool = True,
+    ) -> None:
+        self._flat, self._is_tried = Plan.flat(topology), is_tried
         self.settled: dict[int, Plan] = {} if settled is None else settled
         """Plans by size, a power of two, that a trial has found or confirmed."""
         self.asked: Counter[int] = Counter()
         """How often a plan was asked for, by size."""
+        self.learn(profile)
+
+    def learn(self, profile: Profile | None) -> None:
+        """Go by another profile from now on."""
+        self.profile = profile
         self._chosen: dict[int, Plan] = {}
         self._left: set[int] = set()
 
@@ -65,14 +83,17 @@ class Plans:
         return self.settled.get(size) or self._choice(size)
 
     def _choice(self, size: int) -> Plan:
+        if self.profile is None:
+            return self._flat
         if size not in self._chosen:
             self._chosen[size] = choose(self.profile, size)
         return self._chosen[size]
 
     @property
     def open(self) -> list[int]:
-        """Sizes that came up and were not tried, those first for which most bytes were sent."""
-        if not self._is_tried:
+        """Sizes that came up and were not tried, those first for which most bytes were sent; none that nothing is known
+        of."""
+        if self.profile is None or not self._is_tried:
             return []
         untried = self.asked.keys() - self.settled.keys() - self._left
         return sorted(untried, key=lambda size: (-size * self.asked[size], size))
@@ -92,47 +113,85 @@ class Plans:
         return tuple(found)
 
 
+@dataclass
+class Planned:
+    """What the exchanges of a group go by."""
+
+    mesh: Mesh
+    way: SlowWay | None
+    """Its slow axes, where the mode of the settings approximates; their exchanges go by plans of their own."""
+    probe: Probe | None = None
+    """What is still to be measured of the links; None where nothing is."""
+    known: Findings | None = None
+    """What is found of the machine."""
+    synchronous: bool = False
+    """Whether it runs collectives one by one."""
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """Those that choose plans."""
+        parts = [self.way.slow, self.way.fast] if self.way else []
+        found = [self.mesh, *(part for part in parts if part is not None and part is not self.mesh)]
+        return [mesh for mesh in found if isinstance(mesh.choose, Plans)]
+
+    def go_on(self) -> None:
+        """Measure one piece more of what is to be known of the links, and go by it. All ranks must call this."""
+        # In the lane, where it cannot overtake an exchange that is under way.
+        self.mesh.lane.run(self.probe.go_on)
+        profile = self.probe.profile
+        for mesh in self.meshes if profile else ():
+            mesh.choose.learn(known_of(profile, mesh.lane.device, self.synchronous).along(mesh.topology))
+        if not self.probe.missing:
+            self.known.profile, self.probe = profile, None
+
+
 def planned_mesh(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     device: torch.device,
-    traffic: Traffic | None = None,
     known: Findings | None = None,
     largest: Callable[[list[float]], list[float]] = list,
-) -> tuple[Mesh, SlowWay | None]:
+    at_once: bool = True,
+) -> Planned:
     """A mesh over a group that runs by the plan of the settings, or else chooses one for each size; and its slow axes.
 
     Every rank of the group must call this. With a profile in the settings the planner's choice stands; otherwise the
-    links are probed here, and choices are to be confirmed by trials. Either way all ranks choose the same. Slow axes
-    are told apart where the mode of the settings approximates; their exchanges go by plans of their own.
+    links are probed, and choices are to be confirmed by trials. Either way all ranks choose the same.
 
     Args:
         group: the ranks.
         config: the settings.
         device: where messages lie.
-        traffic: where to count what moves; an account of its own when not given.
         known: what was found of the machine before, such as its links, which then are not probed again. What is found
             here is added to it.
         largest: given numbers, the largest of all ranks for each. An axis is slow if it is slow for any of them: beside
             a ring there are other groups, which must code alike.
+        at_once: whether links are probed now; else somebody does it later. Then everything is flat at first, and only
+            what settles slow axes is measured now.
     """
     if config.plan:
         check_fits(config.plan, device, "--cocodiff_a2a")
     plans = [config.plan] if config.plan else candidates(config.topology)
     timeout = timedelta(seconds=config.timeout) if config.timeout else None
-    mesh = Mesh.over(group, config.topology, plans, traffic, timeout, device)
-    known = known or Findings({})
+    mesh = Mesh.over(group, config.topology, plans, timeout=timeout, device=device)
+    known, probe = known or Findings({}), None
     if config.profile is None and known.profile is None and _asks(config):
         every = mesh if config.plan is None else Mesh.over(group, config.topology, timeout=timeout, device=device)
-        known.profile = probe.measure(every, group, device)
-    profile = config.profile or known.profile
+        probe = Probe(every, group, device, known.samples, ROUNDS if at_once else FEW_ROUNDS)
+        probed = _probed(probe, config, at_once)
+        known.profile = None if probe.missing else probed
+        probe = probe if probe.missing else None
+    profile = config.profile or known.profile or (probe and probe.profile)
     profile = profile and known_of(profile, device, config.synchronous)
 
     def choosing(mesh: Mesh) -> Mesh:
-        if profile is None:
+        if config.profile:
+            chosen = Plans(mesh.topology, profile.along(mesh.topology), is_tried=False)
+        elif _asks(config):
+            along = profile and profile.along(mesh.topology)
+            chosen = Plans(mesh.topology, along, known.plans_of(mesh.topology))
+        else:
             return mesh
-        part = profile.along(mesh.topology)
-        chosen = Plans(part, is_tried=False) if config.profile else Plans(part, known.plans_of(mesh.topology))
         return replace(mesh, choose=chosen, traced=chosen.table())
 
     def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
@@ -142,8 +201,17 @@ def planned_mesh(
         mesh = choosing(mesh)
     mesh = replace(mesh, ahead=sends_ahead(profile, mesh.choose, config.synchronous))
     if config.mode == EXACT:
-        return mesh, None
-    return mesh, SlowWay.over(group, mesh, config.slow_axes or _slow_axes(profile, largest), part)
+        return Planned(mesh, None, probe, known, config.synchronous)
+    slow = config.slow_axes or _slow_axes(profile, largest)
+    return Planned(mesh, SlowWay.over(group, mesh, slow, part), probe, known, config.synchronous)
+
+
+def _probed(probe: Probe, config: CocoDiffConfig, at_once: bool) -> Profile | None:
+    """What is known of the links when all is measured that must be: for slow axes, speeds."""
+    needs_slow_axes = config.mode != EXACT and config.slow_axes is None
+    while probe.missing and (at_once or (needs_slow_axes and probe.profile is None)):
+        probe.go_on()
+    return probe.profile
 
 
 def _asks(config: CocoDiffConfig) -> bool:

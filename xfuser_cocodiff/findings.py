@@ -18,7 +18,7 @@ from xfuser_cocodiff import roll_call
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.schedule import Schedule
-from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.topology import FLAT, Topology
 
 _SCHEMA = 1
 
@@ -30,6 +30,8 @@ class Findings:
     machine: dict[str, Any]
     """What it was found on, as JSON values: versions, topology and what each rank says of itself."""
     profile: Profile | None = None
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Pieces of a probe, where it is not complete."""
     plans: dict[str, dict[int, Plan]] = field(default_factory=dict)
     """By topology, which may be that of some axes, and by size."""
     schedules: dict[str, Schedule] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Findings:
             "schema": _SCHEMA,
             "machine": self.machine,
             "profile": self.profile and self.profile.to_json(),
+            "samples": {} if self.profile else self.samples,
             "plans": {
                 name: {str(size): str(plan) for size, plan in found.items()} for name, found in self.plans.items()
             },
@@ -64,8 +67,8 @@ class Findings:
             if values["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
-            sizes = {name: Topology.parse(name, profile.topology.size) for name in values["plans"] if name == "flat"}
-            topologies = {name: sizes.get(name) or Topology.parse(name) for name in values["plans"]}
+            ranks = len(values["machine"].get("ranks", [])) or None
+            topologies = {name: Topology.parse(name, ranks if name == FLAT else None) for name in values["plans"]}
             plans = {
                 name: {int(size): Plan.parse(plan, topologies[name]) for size, plan in found.items()}
                 for name, found in values["plans"].items()
@@ -73,7 +76,10 @@ class Findings:
             schedules = {
                 kind: Schedule(bool(v_first), int(groups)) for kind, (v_first, groups) in values["schedules"].items()
             }
-            return cls(values["machine"], profile, plans, schedules)
+            samples = {
+                name: tuple(found) if isinstance(found, list) else found for name, found in values["samples"].items()
+            }
+            return cls(values["machine"], profile, samples, plans, schedules)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not what was found of a machine: {type(error).__name__} {error}") from None
 

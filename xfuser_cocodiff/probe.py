@@ -1,14 +1,14 @@
-"""The probe: measures what the planner needs to know of the links of a mesh, in well under a second.
+"""The probe: measures what the planner needs to know of the links of a mesh.
 
 Every figure is taken while all ranks communicate, since that is what an all-to-all does, and is that of the slowest
-rank; all ranks of the group end up with the same profile.
+rank; all ranks of the group end up with the same profile. It comes in pieces, of which each takes a tenth of a second
+or two on slow links, so that a run can take them one after the other.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,118 +18,147 @@ from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan, Stage
 from xfuser_cocodiff.planner import stage_cost
 from xfuser_cocodiff.profile import AxisLink, Profile
-from xfuser_cocodiff.stopwatch import race
+from xfuser_cocodiff.stopwatch import pace
 from xfuser_cocodiff.topology import Axis
 from xfuser_cocodiff.traffic import Label, Traffic
 
 _PEER_BYTES = 64
 """Sent to each peer to see what a collective costs when there is next to nothing to send."""
-_FIRST_BYTES, _LAST_BYTES, _GROWTH = 2**14, 2**26, 4
+_FIRST_BYTES, _LAST_BYTES, _GROWTH = 2**15, 2**26, 4
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
-_SMALL_CALLS, _ROUNDS = 3, 3
+_SMALL_CALLS, ROUNDS = 3, 3
 _LABEL = Label("probe")
 _SQUARE = 512
 """Side of the matrices that are multiplied while a message travels."""
-
-
 _CODEC = Codec(bits=2)
+_CODED_TOKENS = {"cpu": 2**11}
+"""Of 128 values that the codec is timed by: about a layer's. On an accelerator fewer would show what it costs to launch
+its kernels, which is hidden there while the host is ahead."""
+_MANY_TOKENS, _MANY_CALLS = 2**18, 8
+"""The same on accelerators, and calls that the host makes before it waits."""
+COPY, CODEC, OVERLAP, DIRECT = "copy", "codec", "overlap", "direct "
+"""Names of pieces; those of stages are their axes, with another one of direct sends for each."""
 
-
-@dataclass(frozen=True)
-class _Sample:
-    """One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
-
-    small: float
-    more_bytes: int
-    more_seconds: float
+Sample = tuple[float, int, float]
+"""One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
 
 
 def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profile:
-    """Measure the profile of a mesh. Every rank of the group must call this.
+    """Measure the profile of a mesh, all of it. Every rank of the group must call this.
 
     Args:
         mesh: made over `group`, with a group for every axis of its topology and for all of them.
         group: all ranks of the mesh.
         device: where the tensors of the all-to-alls lie.
     """
-    probe = _Probe(dataclasses.replace(mesh, traffic=Traffic()), group, device)
-    profile = _profile(probe, direct=False)
-    if device.type == "cpu":
-        # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
-        return dataclasses.replace(profile, direct=_profile(probe, direct=True))
-    # What overlaps on a CPU, layers find out by trying; on an accelerator the host does not see how long they take.
-    return dataclasses.replace(profile, overlap=probe.overlap() if mesh.topology.levels else None)
+    probe = Probe(mesh, group, device)
+    while probe.missing:
+        probe.go_on()
+    return probe.profile
 
 
-def _profile(probe: "_Probe", direct: bool) -> Profile:
-    topology = probe.mesh.topology
-    axes = [probe.sample((dim,), direct) if axis.size > 1 else None for dim, axis in enumerate(topology.axes)]
-    flat = Plan.flat(topology).stages[0]
-    whole = probe.sample(flat, direct) if len(flat) > 1 else None
-    launch = _launch_seconds(topology.shape, axes, whole)
-    links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
-    profile = Profile(topology, links, launch, probe.copy_speed(), probe.codec_speed())
-    if whole is None:
-        return profile
-    expected = stage_cost(profile, flat, whole.more_bytes).wire
-    return dataclasses.replace(profile, contention=whole.more_seconds / expected)
+class Probe:
+    """The probe of a mesh, piece by piece. All ranks must call its methods alike.
 
-
-def _link(axis: Axis, sample: _Sample | None, launch: float) -> AxisLink:
-    if sample is None:  # nobody to send to
-        return AxisLink(axis.name, 0.0, 1.0)
-    peers = axis.size - 1
-    return AxisLink(
-        axis.name,
-        latency_seconds=(sample.small - launch) / peers,
-        bytes_per_second=sample.more_bytes * peers / axis.size / sample.more_seconds,
-    )
-
-
-def _launch_seconds(shape: tuple[int, ...], axes: list[_Sample | None], whole: _Sample | None) -> float:
-    """Solve small messages for what a collective costs beside its peers.
-
-    An axis of size s costs launch + (s - 1) latency. The flat collective costs launch once and each latency as often as
-    there are peers that differ on that axis first; everything but the launch is measured.
+    Args:
+        mesh: made over `group`, with a group for every axis of its topology and for all of them.
+        group: all ranks of the mesh.
+        device: where the tensors of the all-to-alls lie.
+        found: pieces that are known already; further ones are added to it.
+        rounds: how often a figure is taken; the fastest counts.
     """
-    if whole is None:
-        return 0.0  # one axis: nothing tells launch and latency apart, and no plan depends on it
-    inner, weights, weighted = 1, 0, 0.0
-    for size, sample in zip(reversed(shape), reversed(axes), strict=True):
-        if sample is not None:
-            weights, weighted = weights + inner, weighted + inner * sample.small
-        inner *= size
-    cheapest = min(sample.small for sample in axes if sample is not None)
-    return min(max((weighted - whole.small) / (weights - 1), 0.0), 0.9 * cheapest)
 
+    def __init__(
+        self,
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        found: dict[str, Sample | float] | None = None,
+        rounds: int = ROUNDS,
+    ) -> None:
+        self.mesh, self.group, self.device = dataclasses.replace(mesh, traffic=Traffic()), group, device
+        self.found = {} if found is None else found
+        self._rounds = rounds
+        self._stages = self._all_stages()
 
-class _Probe:
-    """Takes times on all ranks and lets them agree on the slowest."""
+    def _all_stages(self) -> dict[str, Stage]:
+        """The stages to measure, by name: each axis along which anything moves, and all of them."""
+        topology = self.mesh.topology
+        stages: dict[str, Stage] = {axis.name: (dim,) for dim, axis in enumerate(topology.axes) if axis.size > 1}
+        flat = Plan.flat(topology).stages[0]
+        return {**stages, "+".join(stages): flat} if len(flat) > 1 else stages
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.mesh, self.group, self.device = mesh, group, device
+    @property
+    def missing(self) -> list[str]:
+        """Pieces that are not known yet, those that a profile cannot do without first."""
+        pieces = [*self._stages, COPY, CODEC]
+        if self.device.type == "cpu":
+            # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
+            pieces += [DIRECT + name for name in self._stages]
+        elif self._stages:
+            # What overlaps on a CPU, layers find out by trying; on an accelerator the host does not see how long.
+            pieces.append(OVERLAP)
+        return [piece for piece in pieces if piece not in self.found]
 
-    def sample(self, stage: Stage, direct: bool) -> _Sample:
+    def go_on(self) -> None:
+        """Measure the next piece."""
+        piece = self.missing[0]
+        others = {COPY: self._copy_speed, CODEC: self._codec_speed, OVERLAP: self.overlap}
+        if piece in others:
+            self.found[piece] = others[piece]()
+        else:
+            self.found[piece] = self._sample(self._stages[piece.removeprefix(DIRECT)], piece.startswith(DIRECT))
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the pieces so far say of the machine; None where they are too few. The planner counts on direct sends
+        only when all is known."""
+        if any(piece not in self.found for piece in (*self._stages, COPY, CODEC)):
+            return None
+        profile = dataclasses.replace(self._profile(""), overlap=self.found.get(OVERLAP))
+        if self.missing or self.device.type != "cpu":
+            return profile
+        return dataclasses.replace(profile, direct=self._profile(DIRECT))
+
+    def _profile(self, kind: str) -> Profile:
+        topology = self.mesh.topology
+        axes = [self.found.get(kind + axis.name) for axis in topology.axes]
+        flat = Plan.flat(topology).stages[0]
+        whole = self.found[kind + "+".join(self._axis_names)] if len(flat) > 1 else None
+        launch = _launch_seconds(topology.shape, axes, whole)
+        links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
+        profile = Profile(topology, links, launch, self.found[COPY], self.found[CODEC])
+        if whole is None:
+            return profile
+        _, more_bytes, more_seconds = whole
+        return dataclasses.replace(profile, contention=more_seconds / stage_cost(profile, flat, more_bytes).wire)
+
+    @property
+    def _axis_names(self) -> list[str]:
+        return [axis.name for axis in self.mesh.topology.axes if axis.size > 1]
+
+    def _sample(self, stage: Stage, direct: bool) -> Sample:
         """Small messages, then larger ones until they take long enough to show the bandwidth."""
         size = self.mesh.topology.size
         small = self._seconds(stage, direct, _PEER_BYTES * size, _SMALL_CALLS)
         message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
         while (taken := self._seconds(stage, direct, message, 1)) < enough and message < _LAST_BYTES:
             message *= _GROWTH
-        more = message - _PEER_BYTES * size
-        return _Sample(small, more, max(taken - small, 1e-9))
+        return small, message - _PEER_BYTES * size, max(taken - small, 1e-9)
 
-    def copy_speed(self) -> float:
+    def _copy_speed(self) -> float:
         """Bytes per second at which a message is reordered between two stages."""
         size = self.mesh.topology.size
         buffer = torch.empty(size, size, 2**20 // size**2, dtype=torch.uint8, device=self.device).transpose(0, 1)
         return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
 
-    def codec_speed(self) -> float:
+    def _codec_speed(self) -> float:
         """Bytes of values per second that go through a codec: coded here, and others decoded."""
-        values = torch.randn(1, 1, 1, 2**11, 2**7, device=self.device)
+        many = self.device.type not in _CODED_TOKENS
+        tokens = _CODED_TOKENS.get(self.device.type, _MANY_TOKENS)
+        values = torch.randn(1, 1, 1, tokens, 2**7, device=self.device).to(torch.bfloat16 if many else torch.float32)
         target = torch.empty_like(values)
         sent, received = Reference(), Reference()
         for reference in (sent, received):
@@ -138,7 +167,7 @@ class _Probe:
         def code() -> None:
             decode(encode(values, sent, _CODEC, None)[0], received, _CODEC, None, target)
 
-        return values.nbytes / self._taken(code, 1)
+        return values.nbytes / self._taken(code, _MANY_CALLS if many else 1)
 
     def overlap(self) -> float:
         """Share of an exchange that hides behind computation: both at once against each alone.
@@ -148,7 +177,7 @@ class _Probe:
         """
         topology = self.mesh.topology
         plan = Plan.hierarchical(topology)
-        share = self.sample(Plan.flat(topology).stages[0], False).more_bytes // topology.size
+        share = self._sample(Plan.flat(topology).stages[0], False)[1] // topology.size
         message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=self.device)
         square = torch.randn(_SQUARE, _SQUARE, device=self.device)
 
@@ -175,6 +204,33 @@ class _Probe:
         return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls)
 
     def _taken(self, work: Callable[[], object], calls: int) -> float:
-        race([work], 1, 1, self.group, self.device)  # opens connections and allocates
         # The fastest: what others take longer is the time of something else on the machine.
-        return min(race([work], calls, _ROUNDS, self.group, self.device)[0])
+        return min(pace(work, calls, self._rounds, self.group, self.device))
+
+
+def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:
+    if sample is None:  # nobody to send to
+        return AxisLink(axis.name, 0.0, 1.0)
+    (small, more_bytes, more_seconds), peers = sample, axis.size - 1
+    return AxisLink(
+        axis.name,
+        latency_seconds=(small - launch) / peers,
+        bytes_per_second=more_bytes * peers / axis.size / more_seconds,
+    )
+
+
+def _launch_seconds(shape: tuple[int, ...], axes: list[Sample | None], whole: Sample | None) -> float:
+    """Solve small messages for what a collective costs beside its peers.
+
+    An axis of size s costs launch + (s - 1) latency. The flat collective costs launch once and each latency as often as
+    there are peers that differ on that axis first; everything but the launch is measured.
+    """
+    if whole is None:
+        return 0.0  # one axis: nothing tells launch and latency apart, and no plan depends on it
+    inner, weights, weighted = 1, 0, 0.0
+    for size, sample in zip(reversed(shape), reversed(axes), strict=True):
+        if sample is not None:
+            weights, weighted = weights + inner, weighted + inner * sample[0]
+        inner *= size
+    cheapest = min(sample[0] for sample in axes if sample is not None)
+    return min(max((weighted - whole[0]) / (weights - 1), 0.0), 0.9 * cheapest)

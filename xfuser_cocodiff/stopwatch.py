@@ -38,6 +38,33 @@ def race(
     return _of_all(times.to(device), group).amax(0).tolist()
 
 
+def pace(
+    work: Callable[[], object], calls: int, rounds: int, group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
+    """Seconds of one call of a piece of work, per round, on the slowest rank; the same on every rank.
+
+    One call before the rounds is not timed: it opens connections, allocates, and brings those ranks together that the
+    work is shared by. That costs less than :func:`race`, whose works are told apart more surely.
+
+    Args:
+        work: what every rank of the group does; it waits for what it starts.
+        calls: in a row.
+        rounds: how often they are timed.
+        group: the ranks.
+        device: where they work.
+    """
+    times = torch.empty(rounds, dtype=torch.float64)
+    work()
+    _synchronize(device)
+    for turn in range(rounds):
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _synchronize(device)
+        times[turn] = (time.perf_counter() - started) / calls
+    return _of_all(times.to(device), group).amax(0).tolist()
+
+
 def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:
     _of_all(torch.zeros(1, device=device), group)
     _synchronize(device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, slowest
-from xfuser_cocodiff.choice import by_trial, check_fits, known_of
+from xfuser_cocodiff.choice import EFFORTS, Plans, check_fits, known_of, tried
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan, candidates
@@ -59,11 +59,15 @@ def measure(
     started = time.perf_counter()
     profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
-    choose = functools.partial(planner.choose, profile) if profile_file else by_trial(mesh, profile, group, device)
+    choose = Plans(topology, profile)
     cluster = links.from_environment()
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
+        choose(tensor.nbytes)
+        if profile_file is None:  # as in a run that has time for it
+            for asked in choose.open:
+                choose.settled[asked] = tried(mesh, choose, asked, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
         contenders = {str(plan): plan for plan in plans or fixed_plans(topology, profile)} | {"auto": chosen}
         works = {"stock": functools.partial(stock, tensor)}

@@ -10,18 +10,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.choice import Planned
 from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.exchange import send_to_heads
-from xfuser_cocodiff.findings import Findings
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.options import AUTO, RECORD_VARIABLE
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.schedule import Schedule, Trial
-from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.traffic import Label, Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit.layers import Kind, Layer, Layers
@@ -37,12 +36,10 @@ class Engine:
     config: CocoDiffConfig | None = None
     mesh: Mesh | None = None
     """None where stock xDiT's exchanges run, and where one rank stands for many."""
-    way: SlowWay | None = None
-    """Its slow axes; None where none is, and in exact mode."""
+    planned: Planned | None = None
+    """What the mesh goes by."""
     runtime: Runtime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
-    findings: Findings | None = None
-    """What is known of the machine."""
     overlap: Overlap = field(default_factory=Overlap)
     """What is fixed of how exchanges overlap with computation."""
     layers: Layers = field(init=False)
@@ -56,9 +53,8 @@ class Engine:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts)
         self.traffic = self.mesh.traffic if self.mesh else Traffic(timed=bool(os.environ.get(RECORD_VARIABLE)))
         if self.mesh:
-            parts = [self.way.slow, self.way.fast] if self.way else []
-            meshes = [self.mesh, *(part for part in parts if part is not None and part is not self.mesh)]
-            self.trials = Trials(meshes, self._schedules, self.mean, compute_device(), self._keep)
+            self.planned = self.planned or Planned(self.mesh, None)
+            self.trials = Trials(self.planned, self._schedules, self.mean, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -81,24 +77,24 @@ class Engine:
     def known_schedule(self, kind: Kind) -> Schedule | None:
         """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
         rank."""
-        if self.findings is None or self.overlap != Overlap():
+        if self.planned.known is None or self.overlap != Overlap():
             return None
-        found = self.findings.schedules.get(self._name(kind))
+        found = self.planned.known.schedules.get(self._name(kind))
         return found if found and (kind.ready or not found.v_first) else None
 
     def _name(self, kind: Kind) -> str:
         """Of a kind, with what its schedule depends on beside the layer."""
         return f"{self.config.mode} {self.config.schedule or ''} {self.config.plan or AUTO} {kind.signature}"
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Something was found: keep it for the next process. One rank of each group does."""
-        if self.findings is None:
+        if self.planned.known is None:
             return
         kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
         if self.overlap == Overlap():
-            self.findings.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
+            self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
         try:
-            self.findings.keep()
+            self.planned.known.keep()
         except OSError as error:
             note(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
 

@@ -97,23 +97,29 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
             "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
             "in one group, and everything travels exactly"
         )
-    return engine_over(group, config)
+    # A graph has the plans that are known when it is traced, and an accelerator asks the planner what overlaps.
+    at_once = engine_config.runtime_config.use_torch_compile or compute_device().type != "cpu"
+    return engine_over(group, config, at_once=at_once)
 
 
-def engine_over(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
+def engine_over(
+    group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None, at_once: bool = True
+) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
 
     Args:
         group: a Ulysses group.
         config: the settings.
         known: what was found of the machine; when not given, what the settings' folder keeps.
+        at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
+            time for it.
     """
     if known is None and config.cache:
         known = findings.shared(group, _versions(config, group), _rank(), config.cache)
-    known = known or Findings({})
     largest = functools.partial(reduced, operation="max")
-    mesh, way = planned_mesh(group, config, compute_device(), known=known, largest=largest)
-    engine = Engine(config, mesh, way, findings=known, overlap=config.overlap)
+    planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
+    engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
+    engine.keep()
     engine.runtime = _runtime_over(engine)
     return engine
 
@@ -138,7 +144,7 @@ def _rank() -> dict[str, Any]:
 
 def _runtime_over(engine: Engine) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config, way = engine.config, engine.way
+    config, way = engine.config, engine.planned.way
     if config.mode == EXACT:
         return None
     if way is None:

@@ -6,11 +6,12 @@ ranks that share a sequence, in one message; what they have found is kept for th
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 
 import torch
 
-from xfuser_cocodiff.choice import EFFORTS, Plans, trial_seconds, tried
+from xfuser_cocodiff.choice import EFFORTS, Planned, trial_seconds, tried
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.schedule import Allowance, Trial
@@ -25,7 +26,7 @@ class Trials:
     """What is tried in one engine. All ranks must call its methods alike.
 
     Args:
-        meshes: whose plans are tried.
+        planned: whose plans are tried, and whose links are probed if they are not known yet.
         schedules: the trials of schedules that there are by now, in an order that is the same on every rank.
         mean: given numbers, the mean of all ranks for each.
         device: where messages lie.
@@ -34,13 +35,13 @@ class Trials:
 
     def __init__(
         self,
-        meshes: list[Mesh],
+        planned: Planned,
         schedules: Callable[[], list[Trial]],
         mean: Callable[[list[float]], list[float]],
         device: torch.device,
         found: Callable[[], None] = lambda: None,
     ) -> None:
-        self._meshes = [mesh for mesh in meshes if isinstance(mesh.choose, Plans)]
+        self._planned = planned
         self._schedules, self._mean, self._device, self._found = schedules, mean, device, found
         self.allowance = Allowance()
         self._clock = time.perf_counter()
@@ -53,13 +54,12 @@ class Trials:
     @property
     def _open_plans(self) -> list[tuple[Mesh, int]]:
         """Meshes and sizes, of which a plan may still be tried."""
-        return [(mesh, size) for mesh in self._meshes for size in mesh.choose.open]
+        return [(mesh, size) for mesh in self._planned.meshes for size in mesh.choose.open]
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing to find any more of the layers and sizes that were met."""
-        trials = self._schedules()
-        return bool(trials) and not self._open and not self._open_plans
+        """Whether there is nothing to find any more of the links, and of the layers and sizes that were met."""
+        return bool(self._schedules()) and not (self._open or self._planned.probe or self._open_plans)
 
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
@@ -73,10 +73,13 @@ class Trials:
     def end_step(self) -> None:
         """A step is over."""
         trials, plans = self._open, self._open_plans[:_CHOICES]
-        if trials or plans:
+        if trials or plans or self._planned.probe:
             estimates = self._agree(trials, plans)
-            if not self._open:
-                self._try_a_plan(plans, estimates)
+            if not self._open and self.allowance.left > 0:
+                if self._planned.probe:
+                    self._time(self._planned.go_on)
+                else:
+                    self._try_a_plan(plans, estimates)
             if len(self._open) < len(trials):
                 self._found()
         self._clock = time.perf_counter()
@@ -105,15 +108,19 @@ class Trials:
             efforts = zip(EFFORTS, seconds, strict=True)
             effort = next((effort for effort, needed in efforts if needed <= self.allowance.left), None)
             if effort:
-                self._try(mesh, size, effort)
+                self._time(partial(self._try, mesh, size, effort))
                 return
             if self.allowance.whole is not None and min(seconds) > self.allowance.whole:
                 mesh.choose.leave(size)
 
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
-        began, plans = time.perf_counter(), mesh.choose
-        group = mesh.groups[Plan.flat(mesh.topology).stages[0]]
+        plans, group = mesh.choose, mesh.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
         plans.settled[size] = mesh.lane.run(lambda: tried(mesh, plans, size, effort, group, self._device))
+
+    def _time(self, work: Callable[[], None]) -> None:
+        """Do what finds something, and count its time."""
+        began = time.perf_counter()
+        work()
         self._own_seconds += time.perf_counter() - began
         self._found()
