@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import flags, platform, recorder, ring, ring_attention, run_clock, sites, used, usp
+from xfuser_cocodiff.xdit import flags, lost, platform, recorder, ring, ring_attention, run_clock, sites, used, usp
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -56,6 +56,7 @@ def table() -> list[Patch]:
         *ring.patches(),
         *sites.patches(),
         *usp.patches(),
+        *lost.patches(),
         *used.patches(),
         *run_clock.patches([usp.Steps(), *recorders]),
         *(row for each in recorders for row in recorder.patches(each)),
