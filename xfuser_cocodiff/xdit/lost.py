@@ -1,5 +1,5 @@
-"""xDiT's own collectives, in which a rank may be lost as well as in the plugin's: where the plugin is in use, the others
-name it there too."""
+"""xDiT's own collectives, in which a rank may be lost as well as in the plugin's: where the plugin is in use, the
+others name it there too."""
 
 import functools
 from collections.abc import Callable
