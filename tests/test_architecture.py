@@ -8,19 +8,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
 LAYERS = (
     *("topology", "launcher", "plan", "profile", "planner", "quantise", "kernels", "codec", "modes", "memory"),
-    *(
-        "placement",
-        "options",
-        "config",
-        "effect",
-        "traffic",
-        "roll_call",
-        "lane",
-        "collectives",
-        "slow_way",
-        "part",
-        "coding",
-    ),
+    *("placement", "options", "config", "effect", "traffic", "roll_call", "lane", "collectives"),
+    *("slow_way", "part", "coding"),
     *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "probe", "choice"),
     *("xdit", "models", "bench", "cli"),
 )

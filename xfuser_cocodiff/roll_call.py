@@ -11,7 +11,6 @@ Python. There the listener is told of exchanges, and calls the roll for one that
 import atexit
 import collections
 import contextlib
-import itertools
 import logging
 import re
 import threading
@@ -95,6 +94,7 @@ class _Expected(NamedTuple):
 
 _expected: collections.deque[_Expected] = collections.deque(maxlen=10_000)
 """Those that may not be done yet, oldest first."""
+_expecting = threading.Lock()
 
 
 def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
@@ -111,18 +111,20 @@ def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], st
     """
     if not is_attended():
         return
-    while _expected and _expected[0].is_done():
-        _expected.popleft()
     seconds = max(timeout - 2 * PATIENCE_SECONDS, timeout / 2)
-    _expected.append(_Expected(is_done, time.monotonic() + seconds, group, stage, seconds))
+    with _expecting:
+        while _expected and _expected[0].is_done():
+            _expected.popleft()
+        _expected.append(_Expected(is_done, time.monotonic() + seconds, group, stage, seconds))
 
 
 def _overdue() -> _Expected | None:
     """An exchange that should have ended by now, and has not."""
-    while _expected and _expected[0].deadline < time.monotonic():
-        first = _expected.popleft()
-        if not first.is_done():
-            return first
+    with _expecting:
+        while _expected and _expected[0].deadline < time.monotonic():
+            first = _expected.popleft()
+            if not first.is_done():
+                return first
     return None
 
 
@@ -162,8 +164,9 @@ def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | No
 
 def _now() -> str:
     """What this rank communicates in, on its host or on its device."""
-    under_way = (each.stage for each in list(_expected) if not each.is_done())
-    return ", ".join([*list(_stages.values()), *itertools.islice(under_way, 1)])
+    with _expecting:
+        under_way = next((each.stage for each in _expected if not each.is_done()), None)
+    return ", ".join([*list(_stages.values()), *([under_way] if under_way else [])])
 
 
 def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
