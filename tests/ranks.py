@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -36,10 +37,19 @@ def run(
 
 
 def outcomes(
-    case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None, anew: bool = False
+    case: Callable,
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    anew: bool = False,
+    hosted: bool = False,
 ) -> list[Any]:
-    """As :func:`run`, with the exceptions of ranks in the place of their results."""
+    """As :func:`run`, with the exceptions of ranks in the place of their results.
+
+    Ranks that are `hosted` meet at a store inside rank 0, which goes with it, as mpiexec and the like have it.
+    """
     context = multiprocessing.get_context("spawn") if anew else _context
+    env = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if hosted else env
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
@@ -56,6 +66,12 @@ def outcomes(
         found = [_read(*pair) for pair in zip(results, processes, strict=True)]
         assert len(hanging) < world_size, f"all {world_size} ranks were still waiting after {TIMEOUT} s"
         return found
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _wait(processes: list, results: list[Path]) -> None:
@@ -80,7 +96,8 @@ def _read(file: Path, process: Any) -> Any:
 def _rank(case: Callable, rank: int, world_size: int, folder: str, env: dict[str, str], args: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    place = "env://" if "MASTER_PORT" in env else f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world_size)
     try:
         result = case(rank, *args)
         # A rank that leaves closes connections that others may still read from.

@@ -1,7 +1,10 @@
 """How the plugin gets into xDiT and out again; each case in a fresh interpreter, as it depends on import order."""
 
+import ast
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +18,7 @@ from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
 # Where the plugin stays out, something else must make xDiT importable on a machine without an accelerator.
 STOCK = {"PYTHONPATH": str(Path(__file__).parent / "stock")}
+ROOT = str(Path(__file__).parent.parent)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -110,7 +114,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
         COCODIFF_DISABLE="1",
         **STOCK,
     )
-    assert states == [["applied"], True, True, [], None]
+    assert states == [["applied", "used"], True, True, [], None]
 
 
 def test_install_again_after_uninstall() -> None:
@@ -158,6 +162,33 @@ def test_a_moved_symbol_keeps_the_whole_table_out() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "xfuser.model_executor.layers.usp._gone does not exist" in done.stderr
+
+
+def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> None:
+    """Found when the plugin is installed, though it is only called in the middle of a run."""
+    release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
+    shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "xfuser/model_executor/layers/usp.py"
+    file.write_text(file.read_text().replace("_has_kv_cache", "_holds_kv_cache"))
+    done = python(
+        "import xfuser_cocodiff; assert not xfuser_cocodiff.install()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "xfuser.model_executor.layers.usp._has_kv_cache does not exist" in done.stderr
+
+
+def test_every_private_function_of_usp_that_is_called_is_a_row() -> None:
+    rows = {row.symbol for row in activation.table() if row.module == "xfuser.model_executor.layers.usp"}
+    files = Path(activation.__file__).parent.glob("*.py")
+    called = {
+        node.attr
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "usp"
+        if node.attr not in ("patches", "layers", "follow", "make_layers", "Steps")
+    }
+    assert "_has_kv_cache" in called
+    assert called - rows <= {"_sdpa_all_to_all_single"}  # which has a row where it is watched
 
 
 def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
@@ -271,4 +302,4 @@ def test_the_entry_point_that_xdit_calls(
 
 
 def test_the_table_fits_the_installed_xdit() -> None:
-    assert [state for state in activation.states() if state.state not in ("applied", "ready")] == []
+    assert [state for state in activation.states() if state.state not in ("applied", "ready", "used")] == []

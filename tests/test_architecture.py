@@ -7,8 +7,21 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "xfuser_cocodiff"
 LAYERS = (
-    *("topology", "launcher", "plan", "profile", "planner", "quantise", "kernels", "codec", "modes", "memory"),
-    *("placement", "options", "config", "traffic", "roll_call", "lane", "collectives", "slow_way", "part", "coding"),
+    *(
+        "device",
+        "topology",
+        "launcher",
+        "plan",
+        "profile",
+        "planner",
+        "quantise",
+        "kernels",
+        "codec",
+        "modes",
+        "memory",
+    ),
+    *("placement", "options", "config", "effect", "traffic", "roll_call", "lane", "collectives"),
+    *("slow_way", "part", "coding"),
     *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "findings", "probe", "choice"),
     *("xdit", "models", "bench", "cli"),
 )

@@ -35,11 +35,25 @@ def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
     line = ["--ulysses_degree=2", "--use-cocodiff", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
     stock, exact = compare.contend(line, environment, tmp_path, 5)
     assert (stock.name, exact.name) == ("stock", "exact")
-    assert stock.environment == {"COCODIFF_A2A": "flat", "HOME": "h"}
-    assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1"}
-    plain = ["--ulysses_degree=2", "--warmup_calls", "3", "--cocodiff_a2a", "flat"]
+    assert stock.environment == {"HOME": "h"}
+    assert exact.environment == {**stock.environment, "COCODIFF_ENABLE": "1", "COCODIFF_A2A": "flat"}
+    plain = ["--ulysses_degree=2", "--warmup_calls", "3"]
     assert stock.arguments == [*plain, "--num_iterations=5", f"--output_directory={tmp_path}/output/stock"]
-    assert exact.arguments[: len(plain) + 2] == [*plain, "--use_cocodiff", "--num_iterations=5"]
+    assert exact.arguments[: len(plain) + 4] == [
+        *plain,
+        "--cocodiff_a2a",
+        "flat",
+        "--use_cocodiff",
+        "--num_iterations=5",
+    ]
+
+
+def test_stock_has_none_of_the_plugins_options_but_shares_the_device() -> None:
+    line = ["a.py", "--cocodiff-share-device", "--cocodiff_mode=fast", "--seed", "1", "--cocodiff-a2a", "flat", "--x"]
+    assert command.of_stock([*line, "--use-cocodiff"]) == ["a.py", "--cocodiff-share-device", "--seed", "1", "--x"]
+    assert command.bearing_on_stock([*line, "--master_port", "1", "--output-directory=o"]) == command.of_stock(line)
+    stock, _ = compare.contend(line, {"COCODIFF_SHARE_DEVICE": "1", "COCODIFF_MODE": "fast"}, Path(), 1)
+    assert stock.environment == {"COCODIFF_SHARE_DEVICE": "1"}
 
 
 SCRIPT = """
@@ -48,12 +62,13 @@ SCRIPT = """
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         (folder / "progress.json").write_text(json.dumps({"run": 1, "step": 1, "total_steps": 1}))
-    if "--hang" in sys.argv:
+    is_plugin = "--use_cocodiff" in sys.argv
+    if "--hang" in sys.argv or is_plugin and "--hang-plugin" in sys.argv:
         time.sleep(600)
-    if "--fail" in sys.argv:
+    if "--fail" in sys.argv or is_plugin and "--fail-plugin" in sys.argv:
         raise ValueError("no such scheduler")
     steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "hidden_seconds": 0.0, "sent_bytes": {"flat": 10}}]
-    digest = "plugin" if "--use_cocodiff" in sys.argv and "--differ" in sys.argv else "stock"
+    digest = "plugin" if is_plugin and "--differ" in sys.argv else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
     time.sleep(0.5)
@@ -168,6 +183,63 @@ def test_stock_is_taken_from_an_earlier_comparison(
     assert "nowhere is no folder of a comparison" in capsys.readouterr().err
 
 
+def test_a_side_that_is_finished_is_kept_when_the_other_fails(script: Callable, tmp_path: Path, capsys) -> None:
+    """It goes on in the same folder, and the side that failed is the one that is launched."""
+    failing, whole = script("--fail-plugin", repeats=2), script(repeats=2)
+    kept = f"stock's side is finished and kept: add --stock {tmp_path / 'out'} to go on with it"
+    assert cli.main(failing) == 2
+    said = capsys.readouterr()
+    assert "the exact 1 launch failed" in said.err
+    assert kept not in said.out  # of its two launches one was made
+    assert cli.main([whole[0], "--stock", str(tmp_path / "out"), *whole[1:]]) == 2
+    assert "is no folder of a comparison whose stock side is finished" in capsys.readouterr().err
+
+    once = script("--fail-plugin")
+    assert cli.main(once) == 2
+    assert kept in capsys.readouterr().out.replace("\n", "")
+    assert not (tmp_path / "out/report.json").exists()
+    assert cli.main([once[0], "--stock", str(tmp_path / "out"), *once[1:]]) == 2
+    said = capsys.readouterr().out
+    assert (said.count("stock 1: started"), said.count("exact 1: started")) == (0, 1)
+    assert kept in said  # and still is
+    # The arguments must be the same, so what made it fail was something else.
+    file = tmp_path / "example.py"
+    file.write_text(file.read_text().replace('"--fail-plugin"', '"--mended"'))
+    assert cli.main([once[0], "--stock", str(tmp_path / "out"), *once[1:]]) == 0
+    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    assert [run["name"] for run in runs] == ["stock", "exact"]
+    assert kept not in capsys.readouterr().out
+
+
+def test_stock_of_other_versions_is_not_taken(script: Callable, tmp_path: Path, capsys) -> None:
+    assert cli.main(script()) == 0
+    file = tmp_path / "out/records/stock.json"
+    manifest = json.loads(file.read_text())
+    manifest["host"]["torch"] = "2.0.0"
+    file.write_text(json.dumps(manifest))
+    line = script()
+    assert cli.main([line[0], "--stock", str(tmp_path / "out"), *line[1:]]) == 2
+    assert "ran with torch 2.0.0; valid here is xfuser 0.7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_side_that_is_finished_is_kept_when_the_other_is_interrupted(
+    script: Callable, tmp_path: Path, how: signal.Signals, status: int
+) -> None:
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command_line = [sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang-plugin")]
+    process = subprocess.Popen(command_line, preexec_fn=heed, stdout=subprocess.PIPE, text=True)
+    progress = tmp_path / "out/records/exact-1/progress.json"
+    while child.read_progress(progress) is None:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(how)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert f"stock's side is finished and kept: add --stock {tmp_path / 'out'} to go on with it" in said
+    assert_nothing_runs(tmp_path)
+
+
 def test_a_failed_launch_is_status_2_and_says_why(script: Callable, capsys) -> None:
     assert cli.main(script("--fail")) == 2
     said = capsys.readouterr().err
@@ -191,6 +263,11 @@ def test_an_interrupt_stops_every_process(script: Callable, tmp_path: Path, how:
         time.sleep(0.1)
     process.send_signal(how)
     assert process.wait(60) == status
+    assert_nothing_runs(tmp_path)
+
+
+def assert_nothing_runs(tmp_path: Path) -> None:
+    """Of what names the folder in its command line."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert str(tmp_path).encode() not in file.read_bytes()

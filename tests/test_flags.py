@@ -77,34 +77,126 @@ def test_settings_reach_every_rank(runner: bool, arguments: list, environment: d
     assert ranks.run(settings_of, 4, arguments, [environment], runner) == [expected] * 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "words"),
-    [
-        (["--cocodiff_topology", "2x3"], {}, ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
-        (["--cocodiff_topology", "rack=2"], {}, ["--cocodiff_topology", "rack", "node, gpu, tile"]),
-        (["--cocodiff_mode", "lossy"], {}, ["--cocodiff_mode", "lossy", "exact"]),
-        (["--cocodiff_a2a", "ring"], {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
-        ([], {"COCODIFF_TOPOLOGY": "2by1"}, ["COCODIFF_TOPOLOGY", "2by1", "flat"]),
-        ([], {"COCODIFF_ENABLE": "si"}, ["COCODIFF_ENABLE", "si", "true"]),
-    ],
-)
-def test_bad_options_fail_alike_on_every_rank(arguments: list, environment: dict, words: list[str]) -> None:
-    enable = [] if "COCODIFF_ENABLE" in environment else ["--use_cocodiff"]
-    results = ranks.outcomes(settings_of, 2, ["--ulysses_degree", "2", *enable, *arguments], [environment], False)
+def start_engine(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> str:
+    """As a script does: settings, and then groups."""
+    from types import SimpleNamespace
+
+    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+
+    os.environ.update(environments[rank % len(environments)])
+    init_distributed_environment(rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    engine_config, _ = parse(arguments, runner=False).create_config()
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
+    return "started"
+
+
+def assert_all_say(results: list, *words: str) -> None:
+    """All ranks raised one ValueError, with these words."""
+    assert all(isinstance(result, ValueError) for result in results), results
     assert len({str(result) for result in results}) == 1
-    assert all(isinstance(result, ValueError) for result in results)
     for word in words:
         assert word in str(results[0])
 
 
-def test_a_rank_that_fails_alone_takes_the_others_along() -> None:
-    arguments = ["--ulysses_degree", "4", "--use_cocodiff"]
-    started = time.monotonic()
-    results = ranks.outcomes(settings_of, 4, arguments, [{}, {}, {"COCODIFF_TOPOLOGY": "3x3"}, {}], False)
-    assert all(isinstance(result, ValueError) for result in results)
-    assert {str(result) for result in results} == {str(results[0])}
-    assert "on rank 2: COCODIFF_TOPOLOGY" in str(results[0])
-    assert time.monotonic() - started < ranks.TIMEOUT  # nobody was left waiting
+ENABLED, BAD = {"COCODIFF_ENABLE": "1"}, {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "ring"}
+
+
+@pytest.mark.parametrize("hosted", [True, False], ids=["rank 0 hosts the store", "nobody does"])
+@pytest.mark.parametrize(
+    ("environments", "words"),
+    [
+        ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"]),
+        ([BAD, ENABLED, ENABLED], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+        ([BAD, {}, {}], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+        ([ENABLED, ENABLED, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+        ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+        ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"]),
+        ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"]),
+        ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE='si' is not valid; valid are 1, true"]),
+        (
+            [ENABLED, {**ENABLED, "COCODIFF_A2A": "flat"}, ENABLED],
+            ["differ between ranks: --cocodiff_a2a: ranks 0, 2: not given; rank 1: 'flat'"],
+        ),
+    ],
+)
+def test_all_ranks_hear_of_what_is_wrong_on_one(environments: list, words: list[str], hosted: bool) -> None:
+    arguments = ["--ulysses_degree", "3"]
+    assert_all_say(ranks.outcomes(start_engine, 3, arguments, environments, hosted=hosted), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cocodiff_topology", "2x3"], ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
+        (["--cocodiff_topology", "rack=2"], ["--cocodiff_topology", "rack", "node, gpu, tile"]),
+        (["--cocodiff_mode", "lossy"], ["--cocodiff_mode", "lossy", "exact"]),
+        (["--cocodiff_a2a", "ring"], ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
+        (
+            ["--cocodiff_kernels", "triton"],
+            ["--cocodiff_kernels: 'triton'", "no driver for 'cpu'", "'auto' and 'torch'"],
+        ),
+    ],
+)
+def test_bad_options_fail_alike_on_every_rank(arguments: list[str], words: list[str]) -> None:
+    environment = {"TRITON_INTERPRET": "0"}
+    arguments = ["--ulysses_degree", "2", "--use_cocodiff", *arguments]
+    assert_all_say(ranks.outcomes(settings_of, 2, arguments, [environment], False), *words)
+
+
+def test_ranks_that_were_told_alike_start() -> None:
+    for environment in ({}, ENABLED):
+        assert ranks.outcomes(start_engine, 2, ["--ulysses_degree", "2"], [environment], hosted=True) == ["started"] * 2
+
+
+def settings_on_rank_0(rank: int, told: bool) -> str:
+    from xfuser_cocodiff.xdit import agreement
+
+    agreement.PATIENCE = None  # who waits fails
+    if rank == 0:
+        return settings_of(rank, ["--ulysses_degree", "2"], [ENABLED if told else {}], False)
+    return "elsewhere"
+
+
+def test_a_rank_that_was_told_nothing_waits_for_nobody() -> None:
+    assert ranks.run(settings_on_rank_0, 2, False) == ["none", "elsewhere"]
+    assert isinstance(ranks.outcomes(settings_on_rank_0, 2, True)[0], TypeError)
+
+
+def once_more_on_rank_0(rank: int) -> str:
+    from xfuser.core.distributed import init_distributed_environment
+
+    init_distributed_environment(rank=rank, world_size=2)  # where all ranks meet too
+    for _ in range(2 if rank == 0 else 1):
+        settings_of(rank, ["--ulysses_degree", "2"], [ENABLED], False)
+    return start_engine(rank, ["--ulysses_degree", "2"], [ENABLED])
+
+
+def test_settings_made_more_often_on_one_rank_are_an_error_everywhere() -> None:
+    """Here a rank makes settings for the third time while the other makes groups."""
+    assert_all_say(
+        ranks.outcomes(once_more_on_rank_0, 2), "equally often", "rank 0: makes settings; rank 1: makes groups"
+    )
+
+
+def nodes_that_differ(rank: int, choice: str) -> str:
+    """One of the nodes has no compiler."""
+    from xfuser_cocodiff import kernels
+    from xfuser_cocodiff.xdit import flags
+
+    warnings: list[str] = []
+    flags.note = warnings.append
+    flags.platform.compute_device = lambda: argparse.Namespace(type="cuda")
+    kernels._can_build = lambda: rank != 1
+    config = flags.settings({"use_cocodiff": True, "cocodiff_kernels": choice}, 2)
+    return f"{config.kernels}|{'|'.join(warnings)}"
+
+
+def test_nodes_that_cannot_all_build_kernels_use_pytorchs() -> None:
+    said = "torch|ranks [1] cannot build Triton's kernels, so all ranks use PyTorch's"
+    assert ranks.run(nodes_that_differ, 2, "auto") == [said] * 2
+    results = ranks.outcomes(nodes_that_differ, 2, "triton")
+    assert_all_say(results, "on rank 1: --cocodiff_kernels: 'triton' is not valid here, since it has no C compiler")
 
 
 def answer_or_stay_silent(rank: int) -> str:
@@ -116,7 +208,7 @@ def answer_or_stay_silent(rank: int) -> str:
     if rank == 1:
         time.sleep(8)
         return "silent"
-    return str(agreement.agree(lambda: {}))
+    return str(agreement.agree(lambda: {"mode": "exact"}))
 
 
 def test_a_rank_that_never_answers_is_named() -> None:
@@ -143,18 +235,20 @@ def test_ranks_that_were_told_different_things_fail_alike() -> None:
     environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
     arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
     for name, one, other in (
-        ("A2A", "flat", "auto"),
+        ("A2A", "flat", "flat*"),
         ("SCHEDULE", "bits=4", "bits=2"),
         ("SLOW_AXES", "node", "gpu"),
         ("MEMORY_BUDGET", "1", "2"),
+        ("HEAD_GROUPS", "1", "2"),
     ):
         told = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
         results = ranks.outcomes(settings_of, 2, arguments, told, False)
-        assert all(isinstance(result, ValueError) for result in results), name
+        flag = f"--cocodiff_{name.lower()}"
+        assert_all_say(results, f"differ between ranks: {flag}: rank 0: ", "; rank 1: ")
+        assert str(results[0]).count("--cocodiff_") == 1
     results = ranks.outcomes(settings_of, 4, [*ULYSSES_4, "--cocodiff_topology", "2x2"], environments, False)
-    assert all(isinstance(result, ValueError) for result in results)
-    assert "differ between ranks" in str(results[0])
-    assert str(results[0]) == str(results[1])
+    plans = "ranks 0, 2: 'flat'; ranks 1, 3: 'hierarchical:"
+    assert_all_say(results, f"--cocodiff_a2a: {plans}")
 
 
 def test_ranks_that_detect_different_machines_stay_flat() -> None:

@@ -49,7 +49,7 @@ def test_changes_leave_the_rest_of_a_mode_as_it_is() -> None:
     ["", "bits", "bits=", "bits=5", "bits=4->3", "cached=2", "cached=0->-1", "score=luck", "warmup=-1", "colour=red"],
 )
 def test_what_is_no_schedule(text: str) -> None:
-    with pytest.raises(ValueError, match="valid are 'warmup="):
+    with pytest.raises(ValueError, match="valid are "):
         CodecSchedule.parse(text, modes.BALANCED)
 
 
@@ -58,3 +58,32 @@ def test_few_steps_get_more_bits(mode: str) -> None:
     few, many = (modes.usual(mode, total).codecs(5, total)["v"] for total in (8, 50))
     assert few.bits * few.share > many.bits * many.share
     assert modes.usual("exact", 50) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("bits=99", "'99' is not valid for bits; valid are 1, 2, 4, 8, or two of them as 4->2"),
+        ("bits=4,bits_o=3", "'3' is not valid for bits_o; valid are 1, 2, 4, 8, or two of them as 4->2"),
+        ("cached=2", "'2' is not valid for cached; valid are shares from 0 to 1, or two of them as 0->0.5"),
+        ("warmup=-1", "'-1' is not valid for warmup; valid are numbers of steps from 0"),
+        ("refresh=often", "'often' is not valid for refresh; valid are numbers of steps from 1, and 0 for never"),
+        ("score=best", "'best' is not valid for score; valid are drift, change, random"),
+        ("predictor=nan", "'nan' is not valid for predictor; valid are shares from 0 to 1"),
+        ("exact=a++b", "'a++b' is not valid for exact; valid are beginnings of layers' names, joined by +"),
+        ("bits=2,bits=4", "names 'bits' twice"),
+        ("bites=2", "names 'bites'; valid are 'warmup=2,"),
+    ],
+)
+def test_errors_say_what_is_valid_for_the_name(changes: str, words: str) -> None:
+    with pytest.raises(ValueError, match="valid") as caught:
+        CodecSchedule.parse(changes, modes.BALANCED)
+    assert words in str(caught.value)
+
+
+def test_names_that_are_no_layers_are_found() -> None:
+    layers = ["blocks.0.attn", "blocks.1.attn", "single_blocks.0.attn"]
+    schedule = CodecSchedule.parse("exact=blocks.0 + nolayer.7+single_blocks.0.attn+blocks.1.att", modes.BALANCED)
+    assert schedule.unmatched(layers) == ["nolayer.7", "blocks.1.att"]
+    assert modes.BALANCED.unmatched(layers) == []
+    assert all(schedule.leaves_out(layer) for layer in (layers[0], layers[2])) and not schedule.leaves_out(layers[1])

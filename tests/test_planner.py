@@ -191,6 +191,21 @@ def test_a_bad_profile_is_refused(spoil, tmp_path: Path) -> None:
         Profile.read(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"rows": []}', "the entry 'profile' is missing"),
+        ("[1, 2]", "the entry 'profile' is missing"),
+        ('{"profile": {"topology": "2x2"}}', "'ranks' is missing"),
+    ],
+)
+def test_what_a_file_lacks_is_named(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        Profile.read(file)
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent.json holds no profile"):
         Profile.read(tmp_path / "absent.json")

@@ -29,6 +29,29 @@ def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
     return record, gallery, first.values
 
 
+def be_alone_beside_another(both: object, answers: object) -> None:
+    import torch.distributed as dist
+    import xfuser.runner  # noqa: F401 (names a port, the same for all, where there is none)
+
+    from xfuser_cocodiff.xdit import solo
+
+    solo.be_alone()
+    both.wait(60)  # each has met itself while the other is there
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    answers.put((dist.get_world_size(), one.item()))
+
+
+def test_two_may_run_at_once() -> None:
+    both, answers = ranks._context.Barrier(2), ranks._context.Queue()
+    processes = [ranks._context.Process(target=be_alone_beside_another, args=(both, answers)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert [answers.get(timeout=60) for _ in processes] == [(1, 1.0)] * 2
+    for process in processes:
+        process.join()
+
+
 @pytest.mark.usefixtures("hub")
 def test_codecs_are_judged_on_the_trained_model(tmp_path: Path, capsys) -> None:
     [(record, gallery, pictures)] = ranks.run(judge, 1)

@@ -173,6 +173,41 @@ def test_codecs_are_told_of(tmp_path: Path) -> None:
     assert (tmp_path / "errors.svg").exists()
 
 
+def test_what_was_coded_or_why_not(tmp_path: Path) -> None:
+    def found(name: str, codecs: list | None, **more: object) -> dict:
+        ranks = [[{**run(step(0.1)), "codecs": codecs, **more}]] * 2
+        side = Outcome.read([leave(tmp_path / name, *ranks)], 1)
+        return figures(side, side, tmp_path)
+
+    fast = found("fast", coded(0.1, sent=20))
+    assert (fast["coded_fraction"], fast["coded_reason"]) == (0.2, None)
+    exact = found("exact", None)
+    assert (exact["coded_fraction"], exact["coded_reason"]) == (None, "everything was to travel exactly")
+    nothing = [{"step": 0, "errors": {}, "was_refresh": True, "sent_bytes": 0, "exact_bytes": 0, "repeated": 0}]
+    compiled = found("compiled", nothing, coded_reason="the transformer is compiled")
+    assert (compiled["coded_fraction"], compiled["coded_reason"]) == (None, "the transformer is compiled")
+    assert found("silent", nothing)["coded_reason"] == "no exchange of a coded layer was seen"
+    named = [
+        {"name": name, "degree": 2, "command": "x", **figures}
+        for name, figures in (("stock", exact), ("fast", compiled))
+    ]
+    assert any("the transformer is compiled" in note for note in report.notes({"runs": named}))
+    named[1] |= {"name": "exact", **exact}
+    assert not any("coded" in note for note in report.notes({"runs": named}))
+
+
+def test_each_side_says_what_a_compiled_graph_hides(tmp_path: Path) -> None:
+    silent = Outcome.read([leave(tmp_path / "silent", *[[run(step(0.1))]] * 2)], 1)
+    seen = Outcome.read([leave(tmp_path / "seen", *[[run(step(0.1, flat=0.01))]] * 2)], 1)
+    for sides, words in (((silent, silent), "Of stock and of exact, "), ((seen, silent), "Of exact, ")):
+        runs = [
+            {"name": name, "degree": 2, "command": "xdit --use_torch_compile", **figures(side, side, tmp_path)}
+            for name, side in zip(("stock", "exact"), sides, strict=True)
+        ]
+        notes = " ".join(report.notes({"runs": runs}))
+        assert words in notes and "they run inside compiled graphs" in notes
+
+
 def test_figures_that_cannot_be_had_are_null(tmp_path: Path) -> None:
     silent = [[run(step(0.1))]] * 2
     stock = Outcome.read([leave(tmp_path / "stock", *silent)], 1)

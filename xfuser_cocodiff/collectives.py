@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import roll_call
+from xfuser_cocodiff.device import is_captured
 from xfuser_cocodiff.lane import CPU, Handle, Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.topology import FLAT, Topology
@@ -183,7 +184,11 @@ class Mesh:
         with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
             outgoing = _on_host(sent) if self.lane.staged else sent
             received = torch.empty_like(outgoing, pin_memory=self.lane.staged and sent.device.type != "cpu")
-            return InFlight(plan, number, outgoing, *begin(outgoing, received, group))
+            flight = InFlight(plan, number, outgoing, *begin(outgoing, received, group))
+        if flight.works and sent.device.type != "cpu" and not self.lane.staged and not is_captured(sent.device):
+            # The host does not wait for it, and the backend would end the process without naming who is missing.
+            roll_call.expect(flight.works[-1].is_completed, group, label, self.timeout.total_seconds())
+        return flight
 
     def _label(self, plan: Plan, number: int) -> str:
         return self.part if self.part and plan.labels[number] == FLAT else plan.labels[number]

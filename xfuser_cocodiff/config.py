@@ -85,13 +85,16 @@ class CocoDiffConfig:
         _check_choice("cocodiff_mode", self.mode, MODES)
 
 
-def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks) -> CocoDiffConfig | None:
+def resolve(
+    values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks, device_type: str = "cuda"
+) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
 
     Args:
         values: option fields as parsed; None or False means not given.
         environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
         ranks: those that share a sequence.
+        device_type: where this rank's tensors lie, as PyTorch names it.
 
     Returns:
         The settings, or None when the plugin is not asked for.
@@ -128,7 +131,7 @@ def resolve(values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ra
         virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
-        kernels=_read(chosen["cocodiff_kernels"], _kernels) or AUTO,
+        kernels=_read(chosen["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
         synchronous=launcher.collectives_block(environment),
         cache=_read(chosen[_CACHE.field], _cache) if chosen[_CACHE.field][0] else cache_folder(environment),
         detected=chosen["cocodiff_topology"][0] is None,
@@ -241,10 +244,10 @@ def _gib(text: str) -> int:
     return int(_positive(text, "GiB above 0, such as 2.5") * GIB)
 
 
-def _kernels(text: str) -> str:
+def _kernels(text: str, device_type: str) -> str:
     if text not in kernels.CHOICES:
         raise ValueError(f"{text!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
-    kernels.resolved(text, "")  # whether it can be had
+    kernels.resolved(text, device_type)  # whether it can be had
     return text
 
 
@@ -264,6 +267,12 @@ def _head_groups(text: str) -> int | None:
     if not (str(text).isdecimal() and int(text) >= 1):
         raise ValueError(f"{text!r} is not valid; valid are {AUTO!r} and numbers from 1")
     return int(text)
+
+
+def given(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """The options that the user gave, each with the flag or variable that counts."""
+    said = {option.field: _choose(option, values, environment) for option in OPTIONS}
+    return {option.field: said[option.field][1] for option in OPTIONS if said[option.field][0] != option.default}
 
 
 def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, str]:

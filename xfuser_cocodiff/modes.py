@@ -1,6 +1,6 @@
 """Modes: by which codecs the steps of a run travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -67,7 +67,16 @@ class CodecSchedule:
 
     def leaves_out(self, layer: str) -> bool:
         """Whether a layer always travels exactly."""
-        return any(layer == name or layer.startswith(f"{name}.") for name in self.exact)
+        return any(_begins(layer, name) for name in self.exact)
+
+    def unmatched(self, layers: Iterable[str]) -> list[str]:
+        """Names in `exact` with which none of the layers begins: they were mistaken.
+
+        Args:
+            layers: all that there are.
+        """
+        known = list(layers)
+        return [name for name in self.exact if not any(_begins(layer, name) for layer in known)]
 
     @classmethod
     def parse(cls, text: str, usual: "CodecSchedule") -> "CodecSchedule":
@@ -81,10 +90,13 @@ class CodecSchedule:
             name, _, value = (part.strip() for part in pair.partition("="))
             if name not in _READERS:
                 raise ValueError(f"{text!r} names {name!r}; valid are {NOTATION}")
+            if name in found:
+                raise ValueError(f"{text!r} names {name!r} twice; valid is once")
+            read, valid = _READERS[name]
             try:
-                found[name] = _READERS[name](value)
+                found[name] = read(value)
             except ValueError:
-                raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {NOTATION}") from None
+                raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {valid}") from None
         return replace(usual, **found)
 
     def __str__(self) -> str:
@@ -104,6 +116,10 @@ def coded_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[
             codec = replace(codec, share=1.0)
         size += codec.payload_bytes(shape, dtype)
     return size
+
+
+def _begins(layer: str, name: str) -> bool:
+    return layer == name or layer.startswith(f"{name}.")
 
 
 def _half_way(pair: tuple[int, int] | None, done: float) -> int | None:
@@ -152,16 +168,25 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split("+"))
+    if not all(names):
+        raise ValueError
+    return names
+
+
+_SHARES, _BITS = "shares from 0 to 1", ", ".join(map(str, STEPS))
 _READERS = {
-    "warmup": _whole,
-    "refresh": _whole,
-    "cached": _pair(_share),
-    "bits": _pair(_bits),
-    "bits_o": _pair(_bits),
-    "score": _score,
-    "predictor": _share,
-    "exact": lambda text: tuple(text.split("+")),
+    "warmup": (_whole, "numbers of steps from 0"),
+    "refresh": (_whole, "numbers of steps from 1, and 0 for never"),
+    "cached": (_pair(_share), f"{_SHARES}, or two of them as 0->0.5"),
+    "bits": (_pair(_bits), f"{_BITS}, or two of them as 4->2"),
+    "bits_o": (_pair(_bits), f"{_BITS}, or two of them as 4->2"),
+    "score": (_score, ", ".join(SCORES)),
+    "predictor": (_share, _SHARES),
+    "exact": (_names, "beginnings of layers' names, joined by +"),
 }
+"""For each name what reads its value, and what is valid."""
 
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 """V-Major as the paper has it: what of V has changed since the step before is sent, and less so from step to step."""

@@ -14,10 +14,17 @@ MODES = (EXACT, "paper", "balanced", "fast")
 ACROSS_NODES = "balanced"
 """The mode where none is given and ranks lie on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
+ASKED = "use_cocodiff"
+"""The option that asks for the plugin."""
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
 TRACE_VARIABLE = "COCODIFF_TRACE"
 """Environment variable: when set, a trace of the last steps is recorded too."""
+OTHER_VARIABLES = (
+    *(RECORD_VARIABLE, TRACE_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE", "COCODIFF_CLUSTER"),
+    *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
+)
+"""Variables that are no options: of the entry point, the emulated cluster and the scripts."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Option:
 
 
 OPTIONS = (
-    Option("use_cocodiff", "COCODIFF_ENABLE", False, "Run Ulysses attention over CoCoDiff's exchanges."),
+    Option(ASKED, "COCODIFF_ENABLE", False, "Run Ulysses attention over CoCoDiff's exchanges."),
     Option(
         "cocodiff_topology",
         "COCODIFF_TOPOLOGY",

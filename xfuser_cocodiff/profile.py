@@ -86,8 +86,10 @@ class Profile:
             direct = values["direct"] and cls.from_json(values["direct"])
             overlap = values.get("overlap")  # which profiles of earlier versions lack
             figures["overlap"] = None if overlap is None else float(overlap)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a profile: {type(error).__name__} {error}") from None
+        except KeyError as error:
+            raise ValueError(f"not a profile: {error} is missing") from None
+        except TypeError as error:
+            raise ValueError(f"not a profile: {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
             raise ValueError(f"not a profile: its links are not those of the topology {topology}")
         speeds = [
@@ -111,6 +113,8 @@ class Profile:
         """
         try:
             values = json.loads(file.read_text())
+            if not isinstance(values, dict) or not isinstance(values.get("profile"), dict):
+                raise ValueError("the entry 'profile' is missing")
             return cls.from_json(values["profile"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{file} holds no profile that `cocodiff probe --json` wrote: {error}") from None

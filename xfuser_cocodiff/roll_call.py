@@ -3,15 +3,23 @@
 Every rank keeps a thread that listens at the rendezvous store. A rank that fails to communicate calls the roll there:
 who does not answer is gone or stopped, and whose answer is that it does not communicate has not come to the exchange.
 An answer stays, so a rank that left because of another's failure is not taken for its cause.
+
+On an accelerator the host does not wait for an exchange, and the backend's watchdog ends the process without a word to
+Python. There the listener is told of exchanges, and calls the roll for one that is overdue, before the watchdog acts.
 """
 
 import atexit
+import collections
 import contextlib
+import logging
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -20,8 +28,13 @@ PATIENCE_SECONDS = 10.0
 _LISTEN_SECONDS, _POLL_SECONDS = 0.5, 0.05
 _CALLED = "cocodiff/roll_call/called"
 
-_stage: str | None = None
-"""What this rank communicates in at the moment."""
+_logger = logging.getLogger("xfuser_cocodiff")
+_BACKENDS = re.compile(r"gloo|ccl|timed? ?out|connection|socket|broken pipe|peer", re.IGNORECASE)
+"""What backends say when they fail, whose errors have no type of their own."""
+_MEMORY = re.compile(r"out of memory|n.t allocate|cannot allocate|not enough memory|bad_alloc", re.IGNORECASE)
+
+_stages: dict[int, str] = {}
+"""What each thread of this rank communicates in at the moment, by its number: a lane has a thread of its own."""
 _attended: Callable[[], dist.Store | None] = type(None)
 """A weak reference to the store that this rank listens at; before there is one, something that gives None as well."""
 _leaving = threading.Event()
@@ -39,21 +52,85 @@ class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a thi
         stage: its name, for the message.
     """
 
-    __slots__ = ("group", "stage")
+    __slots__ = ("before", "group", "stage")
 
     def __init__(self, group: dist.ProcessGroup | list[int], stage: str) -> None:
         self.group, self.stage = group, stage
 
     def __enter__(self) -> None:
         """Note that this rank communicates."""
-        global _stage
-        _stage = self.stage
+        thread = threading.get_ident()
+        self.before = _stages.get(thread)
+        _stages[thread] = self.stage
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        global _stage
-        if isinstance(error, RuntimeError) and not isinstance(error, LostRankError):
-            raise _explained(error, self.group, self.stage) from error
-        _stage = None
+        if isinstance(error, LostRankError):
+            return  # it stays known where this rank was
+        if error is not None and is_backends(error):
+            raise LostRankError(_explained(self.group, self.stage, f"failed ({error})")) from error
+        if self.before is None:
+            _stages.pop(threading.get_ident(), None)
+        else:
+            _stages[threading.get_ident()] = self.before
+
+
+def is_backends(error: BaseException) -> bool:
+    """Whether an error is one that a backend of torch.distributed raises when ranks do not come together: not that
+    memory ran out, in the backend or elsewhere, nor what tensors are to blame for."""
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or _MEMORY.search(str(error)):
+        return False
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_BACKENDS.search(str(error))))
+
+
+class _Expected(NamedTuple):
+    """An exchange that is under way on a device."""
+
+    is_done: Callable[[], bool]
+    deadline: float
+    group: dist.ProcessGroup | list[int]
+    stage: str
+    seconds: float
+
+
+_expected: collections.deque[_Expected] = collections.deque(maxlen=10_000)
+"""Those that may not be done yet, oldest first."""
+_expecting = threading.Lock()
+
+
+def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
+    """Have the roll called for an exchange that the host does not wait for, should it not come to its end.
+
+    What comes of it is logged on this rank, in time before the backend's timeout, whose watchdog ends the process.
+    Nothing is asked of the device but here, and once an exchange is overdue.
+
+    Args:
+        is_done: whether it has ended, as `query` of the event behind it, or `is_completed` of its work.
+        group: the ranks that wait for each other in it.
+        stage: its name, for the message.
+        timeout: seconds after which the backend gives up.
+    """
+    if not is_attended():
+        return
+    seconds = max(timeout - 2 * PATIENCE_SECONDS, timeout / 2)
+    with _expecting:
+        while _expected and _expected[0].is_done():
+            _expected.popleft()
+        _expected.append(_Expected(is_done, time.monotonic() + seconds, group, stage, seconds))
+
+
+def _overdue() -> _Expected | None:
+    """An exchange that should have ended by now, and has not."""
+    with _expecting:
+        while _expected and _expected[0].deadline < time.monotonic():
+            first = _expected.popleft()
+            if not first.is_done():
+                return first
+    return None
+
+
+def is_attended() -> bool:
+    """Whether this rank answers when the roll is called."""
+    return _attended() is not None
 
 
 def attend() -> None:
@@ -65,6 +142,7 @@ def attend() -> None:
         # A connection of its own: the other one is taken while this rank waits for a key.
         own, rank = store.clone(), dist.get_rank()
         own.set(_key("attends", rank), "")
+        _expected.clear()  # of another world
         listener = threading.Thread(target=_listen, args=(own, rank, _attended), name="roll call", daemon=True)
         listener.start()
         # It must not be inside the store when the interpreter ends, or the process would crash then.
@@ -72,16 +150,27 @@ def attend() -> None:
 
 
 def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | None]) -> None:
-    """Answer once, when the roll is called, unless the world is torn down before."""
+    """Answer once, when the roll is called, unless the world is torn down before; or call it for what is overdue."""
     with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could ask
         while attended() and not _leaving.wait(_LISTEN_SECONDS):
-            if store.check([_CALLED]):
-                store.set(_key("answers", rank), _stage or "")
+            late = _overdue()
+            if late or store.check([_CALLED]):
+                store.set(_key("answers", rank), late.stage if late else _now())
+                if late:
+                    failure = f"has taken more than {late.seconds:.0f} s"
+                    _logger.error("cocodiff: %s", _explained(late.group, late.stage, failure))
                 return
 
 
-def _explained(error: Exception, group: dist.ProcessGroup | list[int], stage: str) -> LostRankError:
-    """The error to raise for what the backend raised."""
+def _now() -> str:
+    """What this rank communicates in, on its host or on its device."""
+    with _expecting:
+        under_way = next((each.stage for each in _expected if not each.is_done()), None)
+    return ", ".join([*list(_stages.values()), *([under_way] if under_way else [])])
+
+
+def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
+    """What to say of communication that failed."""
     members, here = group if isinstance(group, list) else dist.get_process_group_ranks(group), dist.get_rank()
     findings: list[str] = []
 
@@ -95,9 +184,7 @@ def _explained(error: Exception, group: dist.ProcessGroup | list[int], stage: st
     caller.join(2 * PATIENCE_SECONDS)
     nobody = "the rendezvous store does not answer either, so the rank that hosts it (usually rank 0) is gone"
     finding = findings[0] if findings else nobody
-    return LostRankError(
-        f"rank {here}: communication along {stage!r} among ranks {members} failed: {finding} ({error})"
-    )
+    return f"rank {here}: communication along {stage!r} among ranks {members} {failure}: {finding}"
 
 
 def _call(members: list[int], here: int, stage: str) -> str:

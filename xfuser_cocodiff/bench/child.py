@@ -31,7 +31,7 @@ class LaunchError(RuntimeError):
 def run(
     name: str, command: Sequence[str], environment: Mapping[str, str], record: Path, log: Path, console: Console
 ) -> None:
-    """Run a command to its end with recording on.
+    """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
 
     Args:
         name: what to call the launch on the console.
@@ -47,7 +47,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     console.print(f"{name}: started, output in {log}")
-    with _stopped_by_sigterm(), log.open("wb") as output:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             env={**environment, RECORD_VARIABLE: str(record.resolve())},
@@ -66,8 +66,8 @@ def run(
 
 
 @contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves as an exception, so that it stops the launch as Ctrl-C does."""
+def stopped_by_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM leaves as an exception, so that it stops a launch as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

@@ -13,11 +13,14 @@ from rich.console import Console
 
 from xfuser_cocodiff.bench import child, host, trace
 from xfuser_cocodiff.bench.figures import Outcome, figures
-from xfuser_cocodiff.options import EXACT, OPTIONS, TRACE_VARIABLE
+from xfuser_cocodiff.launcher import SHARE_FIELD
+from xfuser_cocodiff.options import ASKED, EXACT, OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit import command
 
 STOCK = "stock"
 _VARIABLES = {option.field: option.variable for option in OPTIONS}
+_BEARING = ("xfuser", "torch", "diffusers")
+"""Packages whose versions stock's results depend on."""
 
 
 class UsageError(ValueError):
@@ -55,29 +58,46 @@ class Contender:
         self.trace = out / f"trace-{self.name}.json.gz"
         trace.merge(sorted(folder.glob("trace*.json.gz"), key=_rank), self.trace)
 
+    def finish(self, out: Path, repeats: int) -> None:
+        """Note in `out` that all launches of this side are there, so that another comparison can go on with them."""
+        manifest = {
+            **host.header(),
+            "command": shlex.join(self.launched),
+            "repeats": repeats,
+            "records": [folder.name for folder in self.folders],
+        }
+        _manifest(out, self.name).write_text(json.dumps(manifest, indent=2) + "\n")
+
     def take(self, earlier: Path, out: Path, repeats: int) -> None:
-        """Stand for this side by what an earlier comparison recorded of it.
+        """Stand for this side by what an earlier comparison recorded of it, whether or not that came to its end.
 
         Raises:
-            UsageError: there is none, or it ran something else.
+            UsageError: there is none, or it ran something else, or with other versions.
         """
         try:
-            found = json.loads((earlier / "report.json").read_text())
-            ran, recorded = shlex.split(found["runs"][0]["command"]), found["repeats"]
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise UsageError(f"--stock {earlier} is no folder of a comparison: {error}") from None
-        self.launched = command.launch(self.arguments, self.launcher)
-        wanted = command.bearing_on_stock(self.launched)
+            found = json.loads(_manifest(earlier, self.name).read_text())
+            ran, recorded, versions = shlex.split(found["command"]), found["repeats"], found["host"]
+            names = [str(name) for name in found["records"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"--stock {earlier} is no folder of a comparison whose {self.name} side is finished: {error}"
+            ) from None
+        wanted = command.bearing_on_stock(command.launch(self.arguments, self.launcher))
         if (command.bearing_on_stock(ran), recorded) != (wanted, repeats):
             raise UsageError(
                 f"--stock {earlier} ran {shlex.join(ran)!r}, repeats: {recorded}; valid here is a comparison of "
                 f"{shlex.join(wanted)!r}, repeats: {repeats}"
             )
-        self.launched = ran
-        for folder in sorted((earlier / "records").glob(f"{STOCK}*")):
-            if not folder.name.endswith("traced"):
-                self.folders.append(out / "records" / folder.name)
-                shutil.copytree(folder, self.folders[-1], dirs_exist_ok=True)
+        here = host.header()["host"]
+        if other := [f"{name} {versions.get(name)}" for name in _BEARING if versions.get(name) != here[name]]:
+            now = ", ".join(f"{name} {here[name]}" for name in _BEARING)
+            raise UsageError(f"--stock {earlier} ran with {', '.join(other)}; valid here is {now}")
+        self.launched, folder = ran, out / "records"
+        self.folders = [folder / name for name in names]
+        if out.resolve() != earlier.resolve():  # else it goes on in its own folder
+            for name in names:
+                shutil.copytree(earlier / "records" / name, folder / name, dirs_exist_ok=True)
+            shutil.copyfile(_manifest(earlier, self.name), _manifest(out, self.name))
 
     @staticmethod
     def _run(label: str, launched: list[str], environment: dict[str, str], out: Path, console: Console) -> Path:
@@ -85,6 +105,10 @@ class Contender:
         shutil.rmtree(folder, ignore_errors=True)
         child.run(label, launched, environment, folder, out / "logs" / f"{folder.name}.log", console)
         return folder
+
+
+def _manifest(out: Path, side: str) -> Path:
+    return out / "records" / f"{side}.json"
 
 
 def _rank(file: Path) -> int:
@@ -127,22 +151,47 @@ def compare(
         console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
     _check_launcher(arguments, launcher)
     contenders = contend(arguments, os.environ, out, repeats, launcher)
-    if earlier:
-        contenders[0].take(earlier, out, repeats)
-    to_run = contenders[1 if earlier else 0 :]
-    console.print(f"{' and '.join(contender.name for contender in contenders)}, repeats of each: {repeats}")
-    for turn in range(repeats if script else 1):
+    with child.stopped_by_sigterm():
+        (out / "records").mkdir(parents=True, exist_ok=True)
+        if earlier:
+            contenders[0].take(earlier, out, repeats)
+        console.print(f"{' and '.join(contender.name for contender in contenders)}, repeats of each: {repeats}")
+        try:
+            to_run = contenders[1 if earlier else 0 :]
+            _launch(to_run, out, repeats, script, console)
+            for contender in to_run if traced else ():
+                contender.launch_traced(out, console)
+            runs = _runs(contenders, arguments, out, repeats)
+        except BaseException:
+            if _manifest(out, STOCK).exists():
+                console.print(f"{STOCK}'s side is finished and kept: add --stock {out} to go on with it")
+            raise
+    return {**host.header(), "repeats": repeats, "launches": "one per repeat" if script else "one", "runs": runs}
+
+
+def _launch(to_run: Sequence[Contender], out: Path, repeats: int, script: bool, console: Console) -> None:
+    """Run each side as often as it takes; one whose records are complete is finished."""
+    for contender in to_run:
+        _manifest(out, contender.name).unlink(missing_ok=True)
+    launches = repeats if script else 1
+    for turn in range(launches):
         # Turns change, so that neither side always runs first.
         for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
             contender.launch(out, console)
-    for contender in to_run if traced else ():
-        contender.launch_traced(out, console)
-    outcomes = [Outcome.read(contender.folders, 1 if script else repeats) for contender in contenders]
-    runs = [
+            if turn == launches - 1:
+                Outcome.read(contender.folders, repeats // launches)
+                contender.finish(out, repeats)
+
+
+def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:
+    """What the record says of each side."""
+    per_launch = 1 if command.is_script(arguments) else repeats
+    outcomes = [Outcome.read(contender.folders, per_launch) for contender in contenders]
+    return [
         {
             "name": contender.name,
             "model": command.option(arguments, "model"),
-            "degree": degree,
+            "degree": check(arguments),
             "command": shlex.join(contender.launched),
             "trace": contender.trace.relative_to(out).as_posix() if contender.trace else None,
             "overlap": trace.overlaps(contender.trace) if contender.trace else {},
@@ -150,7 +199,6 @@ def compare(
         }
         for contender, outcome in zip(contenders, outcomes, strict=True)
     ]
-    return {**host.header(), "repeats": repeats, "launches": "one per repeat" if script else "one", "runs": runs}
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -189,14 +237,15 @@ def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:
 def contend(
     arguments: Sequence[str], environment: Mapping[str, str], out: Path, repeats: int, launcher: str | None = None
 ) -> list[Contender]:
-    """Stock, and the plugin in the mode asked for: the same command, but for one flag."""
+    """Stock, and the plugin in the mode asked for: the same command, but for the plugin's options."""
     shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
-    off = {name: value for name, value in shared.items() if name != _VARIABLES["use_cocodiff"]}
-    plain = command.without(arguments, "use_cocodiff")
+    ours = {variable for field, variable in _VARIABLES.items() if field != SHARE_FIELD}
+    off = {name: value for name, value in shared.items() if name not in ours}
+    plain = command.without(arguments, ASKED)
     mode = command.option(arguments, "cocodiff_mode") or environment.get(_VARIABLES["cocodiff_mode"]) or EXACT
     sides = [
-        Contender(STOCK, plain, off, launcher),
-        Contender(mode, [*plain, "--use_cocodiff"], shared, launcher),
+        Contender(STOCK, command.of_stock(arguments), off, launcher),
+        Contender(mode, [*plain, f"--{ASKED}"], shared, launcher),
     ]
     if not command.is_script(arguments):
         for side in sides:

@@ -64,7 +64,7 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],
         "ratio_to_stock": median(seconds) / median(stock.step_seconds),
         **_traffic(side),
-        "codecs": record.codecs(side.repeats),
+        **_coding(side),
         "peak_memory_bytes": record.peak_memory_bytes(side.repeats),
         "latents": _latents(side, stock),
         "image": _image(side, stock, out),
@@ -81,6 +81,14 @@ def _traffic(side: Outcome) -> dict[str, Any]:
         "hidden_seconds": record.hidden_seconds(side.repeats) if seen else None,
         "bytes": sent if seen else None,
     }
+
+
+def _coding(side: Outcome) -> dict[str, Any]:
+    codecs, reason = record.codecs(side.repeats), record.coded_reason(side.repeats)
+    if codecs is None and reason is None:
+        exactly = "everything was to travel exactly" if side.engine["topology"] else "the plugin was not in use"
+        reason = exactly if record.is_exact(side.repeats) else "no exchange of a coded layer was seen"
+    return {"codecs": codecs, "coded_fraction": codecs and codecs["bytes_slow_fraction"], "coded_reason": reason}
 
 
 def _latents(side: Outcome, stock: Outcome) -> dict[str, Any]:

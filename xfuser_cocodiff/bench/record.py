@@ -109,6 +109,16 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     }
 
 
+def coded_reason(repeats: Sequence[Repeat]) -> str | None:
+    """Why nothing was coded, in the recorder's words; None where it gives none."""
+    return next((run["coded_reason"] for repeat in repeats for run in repeat if run.get("coded_reason")), None)
+
+
+def is_exact(repeats: Sequence[Repeat]) -> bool:
+    """Whether nothing was to be coded: the recorder keeps no account of it then."""
+    return all(run.get("codecs") is None for repeat in repeats for run in repeat)
+
+
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
     """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
     return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}

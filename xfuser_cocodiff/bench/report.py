@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.bench import picture
+from xfuser_cocodiff.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 INSTALL = "pip install 'xfuser-cocodiff[report]'"
@@ -133,8 +134,16 @@ def notes(record: dict[str, Any]) -> list[str]:
         found.append("--ulysses_degree is 1: there was nothing to move, and both sides ran the same code.")
     elif plugin["topology"] is None:
         found.append("The plugin left this run to stock xDiT (its log says why), so both sides ran the same code.")
-    if plugin["a2a_seconds"] is None:
-        found.append("Bytes and seconds of the all-to-alls could not be seen, as in a compiled graph.")
+    unseen = [run for run in (stock, plugin) if run["a2a_seconds"] is None]
+    if unseen:
+        sides = " and of ".join(run["name"] for run in unseen)
+        compiled = any("use_torch_compile" in run["command"].replace("-", "_") for run in unseen)
+        why = "they run inside compiled graphs" if compiled else "as in a compiled graph"
+        found.append(
+            f"Of {sides}, bytes and seconds of the all-to-alls, and what of them is hidden, could not be seen: {why}."
+        )
+    if plugin["name"] != EXACT and plugin["coded_reason"]:
+        found.append(f"The mode {plugin['name']} coded nothing, or less than it could: {plugin['coded_reason']}.")
     if plugin["codecs"] and plugin["codecs"]["repeated"]:
         found.append(f"{plugin['codecs']['repeated']} exchanges had values that are not finite, and were sent exactly.")
     for layer, statuses in (plugin["layers"] or {}).items():

@@ -30,7 +30,10 @@ def add_parser(subparsers: Any) -> None:
         "one RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all of them see the folder of the report",
     )
     parser.add_argument(
-        "--stock", type=Path, metavar="DIR", help="take stock's side from the report of an earlier comparison there"
+        "--stock",
+        type=Path,
+        metavar="DIR",
+        help="take stock's side from an earlier comparison there, which need not have come to its end",
     )
     parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")

@@ -50,13 +50,25 @@ def resolved(choice: str, device_type: str) -> str:
     """Which set a choice means on a device.
 
     Raises:
-        ValueError: Triton is asked for where it is not installed.
+        ValueError: Triton is asked for where it cannot be had.
     """
-    if choice == TRITON and not _has_triton():
-        raise ValueError(f"{TRITON!r} is not valid here, since it is not installed; valid are {AUTO!r} and {TORCH!r}")
-    if choice == AUTO:
-        return TRITON if device_type in TRITON_DEVICES and _has_triton() and _can_build() else TORCH
-    return choice
+    if choice == TORCH or (choice == AUTO and device_type not in TRITON_DEVICES):
+        return TORCH
+    lacking = _lacking(device_type)
+    if choice == TRITON and lacking:
+        raise ValueError(f"{TRITON!r} is not valid here, since {lacking}; valid are {AUTO!r} and {TORCH!r}")
+    return TORCH if lacking else TRITON
+
+
+def _lacking(device_type: str) -> str | None:
+    """What keeps Triton from running on a device; None where it runs."""
+    if not _has_triton():
+        return "it is not installed"
+    if device_type in TRITON_DEVICES:
+        return None if _can_build() else "it has no C compiler, or none of Python's headers, to build with"
+    if os.environ.get("TRITON_INTERPRET") == "1":  # slowly, on any device
+        return None
+    return f"it has no driver for {device_type!r}"
 
 
 @functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
@@ -73,7 +85,8 @@ def _can_build() -> bool:
 
 def is_fused(device: torch.device) -> bool:
     """Whether Triton's kernels are used there."""
-    return resolved(_wanted[0], device.type) == TRITON
+    wanted = _wanted[0]
+    return wanted == TRITON or (wanted == AUTO and resolved(AUTO, device.type) == TRITON)
 
 
 def _kernels(device: torch.device) -> ModuleType:

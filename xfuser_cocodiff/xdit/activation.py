@@ -10,7 +10,20 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit import engine, flags, platform, recorder, ring, ring_attention, run_clock, sites, start, usp
+from xfuser_cocodiff.xdit import (
+    engine,
+    flags,
+    lost,
+    platform,
+    recorder,
+    ring,
+    ring_attention,
+    run_clock,
+    sites,
+    start,
+    used,
+    usp,
+)
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch, PatchSet
 
@@ -58,6 +71,8 @@ def table() -> list[Patch]:
         *start.patches(),
         *sites.patches(),
         *usp.patches(),
+        *lost.patches(),
+        *used.patches(),
         *run_clock.patches([usp.Steps(), *recorders]),
         *(row for each in recorders for row in recorder.patches(each)),
     ]
@@ -89,7 +104,8 @@ class RowState:
     site: str
     why: str
     state: str
-    """'applied', 'ready' (applied when its module is imported), 'not needed' or what is wrong with it."""
+    """'applied', 'ready' (applied when its module is imported), 'not needed', 'used' (as it is) or what is wrong with
+    it."""
 
 
 def states() -> list[RowState]:
@@ -99,6 +115,8 @@ def states() -> list[RowState]:
     def state(row: Patch) -> str:
         if not row.needed:
             return "not needed"
-        return "applied" if patch_set.is_applied(row) else row.problem() or "ready"
+        if patch_set.is_applied(row):
+            return "applied"
+        return row.problem() or ("ready" if row.replace else "used")
 
     return [RowState(row.name, row.why, state(row)) for row in patch_set.rows]

@@ -4,8 +4,11 @@ import importlib.util
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from xfuser_cocodiff.launcher import SHARE_FIELD
+from xfuser_cocodiff.options import OPTIONS
 
 _PLACES = ("master_port", "output_directory")
 """Options that say where a launch happens."""
@@ -33,23 +36,35 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 def without(arguments: Sequence[str], name: str) -> list[str]:
     """The arguments less a flag that takes no value."""
-    return [argument for argument in arguments if not _is(argument, name)]
+    return _less(arguments, {name: False})
 
 
 def _is(argument: str, name: str) -> bool:
     return argument.startswith("--") and argument[2:].replace("-", "_") == name
 
 
+def of_stock(arguments: Sequence[str]) -> list[str]:
+    """A command line less the plugin's options, but for the one that acts without it: that ranks share a device."""
+    ours = {option.field: option.default is not False for option in OPTIONS if option.field != SHARE_FIELD}
+    return _less(arguments, ours)
+
+
 def bearing_on_stock(arguments: Sequence[str]) -> list[str]:
-    """A command line less what stock xDiT takes no notice of: the plugin's values, and places of single launches."""
+    """A command line less what stock xDiT takes no notice of: the plugin's options, and places of single launches."""
+    return _less(of_stock(arguments), dict.fromkeys(_PLACES, True))
+
+
+def _less(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
+    """The arguments less options by name, each with whether it takes a value."""
     kept: list[str] = []
     is_value = False
     for argument in arguments:
-        name, equals, _ = argument.partition("=")
+        spelled, equals, _ = argument.partition("=")
+        name = next((name for name in names if _is(spelled, name)), None)
         if is_value:
             is_value = False
-        elif name.replace("-", "_").startswith("__cocodiff_") or any(_is(name, place) for place in _PLACES):
-            is_value = not equals
+        elif name:
+            is_value = names[name] and not equals
         else:
             kept.append(argument)
     return kept

@@ -51,7 +51,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts)
-        self.traffic = self.mesh.traffic if self.mesh else Traffic(timed=bool(os.environ.get(RECORD_VARIABLE)))
+        self.traffic = self.mesh.traffic if self.mesh else Traffic()
+        self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
             self.trials = Trials(self.planned, self._schedules, self.mean, compute_device(), self.keep)

@@ -3,17 +3,20 @@
 import argparse
 import dataclasses
 import functools
+import json
 import os
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from xfuser_cocodiff import kernels, launcher
+from xfuser_cocodiff import effect, kernels, launcher
 from xfuser_cocodiff.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.options import OPTIONS
 from xfuser_cocodiff.placement import Ranks
 from xfuser_cocodiff.topology import Topology
 from xfuser_cocodiff.xdit import platform
-from xfuser_cocodiff.xdit.agreement import agree
+from xfuser_cocodiff.xdit.agreement import agree, by_rank, meet, refuse
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 
@@ -28,6 +31,13 @@ def patches() -> list[Patch]:
         Patch(_ARGS, "xFuserArgs.__init__", "the options become fields", _with_fields),
         Patch(_ARGS, "xFuserArgs.__dataclass_fields__", "both from_*_args go by the fields", _more_fields),
         Patch(_ARGS, "xFuserArgs.create_config", "settings reach the parallel config", _with_settings, ("self",)),
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "RuntimeState._check_distributed_env",
+            "ranks that were told nothing hear of it where all of them meet",
+            _meeting,
+            ("self", "parallel_config"),
+        ),
     ]
 
 
@@ -77,8 +87,20 @@ def _with_settings(original: Callable) -> Callable:
     return create_config
 
 
+def _meeting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _check_distributed_env(self: Any, parallel_config: Any) -> None:
+        from xfuser.core.distributed import model_parallel_is_initialized
+
+        if not model_parallel_is_initialized():
+            meet(getattr(parallel_config.sp_config, "cocodiff", None) is not None)
+        original(self, parallel_config)
+
+    return _check_distributed_env
+
+
 def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoDiffConfig | None:
-    """The settings that all ranks share; None when the plugin is not asked for.
+    """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
 
     Args:
         values: xDiT's arguments, in which the fields of OPTIONS are read.
@@ -88,49 +110,75 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
     """
+    device_type = platform.compute_device().type
 
     def detected(size: int) -> Topology:
         return launcher.detect(size, os.environ, platform.device_name())
 
     def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
-        return resolve(values, os.environ, ranks)
+        return resolve(values, os.environ, ranks, device_type)
 
-    # Flags are the same on all ranks, but variables and what the launcher says need not be. A rank that is told
-    # nothing takes part too: only so can it learn that another one was.
-    proposals = agree(lambda: _as_json(mine()))
+    # Flags are the same on all ranks, but variables and what the launcher says need not be.
+    proposals = agree(lambda: _as_json(mine(), device_type))
     if _only_detection_differs(proposals):
         note("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
         mine = functools.partial(mine, Topology.flat)
-        proposals = agree(lambda: _as_json(mine()))
-    if all(proposal == proposals[0] for proposal in proposals):
-        return mine()
-    rank = next(rank for rank, proposal in enumerate(proposals) if proposal != proposals[0])
-    raise ValueError(
-        f"CoCoDiff's options differ between ranks: rank 0 has {proposals[0] or 'none'}, "
-        f"rank {rank} has {proposals[rank] or 'none'}"
-    )
+        proposals = agree(lambda: _as_json(mine(), device_type))
+    config = mine()
+    if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
+        without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
+        note(f"ranks {without} cannot build Triton's kernels, so all ranks use PyTorch's")
+        config = replace(config, kernels=kernels.TORCH)
+        proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
+    if differences := _differences(proposals):
+        refuse(f"CoCoDiff's options differ between ranks: {differences}")
+    for warning in effect.warnings(values, os.environ, config, ring_degree):
+        note(warning)
+    return config
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
-    # A plan in words reads differently on another topology, so only whether one was given can be compared; and where no
-    # mode is given, it goes by the topology.
-    hidden = {"topology": "", "mode": ""}
-    first, *others = ({**one, **hidden, "plan": one.get("plan") is not None} for one in proposals)
-    same_machine = len({proposal.get("topology") for proposal in proposals}) == 1
-    return first.get("detected", False) and not same_machine and all(other == first for other in others)
+    # A plan in words reads differently on another topology, so only whether one was given can be compared; where no
+    # mode is given, it goes by the topology; and kernels are another matter.
+    hidden = {"topology": "", "mode": "", "kernels": ""}
+    known = [{**one, **hidden, "plan": one["plan"] is not None} for one in proposals]
+    same_machine = len({proposal["topology"] for proposal in proposals}) <= 1
+    return not same_machine and known[0]["detected"] and all(other == known[0] for other in known)
+
+
+def _differences(proposals: list[dict]) -> str:
+    """Options in which ranks differ, with the value of each rank."""
+    # Where a value comes from matters only as far as it makes another value.
+    names = {
+        **{option.field.removeprefix("cocodiff_"): option.flag for option in OPTIONS},
+        "plan": "--cocodiff_a2a",
+        "synchronous": "CCL_OP_SYNC",
+    }
+    by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
+    return ", ".join(
+        f"{names[name]}: {by_rank(['not given' if value is None else repr(value) for value in found])}"
+        for name, found in by_name.items()
+        if name in names and any(value != found[0] for value in found)
+    )
 
 
 _PLAIN = ("mode", "ring", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
 
 
-def _as_json(config: CocoDiffConfig | None) -> dict:
+def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
+    """What ranks compare of their settings; nothing where there are none."""
     if config is None:
         return {}
-    plain = {name: getattr(config, name) for name in _PLAIN}
-    plain["overlap"] = vars(config.overlap)
-    plain["slow_axes"] = config.slow_axes and list(config.slow_axes)
-    plain["virtual"] = config.virtual and str(config.virtual)
-    plain["kernels"] = kernels.resolved(config.kernels, platform.compute_device().type)  # Triton may be absent
-    profile = config.profile and config.profile.to_json()
-    return {"topology": str(config.topology), "plan": config.plan and str(config.plan), "profile": profile, **plain}
+    profile = config.profile and json.dumps(config.profile.to_json(), sort_keys=True)
+    return {
+        "topology": str(config.topology),
+        "plan": config.plan and str(config.plan),
+        "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
+        **{name: getattr(config, name) for name in _PLAIN},
+        **vars(config.overlap),
+        "slow_axes": config.slow_axes and ",".join(config.slow_axes),
+        "virtual": config.virtual and str(config.virtual),
+        "kernels": kernels.resolved(config.kernels, device_type),  # which a node may not be able to build
+        "any_kernels": config.kernels == kernels.AUTO,
+    }

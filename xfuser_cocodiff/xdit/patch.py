@@ -13,14 +13,14 @@ from xfuser_cocodiff.xdit.log import note
 
 @dataclass(frozen=True)
 class Patch:
-    """One site of the host that the plugin replaces."""
+    """One site of the host that the plugin replaces, or calls."""
 
     module: str
     symbol: str
     """Dotted path inside the module."""
     why: str
-    replace: Callable[[Any], Any]
-    """Makes the replacement from the original."""
+    replace: Callable[[Any], Any] | None
+    """Makes the replacement from the original; None where the plugin uses it as it is, and it only has to be there."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None where the replacement does not care."""
     unless: tuple[str, str] | None = None
@@ -65,14 +65,15 @@ class PatchSet:
     withdrawn: bool = False
     """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
     needed: list[Patch] = field(init=False)
-    """Rows less those whose work the host does itself."""
+    """Rows to apply: not those whose work the host does itself, nor those that replace nothing."""
 
     def __post_init__(self) -> None:
-        self.needed = [row for row in self.rows if row.needed]
+        self.needed = [row for row in self.rows if row.replace and row.needed]
 
     def problems(self) -> list[str]:
         """Why the set cannot be applied to the installed host; empty when it can."""
-        return [problem for row in self.needed if (problem := row.problem())]
+        checked = [*self.needed, *(row for row in self.rows if row.replace is None)]
+        return [problem for row in checked if (problem := row.problem())]
 
     def install(self) -> None:
         """Apply rows whose modules are loaded, and watch the import of the others."""

@@ -1,11 +1,10 @@
 """xDiT's own pipeline of a model on one rank, for what virtual ranks can show."""
 
 import inspect
-import os
-import socket
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.runtime import StepReport
@@ -22,13 +21,9 @@ class Solo:
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
         from xfuser.config import FlexibleArgumentParser, xFuserArgs
-        from xfuser.core.distributed import init_distributed_environment
         from xfuser.runner import xFuserModelRunner
 
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-        for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
-            os.environ.setdefault(name, value)
-        init_distributed_environment(rank=0, world_size=1)
+        be_alone()
         values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(["--model", model]))
         self._runner = xFuserModelRunner(values)
         self._runner.initialize(self._runner.preprocess_args({**values, "prompt": [""]}))
@@ -69,7 +64,11 @@ class Solo:
         return runtime.reports if runtime else []
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+def be_alone() -> None:
+    """Make this process a world of its own, which needs no place to meet: xDiT's usual port is the same for all."""
+    from xfuser import envs
+    from xfuser.core.distributed import init_distributed_environment
+
+    if not dist.is_initialized():
+        dist.init_process_group(envs.get_torch_distributed_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    init_distributed_environment(rank=0, world_size=1)

@@ -56,7 +56,8 @@ def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
         for node in _flatten(statement):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return node
-            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
                 return node
             if isinstance(node, ast.Import | ast.ImportFrom) and any(
                 (alias.asname or alias.name) == name for alias in node.names
