@@ -57,7 +57,8 @@ class Pairs:
             if name in "vo":
                 self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
             chosen = self.choices[name if name == "o" else "v", source, target]
-        codecs.encode(values, reference, codec, chosen)
+        payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        codecs.encode(values, reference, codec, chosen, payload)
         return reference.expected(0.0)[0]
 
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 
 from tests import ranks
 from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
-from xfuser_cocodiff import kernels, quantise
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff import quantise
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.codec import EXACT, Codec
 from xfuser_cocodiff.coding import Account, Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import send_to_heads
-from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.lane import Lane
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
@@ -49,11 +50,12 @@ def device() -> torch.device:
 
 def make_tables() -> None:
     """What a process makes once, by copies that the host waits for."""
-    scales, weights = (
-        torch.zeros(256, device=device()),
-        {b: torch.zeros(8 // b, device=device()) for b in quantise.STEPS},
-    )
+    scales, maxima = (torch.zeros(size, device=device()) for size in (256, 255))
+    shifts = torch.zeros(8, dtype=torch.uint8, device=device())
+    weights = {bits: torch.zeros(8 // bits, device=device()) for bits in quantise.STEPS}
     quantise.scale_table, quantise._weights = lambda _: scales, lambda bits, _: weights[bits]
+    quantise._maxima = lambda _: (maxima, scales, scales)
+    codecs._shifts = lambda _: shifts
 
 
 def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane | None = None) -> Mesh:
@@ -98,11 +100,8 @@ def test_exact_exchanges_are_in_order(plan: str) -> None:
 
 
 def coded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
-    if fused:  # the layout that Triton's kernels take, with what stands in for them
-        kernels.is_fused = lambda device: True
-        kernels._kernels = lambda device: SimpleNamespace(**vars(reference), move=torch.Tensor.copy_)
     for v_first, (staged, late) in itertools.product(BOTH, THREADS):
-        with Device(late):
+        with Device(late) as made, made.by_triton() if fused else nullcontext():
             make_tables()
             mesh, way = way_of(slow, staged)
             run(mesh, 1, v_first, codings(way, codec))

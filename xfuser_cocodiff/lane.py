@@ -62,11 +62,13 @@ class Handle(Generic[T]):
         return self._finish(result) if self._finish else result
 
     def abandon(self) -> None:
-        """Wait, if nobody did, and drop what came of it: for callers that an exception sends elsewhere."""
+        """Wait, if nobody did, and drop what came of it: for callers that an exception sends elsewhere.
+
+        What the caller runs on the result is run too: other ranks go by it.
+        """
         if self._arrive is not None:
-            arrive, self._arrive = self._arrive, None
             with contextlib.suppress(Exception):
-                arrive()
+                self.wait()
 
     def __del__(self) -> None:
         if self._arrive is not None:
