@@ -144,6 +144,10 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.host, self.streams = Agent("the host"), [Stream(CALLER, self)]
         self._memory: dict[int, Memory] = {}
+        self._dropped: dict[str, list[Memory]] = {}
+        """By whose it is: what the allocator may give to the next who asks on that stream."""
+        self.recorded = 0
+        """How often the allocator was told of another stream."""
         self._networks: dict[int, Stream] = {}
         self._late, self._made = late, 0
         self.launched: Counter[str] = Counter()
@@ -214,7 +218,9 @@ class Device(TorchDispatchMode):
             if (key := _storage(tensor)) not in old and key not in self._memory:
                 what = PINNED if kwargs.get("pin_memory") else str(func)
                 home = agent if tensor.device.type != "cpu" else self.host
-                self._memory[key] = Memory(StorageWeakRef(tensor.untyped_storage()), what, home)
+                self._memory[key] = memory = Memory(StorageWeakRef(tensor.untyped_storage()), what, home)
+                self._give(home)
+                memory.writes[home.name] = home.clock[home.name]  # those who use it must come after who had it before
         if func.is_view or func.namespace == "prim" or "empty" in str(func):
             return
         if agent is not self.host and str(func) not in UNSEEN:
@@ -247,16 +253,21 @@ class Device(TorchDispatchMode):
                 del self._memory[key]
                 if memory.what == PINNED:  # its allocator knows of every copy
                     continue
-                next_use = memory.home.clock | self.host.clock
-                for name, at in (memory.reads | memory.writes).items():
-                    if name not in memory.known and next_use[name] < at:
-                        raise DisorderError(f"{memory.what} of {memory.home.name} was dropped, and {name} may use it")
+                self._dropped.setdefault(memory.home.name, []).append(memory)
 
-    def _stream(self, device: torch.device) -> Stream:
+    def _give(self, home: Agent) -> None:
+        """Give memory that was dropped to a stream, which all who used it must be through with by its clock."""
+        for memory in self._dropped.pop(home.name, []):
+            for name, at in (memory.reads | memory.writes).items():
+                if name not in memory.known and home.clock[name] < at:
+                    raise DisorderError(f"{memory.what} of {home.name} was dropped, and {name} may use it")
+
+    def _stream(self, device: torch.device, priority: int = 0) -> Stream:
         self._made += 1
         return Stream(f"stream {self._made}", self)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.recorded += 1
         self._memory[_storage(tensor)].known.add(stream.name)
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> Any:
