@@ -152,6 +152,8 @@ class Device(TorchDispatchMode):
         self._late, self._made = late, 0
         self.launched: Counter[str] = Counter()
         """How often which operation was."""
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
+        """Of Triton's kernels."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
@@ -204,6 +206,7 @@ class Device(TorchDispatchMode):
             agent.follow(self.host.clock)
             agent.tick()
             self.launched[name] += 1
+            self.grids.append((name, grid))
             for what, tensor in given.items():
                 if isinstance(tensor, torch.Tensor):
                     self._access(agent, tensor, what in WRITTEN[name], name)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.codec import EXACT, Codec, Reference
 from xfuser_cocodiff.coding import Account, Coding
 from xfuser_cocodiff.collectives import Mesh
@@ -192,6 +193,40 @@ def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float
     found = ranks.run(spoil, 4, bad)
     assert found[1] == found[3] == [0, 0, 1, 1, 1]
     assert found[0] == found[2] == [0, 0, 0, 0, 0]
+
+
+def give_up(rank: int, how: str) -> None:
+    """One exchange has no taker: on one rank, or on all, whose attention fails."""
+    topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
+    mesh, way = way_of(topology, ("node",))
+    pairs, wires, account = Pairs(topology, ("node",)), {}, Account()
+
+    def fail(*_: object) -> torch.Tensor:
+        raise InterruptedError
+
+    for step in range(STEPS):
+        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
+        early = send_to_heads([v], mesh, Label("v"), coding=coding)
+        if step == 2 and how == "attention":
+            with pytest.raises(InterruptedError):
+                ulysses_attention(q, k, v, fail, mesh, early=early, coding=coding)
+            continue
+        late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+        if step == 2 and rank == 1:
+            for handle in (early, late):
+                handle.abandon()
+            continue
+        for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
+            assert torch.equal(found, expected), step
+        assert step == 0 or account.sent_bytes < account.exact_bytes
+
+
+@pytest.mark.parametrize("how", ["attention", "one rank"])
+def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
+    """Both ends of a link go on from it alike."""
+    ranks.run(give_up, 4, how)
 
 
 def part_in_vain(rank: int) -> None:

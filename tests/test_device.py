@@ -212,6 +212,42 @@ def test_a_coded_layer_takes_few_launches(slow: str, v_first: bool, share: float
     assert others <= MOST + DRIFT_ADDS * (share < 1)
 
 
+WIDEST = 2**31 - 1, 65_535, 65_535
+"""CUDA's limits to a grid."""
+TOKENS = {"HunyuanVideo, 129 frames": 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
+"""At 720p, where a token is of four frames and 16 x 16 pixels."""
+
+
+def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Of all kernels of a layer at every degree, with codecs and without."""
+    found, codec = [], Codec(2, 0.5, predictor=0.5)
+    for degree, batch in itertools.product((each for each in range(2, 25, 2) if heads % each == 0), (1, 2)):
+        names = {"node": 2, "gpu": degree // 2} if degree > 2 else {"node": 2}
+        topology = Topology.named(**names)
+        with Device() as made, made.by_triton():
+            make_tables()
+            mesh = mesh_of("flat", False, topology)
+            node = mesh_of("flat", False, Topology.named(node=2), mesh.lane) if degree > 2 else mesh
+            fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.lane) if degree > 2 else None
+            way = SlowWay((0,), tuple(names.values()), 0, node, fast)
+            query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
+            wires: dict = {}
+            for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
+                coding = codecs_of and Coding(way, codecs_of, wires, Account())
+                ulysses_attention(query, query, query, lambda query, *_: query, mesh, coding=coding)
+            found += made.grids
+    return found
+
+
+@pytest.mark.parametrize("heads", [24, 40])
+@pytest.mark.parametrize("video", TOKENS)
+def test_grids_of_long_videos_lie_within_cudas_limits(video: str, heads: int) -> None:
+    [found] = ranks.run(grids, 1, TOKENS[video], heads)
+    assert {name for name, _ in found} == {f"_{name}_kernel" for name in ("scores", "encode", "decode", "move")}
+    for name, grid in found:
+        assert all(0 < size <= most for size, most in zip(grid, WIDEST, strict=False)), (name, grid)
+
+
 def waits(rank: int, what: str) -> None:
     questions: dict[str, Callable[[torch.Tensor], object]] = {
         "a value": lambda values: bool(values.any()),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -331,6 +332,81 @@ def test_each_value_is_read_once_and_written_once(
     fused.move(moved, case.values)
     assert accesses.of(case.values) == [(moved.numel(), moved.numel()), unused]
     assert accesses.of(moved) == [unused, (moved.numel(), moved.numel())]
+
+
+class Last:
+    """The last program of a kernel's launch, with notes of where it reads and writes; no memory is touched."""
+
+    def __init__(self, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import interpreter
+
+        self._kernel, self.seen, builder = kernel, {"read": [], "written": []}, interpreter.InterpreterBuilder
+
+        def load(_, pointers, mask, *rest):
+            kind = pointers.get_element_ty()
+            self.seen["read"].append(pointers.data[mask.data])
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind)), kind)
+
+        def store(_, pointers, value, mask, *rest):
+            self.seen["written"].append(pointers.data[mask.data])
+
+        monkeypatch.setattr(builder, "create_masked_load", load)
+        monkeypatch.setattr(builder, "create_masked_store", store)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (Last.number, 0, 0)))
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        Last.number = grid[0] - 1
+        return self._kernel[(1,)]
+
+    def touches_the_end_of(self, tensor: torch.Tensor, what: str) -> bool:
+        """Whether the last byte of a tensor is in one of its values that were read, or written, and none behind it."""
+        begin, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        places = np.concatenate(self.seen[what]).astype(np.int64) - begin
+        inside = places[(places >= 0) & (places < size)]
+        return len(inside) > 0 and inside.max() == size - tensor.itemsize
+
+
+@pytest.mark.skipif(HAS_GPU, reason="looks at addresses by the interpreter, which is for machines without a GPU")
+@pytest.mark.parametrize("bits", [8, None])
+def test_places_are_found_beyond_32_bits(fused, monkeypatch: pytest.MonkeyPatch, bits: int | None) -> None:
+    """In tensors of more than 2**31 values, of which memory is promised only."""
+    shape = (1, 1, 17, 2**20 - 8, 128)
+    values, target = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    tokens = shape[3]
+    active = Active(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
+    payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
+    assert values.numel() > 2**31 and payload.numel() > 2**31
+    last = Last(fused._encode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_encode_kernel", last)
+    # Levels of chosen tokens alone would lie at the beginning: all are sent here.
+    held = fused.encode(values, values, None, 0.0, bits, None, payload, None).held
+    assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "written")
+    last = Last(fused._decode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_decode_kernel", last)
+    held = fused.decode(payload, held, None, 0.0, bits, None, target, None)
+    assert last.touches_the_end_of(target, "written") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "read")
+    fused.decode(payload, held, None, 0.0, bits, active, target, None)
+    assert last.touches_the_end_of(active.numbers, "read")
+    last = Last(fused._move_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_move_kernel", last)
+    for moved in (target, target.view(1, 1, tokens, 17, 128).transpose(2, 3)):
+        last.seen = {"read": [], "written": []}
+        fused.move(moved, values)
+        assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(target, "written")
+
+
+def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+    monkeypatch.setattr(kernels, "is_fused", lambda device: True)
+    monkeypatch.setattr(kernels, "_kernels", lambda device: SimpleNamespace(move=lambda *given: moved.append(given)))
+    for size, expected in ((kernels.PAYS - 1, 0), (kernels.PAYS, 1)):
+        source = torch.ones(size, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        kernels.move(target, source)
+        assert len(moved) == expected and (expected or target.all())
 
 
 def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

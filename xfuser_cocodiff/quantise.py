@@ -63,7 +63,7 @@ def compact(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code = torch.bucketize(largest, maxima).clamp_(max=NOT_FINITE - 1)  # the least that is no smaller
     code = torch.where(largest.isfinite(), code, NOT_FINITE)
     # The level of what is not finite does not matter: its width is none.
-    levels = values.float().mul_(inverses[code]).round_().nan_to_num_(0.0).clamp_(-_MOST, _MOST)
+    levels = (values * inverses[code]).round_().nan_to_num_(0.0).clamp_(-_MOST, _MOST)
     return levels.to(torch.int8), code.to(torch.uint8)
 
 
