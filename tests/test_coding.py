@@ -13,7 +13,7 @@ from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.codec import EXACT, Codec, Reference
-from xfuser_cocodiff.coding import Account, Coding
+from xfuser_cocodiff.coding import Account, Coding, chosen_of, coded_by
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import send_to_heads, send_to_sequence
 from xfuser_cocodiff.part import Part
@@ -227,6 +227,23 @@ def give_up(rank: int, how: str) -> None:
 def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
     """Both ends of a link go on from it alike."""
     ranks.run(give_up, 4, how)
+
+
+@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
+def test_values_of_another_shape_begin_anew(codec: Codec) -> None:
+    """Nothing is expected of them by what was held of others."""
+    wires: dict = {}
+    for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
+        coding = Coding(None, {"v": codec}, wires, Account(), step)
+        values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
+        used, wire = coded_by(coding, "v", Part(), values.shape, values.dtype), coding.wire("v", Part())
+        assert used.is_exact is (step in (0, 3))
+        active = chosen_of(coding, "v", Part(), values, used)
+        payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
+        codecs.encode(values, wire.sent, used, active, payload)
+        codecs.decode(payload, wire.received, used, active, found)
+        assert torch.equal(found, wire.sent.expected(0.0))
+        assert torch.equal(found, values) or not used.is_exact
 
 
 def part_in_vain(rank: int) -> None:

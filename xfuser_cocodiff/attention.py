@@ -71,7 +71,7 @@ def ulysses_attention(
             handle.wait()
         return result
     finally:  # after an error, peers still have to get what they were promised
-        for handle in (*filter(None, [early]), *coming, *going):  # in the order of their starts
+        for handle in (*coming, *going, *filter(None, [early])):
             handle.abandon()
 
 

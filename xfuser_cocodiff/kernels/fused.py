@@ -210,7 +210,7 @@ def _move_kernel(
     """Rows of values that follow each other in both tensors."""
     blocks = tl.cdiv(columns, block_columns)
     row = tl.program_id(0) // blocks * block_rows + tl.arange(0, block_rows)
-    first = (tl.program_id(0) % blocks).to(tl.int64) * block_columns
+    first = tl.program_id(0) % blocks * block_columns  # in 64 bits where columns are counted so
     column = tl.arange(0, block_columns)
     i4 = (row % size4).to(tl.int64)
     i3 = (row // size4 % size3).to(tl.int64)
