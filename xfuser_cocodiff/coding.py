@@ -8,7 +8,6 @@ Sizes in shapes: S places on slow axes, F on fast ones; n heads, s tokens and D 
 another; B batch.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -244,8 +243,8 @@ def _sizes(values: list[torch.Tensor], names: str, used: list[Codec], way: SlowW
 
 def _parts(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
     """The flag and the rooms of a message, as views."""
-    starts = itertools.accumulate(map(_aligned, sizes), initial=0)
-    flag, *rooms = [message[:, start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    with_gaps = [each for size in sizes for each in (size, _aligned(size) - size)]
+    flag, *rooms = message.split(with_gaps, 1)[::2]
     return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
 
 
