@@ -14,10 +14,10 @@ from triton.compiler import ASTSource
 
 from xfuser_cocodiff.kernels import fused
 
-POINTERS = {"slots": "*i32", "table": "*fp32", "payload": "*u8", "sums": "*fp32", "found": "*fp32"}
+POINTERS = {"numbers": "*i32", "table": "*fp32", "sums": "*fp32", "found": "*fp32"}
 FLOATS = ("predictor", "step", "root")
-VALUES = ("values", "held", "before", "sent", "now", "target", "source")
-DIVISIBLE = re.compile(r"stride_\w+|from\d|to\d|columns")
+VALUES = ("values", "held", "before", "now", "target", "source")
+DIVISIBLE = re.compile(r"stride_\w+|from\d|to\d|columns|scales_at")
 """What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
 CODING = {"dim": 128, "block_dim": 128, "block_rows": 32, "predicts": True}
 
@@ -27,6 +27,7 @@ def compiled(
 ) -> triton.compiler.CompiledKernel:
     """A kernel for values of a type."""
     types = {name: "i32" for name in kernel.arg_names} | POINTERS
+    types["payload"] = "*u8" if constants.get("bits") else f"*{dtype}"
     types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -45,9 +46,9 @@ def main() -> None:
             (fused._scores_kernel, {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}),
             (fused._move_kernel, {"block_rows": 32, "block_columns": 128}),
         ]
-        for bits, selects in ((2, True), (8, False), (0, True)):
+        for bits, selects in ((2, True), (8, False), (0, True), (0, False)):
             coding = {**CODING, "bits": bits, "selects": selects}
-            kernels += [(fused._encode_kernel, coding), (fused._decode_kernel, {**coding, "lands": True})]
+            kernels += [(fused._encode_kernel, coding), (fused._decode_kernel, coding)]
         for kernel, constants in kernels:
             asm = compiled(kernel, dtype, constants, capability).asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))

@@ -4,7 +4,10 @@ Tensors claim to lie on the device and have no values (PyTorch's fake tensors). 
 vector clocks (F. Mattern, "Virtual time and global states of distributed systems", 1988), and two uses of one memory,
 one of which writes, must be ordered by them. So one run stands for all speeds at which streams may go, which runs with
 delays do not. Two more mistakes are found: memory that is dropped while a stream may still use it that did not allocate
-it, since the allocator gives it away at once; and operations for which the host waits.
+it, since the allocator gives it to the next who asks on the stream that did; and operations for which the host waits.
+
+Operations are counted, as far as a device would have to launch something for them; those of Triton's kernels that stand
+in for them too (:meth:`Device.by_triton`).
 """
 
 import contextlib
@@ -26,6 +29,8 @@ from xfuser_cocodiff import collectives, lane
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"
+UNSEEN = ("aten._unsafe_view.default", "aten.alias.default", "aten.detach.default")
+"""Operations that are views although they do not say so."""
 HAS_BACKENDS = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 """Whether this PyTorch knows devices that are not there."""
 
@@ -96,6 +101,38 @@ class Memory:
     """Streams that the allocator waits for by itself."""
 
 
+class Kernel:
+    """Stands in for one of Triton's: says by which grid it was launched, on what."""
+
+    def __init__(self, kernel: Any, launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]) -> None:
+        self._names, self._what, self._launched = kernel.arg_names, kernel.__name__, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **options: self._launched(self._what, grid, dict(zip(self._names, given, strict=True)))
+
+
+WRITTEN = {
+    "_scores_kernel": ("found",),
+    "_encode_kernel": ("payload", "now", "sums"),
+    "_decode_kernel": ("now", "target"),
+    "_move_kernel": ("target",),
+}
+"""Kernels, and what they write; all other tensors are read."""
+
+
+@contextlib.contextmanager
+def standing_in(launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Code and move by Triton's kernels, with stand-ins for the kernels themselves."""
+    from xfuser_cocodiff import kernels
+    from xfuser_cocodiff.kernels import fused
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kernels, "is_fused", lambda device: True))
+        for name in WRITTEN:
+            stack.enter_context(mock.patch.object(fused, name, Kernel(getattr(fused, name), launched)))
+        yield
+
+
 class Device(TorchDispatchMode):
     """Within this context tensors may be made on it.
 
@@ -107,8 +144,16 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.host, self.streams = Agent("the host"), [Stream(CALLER, self)]
         self._memory: dict[int, Memory] = {}
+        self._dropped: dict[str, list[Memory]] = {}
+        """By whose it is: what the allocator may give to the next who asks on that stream."""
+        self.recorded = 0
+        """How often the allocator was told of another stream."""
         self._networks: dict[int, Stream] = {}
         self._late, self._made = late, 0
+        self.launched: Counter[str] = Counter()
+        """How often which operation was."""
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
+        """Of Triton's kernels."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Device":
@@ -152,6 +197,22 @@ class Device(TorchDispatchMode):
         """Whether a device can read and write by itself what of it lies on the host."""
         return all(self._memory[_storage(each)].what == PINNED for each in tensors if each.device.type == "cpu")
 
+    def by_triton(self) -> contextlib.AbstractContextManager[None]:
+        """Code and move by Triton's kernels."""
+
+        def launched(name: str, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+            self.sweep()
+            agent = self.streams[-1]
+            agent.follow(self.host.clock)
+            agent.tick()
+            self.launched[name] += 1
+            self.grids.append((name, grid))
+            for what, tensor in given.items():
+                if isinstance(tensor, torch.Tensor):
+                    self._access(agent, tensor, what in WRITTEN[name], name)
+
+        return standing_in(launched)
+
     def _use(self, agent: Agent, func: Any, given: list, made: list, args: tuple, kwargs: dict) -> None:
         agent.follow(self.host.clock)
         agent.tick()
@@ -160,9 +221,13 @@ class Device(TorchDispatchMode):
             if (key := _storage(tensor)) not in old and key not in self._memory:
                 what = PINNED if kwargs.get("pin_memory") else str(func)
                 home = agent if tensor.device.type != "cpu" else self.host
-                self._memory[key] = Memory(StorageWeakRef(tensor.untyped_storage()), what, home)
+                self._memory[key] = memory = Memory(StorageWeakRef(tensor.untyped_storage()), what, home)
+                self._give(home)
+                memory.writes[home.name] = home.clock[home.name]  # those who use it must come after who had it before
         if func.is_view or func.namespace == "prim" or "empty" in str(func):
             return
+        if agent is not self.host and str(func) not in UNSEEN:
+            self.launched[str(func)] += 1
         written = {_storage(value) for value in _written(func, args, kwargs)}
         for tensor in given:
             self._access(agent, tensor, _storage(tensor) in written, str(func))
@@ -191,16 +256,21 @@ class Device(TorchDispatchMode):
                 del self._memory[key]
                 if memory.what == PINNED:  # its allocator knows of every copy
                     continue
-                next_use = memory.home.clock | self.host.clock
-                for name, at in (memory.reads | memory.writes).items():
-                    if name not in memory.known and next_use[name] < at:
-                        raise DisorderError(f"{memory.what} of {memory.home.name} was dropped, and {name} may use it")
+                self._dropped.setdefault(memory.home.name, []).append(memory)
 
-    def _stream(self, device: torch.device) -> Stream:
+    def _give(self, home: Agent) -> None:
+        """Give memory that was dropped to a stream, which all who used it must be through with by its clock."""
+        for memory in self._dropped.pop(home.name, []):
+            for name, at in (memory.reads | memory.writes).items():
+                if name not in memory.known and home.clock[name] < at:
+                    raise DisorderError(f"{memory.what} of {home.name} was dropped, and {name} may use it")
+
+    def _stream(self, device: torch.device, priority: int = 0) -> Stream:
         self._made += 1
         return Stream(f"stream {self._made}", self)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.recorded += 1
         self._memory[_storage(tensor)].known.add(stream.name)
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> Any:

@@ -25,15 +25,15 @@ class Link:
 
     def carry(self, values: torch.Tensor, codec: Codec, seed: int = 0) -> torch.Tensor:
         """What arrives of values; only what an exchange would send goes from one end to the other."""
+        links, groups, _, tokens, _ = values.shape
         chosen = unpacked = None
         if codec.share < 1:
             chosen = codecs.choose(values, self.sent, codec, seed)
-            packed = codecs.pack_choice(chosen, values.shape[3])
-            assert packed.shape == (values.shape[0], codecs.choice_bytes(values.shape[1], values.shape[3]))
-            unpacked = codecs.unpack_choice(packed, values.shape[1], values.shape[3], codec.active(values.shape[3]))
-        payload, _ = codecs.encode(values, self.sent, codec, chosen)
-        assert payload.dtype == torch.uint8
-        assert payload.shape == (values.shape[0], codec.payload_bytes(values.shape, values.dtype))
+            packed = torch.empty(links, codecs.choice_bytes(groups, tokens), dtype=torch.uint8)
+            codecs.pack_choice(chosen, packed)
+            unpacked = codecs.unpack_choice(packed, groups, tokens, codec.active(tokens))
+        payload = torch.empty(links, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        codecs.encode(values, self.sent, codec, chosen, payload)
         found = torch.empty_like(values)
         codecs.decode(payload, self.received, codec, unpacked, found)
         return found
@@ -135,17 +135,17 @@ def test_scores_differ_as_they_say() -> None:
             codecs.choose(values, one.sent, codec, 0)  # nothing is sent
         values = values.clone()
         values[0, 0, 0, 1] += 2.0
-        assert codecs.choose(values, one.sent, codec, 0).item() == {"drift": 0, "change": 1}[score]
+        assert codecs.choose(values, one.sent, codec, 0).indices.item() == {"drift": 0, "change": 1}[score]
 
 
 def test_chance_is_fair_and_repeats_itself() -> None:
     values = torch.zeros(1, 1, 1, 50, 8)
-    picks = [codecs.choose(values, Reference(), Codec(share=0.2, score=codecs.RANDOM), seed) for seed in range(200)]
+    codec = Codec(share=0.2, score=codecs.RANDOM)
+    picks = [codecs.choose(values, Reference(), codec, seed).indices for seed in range(200)]
     counts = torch.bincount(torch.cat(picks, -1).flatten(), minlength=50)
     assert counts.sum() == 2000
     assert counts.min() >= 20 and counts.max() <= 62
-    again = codecs.choose(values, Reference(), Codec(share=0.2, score=codecs.RANDOM), 3)
-    assert torch.equal(again, picks[3])
+    assert torch.equal(codecs.choose(values, Reference(), codec, 3).indices, picks[3])
 
 
 @pytest.mark.parametrize("bits", [None, 2])

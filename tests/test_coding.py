@@ -11,8 +11,9 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.codec import EXACT, Codec, Reference
-from xfuser_cocodiff.coding import Account, Coding
+from xfuser_cocodiff.coding import Account, Coding, chosen_of, coded_by
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import send_to_heads, send_to_sequence
 from xfuser_cocodiff.part import Part
@@ -57,7 +58,8 @@ class Pairs:
             if name in "vo":
                 self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
             chosen = self.choices[name if name == "o" else "v", source, target]
-        codecs.encode(values, reference, codec, chosen)
+        payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        codecs.encode(values, reference, codec, chosen, payload)
         return reference.expected(0.0)[0]
 
 
@@ -191,6 +193,57 @@ def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float
     found = ranks.run(spoil, 4, bad)
     assert found[1] == found[3] == [0, 0, 1, 1, 1]
     assert found[0] == found[2] == [0, 0, 0, 0, 0]
+
+
+def give_up(rank: int, how: str) -> None:
+    """One exchange has no taker: on one rank, or on all, whose attention fails."""
+    topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
+    mesh, way = way_of(topology, ("node",))
+    pairs, wires, account = Pairs(topology, ("node",)), {}, Account()
+
+    def fail(*_: object) -> torch.Tensor:
+        raise InterruptedError
+
+    for step in range(STEPS):
+        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
+        early = send_to_heads([v], mesh, Label("v"), coding=coding)
+        if step == 2 and how == "attention":
+            with pytest.raises(InterruptedError):
+                ulysses_attention(q, k, v, fail, mesh, early=early, coding=coding)
+            continue
+        late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+        if step == 2 and rank == 1:
+            for handle in (early, late):
+                handle.abandon()
+            continue
+        for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
+            assert torch.equal(found, expected), step
+        assert step == 0 or account.sent_bytes < account.exact_bytes
+
+
+@pytest.mark.parametrize("how", ["attention", "one rank"])
+def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
+    """Both ends of a link go on from it alike."""
+    ranks.run(give_up, 4, how)
+
+
+@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
+def test_values_of_another_shape_begin_anew(codec: Codec) -> None:
+    """Nothing is expected of them by what was held of others."""
+    wires: dict = {}
+    for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
+        coding = Coding(None, {"v": codec}, wires, Account(), step)
+        values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
+        used, wire = coded_by(coding, "v", Part(), values.shape, values.dtype), coding.wire("v", Part())
+        assert used.is_exact is (step in (0, 3))
+        active = chosen_of(coding, "v", Part(), values, used)
+        payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
+        codecs.encode(values, wire.sent, used, active, payload)
+        codecs.decode(payload, wire.received, used, active, found)
+        assert torch.equal(found, wire.sent.expected(0.0))
+        assert torch.equal(found, values) or not used.is_exact
 
 
 def part_in_vain(rank: int) -> None:

@@ -9,13 +9,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.kernels import reference
+from xfuser_cocodiff.codec import Codec
+from xfuser_cocodiff.kernels import Active, reference
 from xfuser_cocodiff.kernels.layout import merged
 
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
@@ -67,26 +69,42 @@ class Case:
         kernels.put_away(whole, held, self.here)
         return whole.float()
 
-    def chosen(self, active: int | None) -> torch.Tensor | None:
-        if active is None:
+    def active(self, count: int | None) -> Active | None:
+        if count is None:
             return None
         scores = torch.rand(*self.held.shape[:2], self.held.shape[3], generator=torch.Generator().manual_seed(1))
-        return scores.topk(active, -1).indices.sort(-1).values.to(DEVICE)
+        mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
+        return Active(mask.to(DEVICE), scores.shape[-1], count)
+
+    def coded(self, kernel, *how: object, values: torch.Tensor | None = None) -> "Pair":
+        """A payload among other bytes, which are not written, and what else came of values."""
+        values, (_, _, _, bits, active) = self.values if values is None else values, how
+        codec = Codec(bits, 1.0 if active is None else active.count / active.tokens)
+        size = codec.payload_bytes(self.held.shape, values.dtype)
+        wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
+        coded = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.here)
+        assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
+        assert self.here is None or (wide[self.here] == 0xA5).all()
+        return wide[:, 8 : 8 + size], coded
 
 
-def same_but_for_scales(ours: kernels.Coded, theirs: kernels.Coded, rows: int, bits: int | None) -> None:
+Pair = tuple[torch.Tensor, kernels.Coded]
+
+
+def same_but_for_scales(case: Case, ours: Pair, theirs: Pair, rows: int, bits: int | None) -> None:
     """Scales may fall to either side of a boundary, once in a thousand rows; all else is equal, bit for bit."""
+    payloads = [kernels.away(payload, case.here) for payload, _ in (ours, theirs)]
     if bits is None:
-        assert torch.equal(ours.payload, theirs.payload) and torch.equal(ours.held, theirs.held)
+        assert torch.equal(*payloads) and torch.equal(ours[1].held, theirs[1].held)
         return
-    scales = [coded.payload[:, :rows].int() for coded in (ours, theirs)]
+    scales = [payload[:, payload.shape[1] - rows :].int() for payload in payloads]
     assert (scales[0] - scales[1]).abs().max() <= 1
     assert (scales[0] != scales[1]).sum() <= 1 + scales[0].numel() // 1000
     alike = scales[0] == scales[1]
-    levels = [coded.payload[:, rows:].unflatten(1, (rows, -1)) for coded in (ours, theirs)]
+    levels = [payload[:, : payload.shape[1] - rows].unflatten(1, (rows, -1)) for payload in payloads]
     assert torch.equal(levels[0][alike], levels[1][alike])
     if alike.all():
-        torch.testing.assert_close(ours.held, theirs.held, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours[1].held, theirs[1].held, rtol=0, atol=0, equal_nan=True)
 
 
 CASES = list(
@@ -98,23 +116,22 @@ CASES = list(
 @pytest.mark.parametrize("predictor", [0.0, 0.5])
 def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor) -> None:
     case = Case(dtype, here)
-    before, chosen = case.before if predictor else None, case.chosen(active)
-    known = case.held, before, predictor, bits, chosen
-    ours, theirs = fused.encode(case.values, *known, here), reference.encode(case.values, *known, here)
-    rows = 2 * 3 * (active or case.held.shape[3])
-    same_but_for_scales(ours, theirs, rows, bits)
-    torch.testing.assert_close(ours.lacking, theirs.lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
-    torch.testing.assert_close(ours.wanted, theirs.wanted, rtol=1e-3, atol=0)
+    known = case.held, case.before if predictor else None, predictor, bits, case.active(active)
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 2 * 3 * (active or case.held.shape[3]), bits)
+    payload, coded = ours
+    if bits or active:
+        torch.testing.assert_close(coded.lacking, theirs[1].lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
+        torch.testing.assert_close(coded.wanted, theirs[1].wanted, rtol=1e-3, atol=0)
+    else:
+        assert coded.lacking is coded.wanted is theirs[1].lacking is None
 
-    # What one has coded both decode alike, from a payload that lies among others, and that is what the sender holds.
-    wide = torch.zeros(len(ours.payload), ours.payload.shape[1] + 5, dtype=torch.uint8, device=DEVICE)
-    wide[:, 3:-2] = ours.payload
-    received = fused.decode(wide[:, 3:-2], *known, case.target, here)
-    assert torch.equal(received, ours.held)
-    assert torch.equal(reference.decode(wide[:, 3:-2], *known, None, here), received)
-    landed = torch.zeros_like(case.target)
-    kernels.put_away(landed, received, here)
-    assert torch.equal(case.target, landed)
+    # What one has coded both decode alike, and that is what the sender holds.
+    found, landed = torch.zeros_like(case.target), torch.zeros_like(case.target)
+    assert torch.equal(fused.decode(payload, *known, case.target, here), coded.held)
+    assert torch.equal(reference.decode(payload, *known, found, here), coded.held)
+    kernels.put_away(landed, coded.held, here)
+    assert torch.equal(case.target, landed) and torch.equal(found, landed)
 
 
 @pytest.mark.parametrize("dim", [8, 24, 72, 80, 128])
@@ -122,11 +139,31 @@ def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor
 def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens) -> None:
     case = Case(torch.float32, 1, dim=dim, tokens=tokens)
     known = case.held, case.before, 0.5, 2, None
-    ours, theirs = fused.encode(case.values, *known, 1), reference.encode(case.values, *known, 1)
-    same_but_for_scales(ours, theirs, 6 * tokens, 2)
-    assert torch.equal(fused.decode(ours.payload, *known, case.target, 1), ours.held)
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 6 * tokens, 2)
+    assert torch.equal(fused.decode(ours[0], *known, case.target, 1), ours[1].held)
     found, wanted = (each.scores(case.values, *known[:3], 1) for each in (fused, reference))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [None, 2])
+def test_no_token_may_be_active(fused, bits) -> None:
+    case = Case(torch.bfloat16, 1)
+    known = case.held, case.before, 0.5, bits, case.active(0)
+    for kernel in (fused, reference):
+        payload, coded = case.coded(kernel, *known)
+        assert payload.numel() == 0 and torch.equal(coded.held, reference.expected(*known[:3]))
+        assert torch.equal(kernel.decode(payload, *known, case.target, 1), coded.held)
+
+
+def test_values_land_between_any_strides(fused) -> None:
+    case = Case(torch.bfloat16, 0)
+    known = case.held, case.before, 0.5, 2, None
+    payload, coded = case.coded(reference, *known)
+    for kernel in (fused, reference):
+        across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
+        kernel.decode(payload, *known, across, 0)
+        assert torch.equal(across[1:], coded.held) and not across[0].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -135,19 +172,34 @@ def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits
     case = Case(torch.float32, None)
     case.values[1, 0, 2, 4, 3] = bad
     known = case.held, None, 0.0, bits, None
-    ours, theirs = fused.encode(case.values, *known, None), reference.encode(case.values, *known, None)
-    same_but_for_scales(ours, theirs, 2 * 3 * 11, bits)
-    assert not ours.lacking.isfinite()
-    wrong = ~ours.held.isfinite().all(-1)
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 2 * 3 * 11, bits)
+    assert not ours[1].lacking.isfinite()
+    wrong = ~ours[1].held.isfinite().all(-1)
     assert wrong.sum() == 1 and wrong[1, 0, 2, 4]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("here", [None, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, here, dtype) -> None:
+    case = Case(dtype, here)
+    case.values[1, 0, 2, 4, 3] = bad
+    wanted = kernels.away(case.values, here).nan_to_num(0.0, 0.0, 0.0)
+    for kernel in (fused, reference):
+        payload, coded = case.coded(kernel, None, None, 0.0, None, None)
+        assert torch.equal(coded.held, wanted)
+        assert torch.equal(kernel.decode(payload, None, None, 0.0, None, None, case.target, here), wanted)
+        arrived = kernels.away(case.target, here)
+        torch.testing.assert_close(arrived, kernels.away(case.values, here), rtol=0, atol=0, equal_nan=True)
 
 
 def test_zeros_and_differences_too_small_for_a_scale(fused) -> None:
     case = Case(torch.float32, None)
     for values in (case.held.clone(), case.held + 1e-30):
         known = case.held, None, 0.0, 4, None
-        ours, theirs = fused.encode(values, *known, None), reference.encode(values, *known, None)
-        assert torch.equal(ours.payload, theirs.payload) and torch.equal(ours.held, case.held)
+        ours, theirs = (case.coded(kernel, *known, values=values) for kernel in (fused, reference))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].held, case.held)
 
 
 def test_moves_between_any_strides(fused) -> None:
@@ -260,25 +312,101 @@ def test_each_value_is_read_once_and_written_once(
 ) -> None:
     """Which is all that a kernel for bandwidth can do; the bytes are those that the bench counts."""
     case, accesses = Case(torch.float32, here=1), Accesses(monkeypatch)
-    known, chosen = (case.held, case.before, 0.5), case.chosen(active)
+    known = case.held, case.before, 0.5, bits, case.active(active)
     size, unused = case.held.numel(), (0, 0)
-    coded = fused.encode(case.values, *known, bits, chosen, case.here)
-    payload = coded.payload.nbytes if bits else coded.payload.nbytes // 4
+    expected = [(size, size) if bits or active else unused, unused]
+    payload, coded = case.coded(fused, *known)
+    sent = payload[:-1].nbytes if bits else payload[:-1].nbytes // 4
     assert accesses.of(case.values) == [(size, size), unused]  # less what is the rank's own
-    assert accesses.of(case.held) == accesses.of(case.before) == [(size, size), unused]
+    assert accesses.of(case.held) == accesses.of(case.before) == expected
     assert accesses.of(coded.held) == [unused, (size, size)]
-    assert accesses.of(coded.payload) == [unused, (payload, payload)]
+    assert accesses.of(payload) == [unused, (sent, sent)]
     accesses = Accesses(monkeypatch)
-    held = fused.decode(coded.payload, *known, bits, chosen, case.target, case.here)
-    assert accesses.of(case.held) == accesses.of(case.before) == [(size, size), unused]
+    held = fused.decode(payload, *known, case.target, case.here)
+    assert accesses.of(case.held) == accesses.of(case.before) == expected
     assert accesses.of(held) == accesses.of(case.target) == [unused, (size, size)]
     if bits:  # values that share a byte read it together
-        assert accesses.of(coded.payload)[0][0] == payload
+        assert accesses.of(payload)[0][0] == sent
     accesses = Accesses(monkeypatch)
     moved = torch.empty(case.values.shape)
     fused.move(moved, case.values)
     assert accesses.of(case.values) == [(moved.numel(), moved.numel()), unused]
     assert accesses.of(moved) == [unused, (moved.numel(), moved.numel())]
+
+
+class Last:
+    """The last program of a kernel's launch, with notes of where it reads and writes; no memory is touched."""
+
+    def __init__(self, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import interpreter
+
+        self._kernel, self.seen, builder = kernel, {"read": [], "written": []}, interpreter.InterpreterBuilder
+
+        def load(_, pointers, mask, *rest):
+            kind = pointers.get_element_ty()
+            self.seen["read"].append(pointers.data[mask.data])
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind)), kind)
+
+        def store(_, pointers, value, mask, *rest):
+            self.seen["written"].append(pointers.data[mask.data])
+
+        monkeypatch.setattr(builder, "create_masked_load", load)
+        monkeypatch.setattr(builder, "create_masked_store", store)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (Last.number, 0, 0)))
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        Last.number = grid[0] - 1
+        return self._kernel[(1,)]
+
+    def touches_the_end_of(self, tensor: torch.Tensor, what: str) -> bool:
+        """Whether the last byte of a tensor is in one of its values that were read, or written, and none behind it."""
+        begin, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        places = np.concatenate(self.seen[what]).astype(np.int64) - begin
+        inside = places[(places >= 0) & (places < size)]
+        return len(inside) > 0 and inside.max() == size - tensor.itemsize
+
+
+@pytest.mark.skipif(HAS_GPU, reason="looks at addresses by the interpreter, which is for machines without a GPU")
+@pytest.mark.parametrize("bits", [8, None])
+def test_places_are_found_beyond_32_bits(fused, monkeypatch: pytest.MonkeyPatch, bits: int | None) -> None:
+    """In tensors of more than 2**31 values, of which memory is promised only."""
+    shape = (1, 1, 17, 2**20 - 8, 128)
+    values, target = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    tokens = shape[3]
+    active = Active(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
+    payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
+    assert values.numel() > 2**31 and payload.numel() > 2**31
+    last = Last(fused._encode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_encode_kernel", last)
+    # Levels of chosen tokens alone would lie at the beginning: all are sent here.
+    held = fused.encode(values, values, None, 0.0, bits, None, payload, None).held
+    assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "written")
+    last = Last(fused._decode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_decode_kernel", last)
+    held = fused.decode(payload, held, None, 0.0, bits, None, target, None)
+    assert last.touches_the_end_of(target, "written") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "read")
+    fused.decode(payload, held, None, 0.0, bits, active, target, None)
+    assert last.touches_the_end_of(active.numbers, "read")
+    last = Last(fused._move_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_move_kernel", last)
+    for moved in (target, target.view(1, 1, tokens, 17, 128).transpose(2, 3)):
+        last.seen = {"read": [], "written": []}
+        fused.move(moved, values)
+        assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(target, "written")
+
+
+def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+    monkeypatch.setattr(kernels, "is_fused", lambda device: True)
+    monkeypatch.setattr(kernels, "_kernels", lambda device: SimpleNamespace(move=lambda *given: moved.append(given)))
+    for size, expected in ((kernels.PAYS - 1, 0), (kernels.PAYS, 1)):
+        source = torch.ones(size, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        kernels.move(target, source)
+        assert len(moved) == expected and (expected or target.all())
 
 
 def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -58,11 +58,14 @@ def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
     assert done
 
 
-def test_an_abandoned_handle_does_not_complain() -> None:
+def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
     done = []
-    handle = Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)))
+    handle = Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), lambda _: done.append(1 // 0))
     handle.abandon()
-    assert done
+    assert done == [1]  # errors are of no use to who abandons
+    handle = Lane().start("the exchange", lambda: 1, done.append)
+    handle.abandon()
+    assert done == [1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del handle
@@ -103,7 +106,7 @@ def test_on_an_accelerator_work_goes_to_a_stream_behind_what_it_needs(
 ) -> None:
     """Streams only: what an accelerator does with them needs one (test_attention)."""
     log: list[str] = []
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream("lane", log))
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", log))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", log))
     lane, caller = Lane(torch.device("cuda"), staged), threading.get_ident()
     handle = lane.start("work", lambda: log.append("work") or threading.get_ident())
@@ -116,7 +119,7 @@ def test_on_an_accelerator_work_goes_to_a_stream_behind_what_it_needs(
 
 def test_what_work_reads_lives_until_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is ahead of the device: memory that it drops may be given to another stream at once."""
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream("lane", []))
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", []))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", []))
     message = torch.zeros(3)
     there = weakref.ref(message)
@@ -126,6 +129,14 @@ def test_what_work_reads_lives_until_it_was_waited_for(monkeypatch: pytest.Monke
     handle.wait()
     del handle
     assert there() is None
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", {"priority": -1}), ("xpu", {"priority": -1}), ("mtia", {})])
+def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
+    given = []
+    monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
+    Lane(torch.device(kind))
+    assert given == [expected]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

@@ -33,7 +33,8 @@ def hold(wires: dict, schedule: CodecSchedule, dtype: torch.dtype, compact: bool
             codec = schedule.codecs(step, 9)[name]
             values = torch.randn(SHAPE, generator=generator).to(dtype)
             chosen = codecs.choose(values, wire.sent, codec, 0) if codec.share < 1 else None
-            payload, _ = codecs.encode(values, wire.sent, codec, chosen)
+            payload = torch.empty(len(values), codec.payload_bytes(SHAPE, dtype), dtype=torch.uint8)
+            codecs.encode(values, wire.sent, codec, chosen, payload)
             codecs.decode(payload, wire.received, codec, chosen, torch.empty_like(values))
 
 

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfuser_cocodiff.quantise import STEPS, dequantise, quantise
+from xfuser_cocodiff.quantise import STEPS, compact, dequantise, quantise, restored
 
 BITS = sorted(STEPS)
 
@@ -58,3 +60,60 @@ def test_scales_end_somewhere(size: float) -> None:
     """Rows beyond the range of scales are off, but finite."""
     found = dequantise(*quantise(torch.full((1, 8), size), 8)[:2], 8)
     assert found.isfinite().all() and (found >= 0).all()
+
+
+def kept_slowly(row: np.ndarray) -> np.ndarray:
+    """What a row is to become in 8 bits: levels of the least maximum, among six per octave, that is no smaller."""
+    maxima = [0.0, *(np.float32(2.0 ** (code / 6 - 26)) for code in range(1, 255))]
+    maximum = next((each for each in maxima if each >= np.abs(row).max()), maxima[-1])
+    if maximum == 0:
+        return np.zeros_like(row)
+    levels = np.rint(row * np.float32(1 / (2.0 ** ((maxima.index(maximum)) / 6 - 26) / 127)))
+    return levels.clip(-127, 127) * np.float32(2.0 ** (maxima.index(maximum) / 6 - 26) / 127)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_references_are_kept_by_their_maxima(dtype: torch.dtype) -> None:
+    values = torch.randn(60, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values *= torch.logspace(-9, 4, 60)[:, None].to(dtype)
+    values[3], values[4] = 0, 2.0**-2
+    levels, codes = compact(values)
+    assert (levels.dtype, codes.dtype, codes.shape) == (torch.int8, torch.uint8, (60, 1))
+    for row, expected in zip(restored(levels, codes), values.float(), strict=True):
+        np.testing.assert_array_equal(row.numpy(), kept_slowly(expected.numpy()))
+
+
+def test_references_of_a_normal_distribution_keep_as_much_as_what_travels() -> None:
+    values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
+    error = values - restored(*compact(values))
+    assert 10 * math.log10(values.square().mean() / error.square().mean()) > 40
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_references_end_somewhere(bad: float) -> None:
+    values = torch.tensor([[1e-30, 1e-12], [1e30, -1e38], [65504.0, 1.0], [bad, 1.0]])
+    found = restored(*compact(values))
+    assert found[:3].isfinite().all() and found[3].isnan().all()
+    torch.testing.assert_close(found[2, 0].item(), 65504.0, rtol=1e-2, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Which are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0].rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_references_are_kept_alike_on_every_device() -> None:
+    """Both ends do it for themselves: by nothing whose last bit depends on the device, or on the order of a sum."""
+    compact(torch.randn(3, 8))  # makes the tables
+    with Operations() as used:
+        restored(*compact(torch.randn(3, 8).bfloat16()))
+    exact = {"abs", "amax", "bucketize", "clamp", "where", "eq", "ne", "mul", "round", "nan_to_num", "index"}
+    moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor"}
+    assert used.names - moves <= exact

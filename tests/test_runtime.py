@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import Loss, Reference
-from xfuser_cocodiff.coding import Wire
+from xfuser_cocodiff.coding import Wire, coded_by
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
@@ -122,3 +124,42 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
     of_another_rank[0] = 1.0
     assert [step(0) for _ in range(2)] == [False, True]
     assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [kernels.TORCH, kernels.TRITON])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("spoilt", "exact"), [({3}, {0, 4}), ({3, 4}, {0, 4}), ({0}, {0})], ids=str)
+def test_on_an_accelerator_one_step_heals_what_was_not_finite(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bad: float, spoilt: set[int], exact: set[int]
+) -> None:
+    """At both ends of a link, with what they expect of later values."""
+    if kind == kernels.TRITON and torch.accelerator.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    monkeypatch.setattr(kernels, "_wanted", [kind])
+    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    one, shape = Runtime(way, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
+    one.begin_run(50)
+    generator = torch.Generator().manual_seed(5)
+    first, change = (torch.randn(shape, generator=generator) for _ in range(2))
+    errors, found_exact = [], set()
+    for step in range(8):
+        coding = one.coding("a", 1, 0, SHARE, 1)
+        codec = coded_by(coding, "v", WHOLE, shape, torch.float32)
+        wire = coding.wire("v", WHOLE)
+        values = first + 0.05 * step * change
+        if step in spoilt:
+            values[0, 0, 1, 4, 7] = bad
+        payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
+        loss = codecs.encode(values, wire.sent, codec, None, payload)
+        codecs.decode(payload, wire.received, codec, None, found)
+        coding.account.losses += [loss] if loss else []
+        one.end_step()
+        assert step in spoilt or found.isfinite().all()
+        errors.append((found - values).norm() / values.norm())
+        found_exact |= {step} if codec.is_exact else set()
+        for reference in (wire.sent, wire.received):
+            assert step == 3 or reference.expected(0.5).isfinite().all()
+        torch.testing.assert_close(wire.sent.expected(0.5), wire.received.expected(0.5), rtol=0, atol=0, equal_nan=True)
+    assert found_exact == exact
+    if spoilt == {3}:
+        assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])

@@ -8,6 +8,7 @@ Sizes in shapes: L links, P places of which one may be the rank's own, G groups 
 dim. A group is what one rank has of one sample.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.kernels.reference import bytes_of, expected, square
-from xfuser_cocodiff.quantise import STEPS, dequantise, quantise
+from xfuser_cocodiff.kernels import Active
+from xfuser_cocodiff.kernels.reference import expected, square
+from xfuser_cocodiff.quantise import STEPS, compact, restored
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """What makes a token active: its distance from the reference, from its value of the step before, or chance."""
@@ -86,7 +88,7 @@ class Reference:
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether there is a reference for such values."""
-        return bool(self._held) and self._held[0].shape[:-1] == tuple(shape[:-1]) and self._dtype == dtype
+        return bool(self._held) and self._held[0].shape == tuple(shape) and self._dtype == dtype
 
     def expected(self, predictor: float) -> torch.Tensor:
         """What both ends expect of the values."""
@@ -102,20 +104,16 @@ class Reference:
         """Hold other values from now on, and those of before too where their change is needed."""
         self._before = self._held if keeps_change else ()
         self._dtype = values.dtype
-        self._held = quantise(values, 8)[:2] if self.is_compact else (values,)
+        self._held = compact(values) if self.is_compact else (values,)
 
     def squeeze(self) -> None:
         """Keep it in 8 bits from now on."""
         if not self.is_compact:
-            self._held, self._before = (quantise(*kept, 8)[:2] if kept else () for kept in (self._held, self._before))
+            self._held, self._before = (compact(*kept) if kept else () for kept in (self._held, self._before))
             self.is_compact = True
 
-    def mend(self) -> None:
-        """Hold zeros in the place of what is not finite."""
-        self.advance(self._read(self._held).nan_to_num(0.0, 0.0, 0.0), keeps_change=False)
-
     def _read(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return dequantise(*kept, 8).to(self._dtype) if self.is_compact else kept[0]
+        return restored(*kept).to(self._dtype) if self.is_compact else kept[0]
 
     @property
     def nbytes(self) -> int:
@@ -124,10 +122,8 @@ class Reference:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def choose(
-    values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: int | None = None
-) -> torch.Tensor:
-    """The active tokens of each group, (L, G, k), ascending.
+def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: int | None = None) -> Active:
+    """The active tokens of each group.
 
     Args:
         values: shape (P, G, H, T, D).
@@ -147,10 +143,12 @@ def choose(
         values = kernels.away(values, here)
         past = reference.expected(0.0) if reference.seen is None else reference.seen
         scores = (values - past).abs().sum((2, 4), dtype=torch.float32)
-        reference.seen = values.clone()
+        reference.seen = values.clone(memory_format=torch.contiguous_format)
     else:
         scores = kernels.scores(values, *reference.known(codec.predictor), here)
-    return scores.topk(codec.active(tokens), -1).indices.sort(-1).values
+    count = codec.active(tokens)
+    mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
+    return Active(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
 
 
 class Loss(NamedTuple):
@@ -163,75 +161,78 @@ class Loss(NamedTuple):
 
 
 def encode(
-    values: torch.Tensor, reference: Reference, codec: Codec, chosen: torch.Tensor | None, here: int | None = None
-) -> tuple[torch.Tensor, Loss | None]:
-    """What is sent for values, and the sender's reference brought to what the receiver makes of it.
+    values: torch.Tensor,
+    reference: Reference,
+    codec: Codec,
+    active: Active | None,
+    payload: torch.Tensor,
+    here: int | None = None,
+) -> Loss | None:
+    """Write what is sent for values, and bring the sender's reference to what the receiver makes of it.
 
     Args:
         values: shape (P, G, H, T, D).
         reference: of the sender; fits the values unless the codec is exact.
         codec: how.
-        chosen: active tokens.
-        here: the place among P that is the rank's own, see :mod:`kernels`.
+        active: tokens that are sent, where not all are.
+        payload: where to write, see :mod:`kernels`.
+        here: the place among P that is the rank's own, see there.
 
     Returns:
-        uint8 (L, n), and what the receiver lacks; None where it gets everything.
+        What the receiver lacks; None where it gets everything.
     """
-    if codec.is_exact:
-        values = kernels.away(values, here).contiguous()
-        reference.advance(values, bool(codec.predictor))
-        return bytes_of(values), None
-    coded = kernels.encode(values, *reference.known(codec.predictor), codec.bits, chosen, here)
-    reference.advance(coded.held, bool(codec.predictor))
-    lacking = coded.lacking
+    held, lacking, wanted = kernels.encode(values, *_known(reference, codec), codec.bits, active, payload, here)
+    reference.advance(held, bool(codec.predictor))
+    if lacking is None:
+        reference.seen = None  # all that is held is of this step
+        return None
     if reference.is_compact:  # which loses a little more
         lacking = square(kernels.away(values, here) - reference.expected(0.0))
-    return coded.payload, Loss(lacking, coded.wanted)
+    return Loss(lacking, wanted)
 
 
 def decode(
     payload: torch.Tensor,
     reference: Reference,
     codec: Codec,
-    chosen: torch.Tensor | None,
+    active: Active | None,
     target: torch.Tensor,
     here: int | None = None,
 ) -> None:
     """Write values from what was sent, and bring the receiver's reference to them.
 
     Args:
-        payload: uint8 (L, n).
+        payload: of :func:`encode`.
         reference: of the receiver.
         codec: how.
-        chosen: active tokens.
+        active: tokens that were sent, where not all were.
         target: for the values, (P, G, H, T, D), of any strides.
         here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
     """
-    if codec.is_exact:
-        links = len(payload)
-        # A copy, whatever its strides: values of several bytes are read from it, at a multiple of their size.
-        whole = payload.clone(memory_format=torch.contiguous_format)
-        values = whole.flatten().view(target.dtype).view(links, *target.shape[1:])
-        reference.advance(values, bool(codec.predictor))
-        kernels.put_away(target, values, here)
-        return
-    known = reference.known(codec.predictor)
-    reference.advance(kernels.decode(payload, *known, codec.bits, chosen, target, here), bool(codec.predictor))
+    held = kernels.decode(payload, *_known(reference, codec), codec.bits, active, target, here)
+    reference.advance(held, bool(codec.predictor))
 
 
-def pack_choice(chosen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A choice as a bit for each token: uint8 (L, n)."""
-    mask = torch.zeros(*chosen.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=chosen.device)
-    mask.scatter_(-1, chosen, 1)
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=chosen.device)
-    return (mask.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8).flatten(1)
+def _known(reference: Reference, codec: Codec) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    return (None, None, 0.0) if codec.is_exact else reference.known(codec.predictor)
 
 
-def unpack_choice(payload: torch.Tensor, groups: int, tokens: int, active: int) -> torch.Tensor:
+def pack_choice(active: Active, room: torch.Tensor, here: int | None = None) -> None:
+    """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own place `here`."""
+    bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
+    kernels.put_away(room, bits.sum(-1, dtype=torch.uint8).flatten(1), here)
+
+
+def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: int | None = None) -> Active:
     """The inverse of :func:`pack_choice`; asks the device for nothing that the host would have to wait for."""
-    bits = payload.view(payload.shape[0], groups, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=payload.device)
-    mask = (bits & 1).flatten(-2)[..., :tokens]
-    return mask.sort(dim=-1, descending=True, stable=True).indices[..., :active]
+    packed = kernels.away(room, here).unflatten(1, (groups, -1, 1))
+    return Active((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)
+
+
+@functools.cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Of the bits of a byte."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def choice_bytes(groups: int, tokens: int) -> int:

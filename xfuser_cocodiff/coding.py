@@ -19,6 +19,7 @@ from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import EXACT, Codec, Loss, Reference
 from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.kernels import Active
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.slow_way import SlowWay
@@ -26,8 +27,12 @@ from xfuser_cocodiff.traffic import Label
 
 T = TypeVar("T")
 
-_FLAG_BYTES, _NOT_FINITE = 1, 1
-"""In front of a message: whether all values of its sender are finite."""
+_FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
+"""In front of a message between CPUs: whether all values of its sender are finite. Nobody reads it on an accelerator,
+where the host would have to wait, and nobody writes it."""
+_ALIGNED = 64
+"""What parts of a message begin at a multiple of, in bytes, so that values can be written and read in their place, and
+many at a time."""
 
 
 @dataclass
@@ -56,10 +61,8 @@ class Wire:
 class Choice:
     """Active tokens of one step: those that this rank sends, and those that it gets."""
 
-    tokens: int
-    """Of which they were chosen."""
-    sent: torch.Tensor
-    received: torch.Tensor | None = None
+    sent: Active
+    received: Active | None = None
 
 
 @dataclass
@@ -114,8 +117,8 @@ class _Sent(NamedTuple):
     parted: list[torch.Tensor]
     """(S, F, B, n, s, D) each."""
     codecs: list[Codec]
-    payload: torch.Tensor
-    """uint8 (S, bytes)."""
+    message: torch.Tensor
+    """uint8 (S, bytes); nothing is written for this rank's own place."""
 
 
 def send(
@@ -147,15 +150,15 @@ def send(
 
     if way.fast is None:
         sent = _coded(parted, names, coding, part)
-        plan = way.slow.choose(sent.payload.nbytes)
-        message = sent.payload.view(*plan.shape, -1)
+        plan = way.slow.choose(sent.message.nbytes)
+        message = sent.message.view(*plan.shape, -1)
         return way.slow.post(message, plan, label, lambda received: end(sent, received))
     span = mesh.traffic.span(label, pieces[0].device)
 
     def travel() -> tuple[_Sent, torch.Tensor]:
         with span.travels():
             sent = _coded(_along_fast_axes(parted, way), names, coding, part)
-            return sent, _along_slow_axes(sent.payload, way)
+            return sent, _along_slow_axes(sent.message, way)
 
     return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds)
 
@@ -163,60 +166,90 @@ def send(
 def _along_fast_axes(parted: list[torch.Tensor], way: SlowWay) -> list[torch.Tensor]:
     """Exchange (S, F, B, n, s, D) along F, as it is."""
     turned = [piece.transpose(0, 1) for piece in parted]
-    message = torch.cat([piece.flatten(1) for piece in turned], 1)
+    sizes = [math.prod(piece.shape[1:]) for piece in turned]
+    message = turned[0].new_empty(len(turned[0]), sum(sizes))
+    for room, piece in zip(message.split(sizes, 1), turned, strict=True):
+        kernels.move(room.unflatten(1, piece.shape[1:]), piece)
     plan = way.fast.choose(message.nbytes)
-    received = way.fast.all_to_all(message.view(*plan.shape, -1), plan).reshape(message.shape)
-    parts = received.split([math.prod(piece.shape[1:]) for piece in turned], 1)
+    parts = way.fast.all_to_all(message.view(*plan.shape, -1), plan).reshape(message.shape).split(sizes, 1)
     return [found.unflatten(1, piece.shape[1:]).transpose(0, 1) for found, piece in zip(parts, turned, strict=True)]
 
 
-def _along_slow_axes(payload: torch.Tensor, way: SlowWay) -> torch.Tensor:
-    plan = way.slow.choose(payload.nbytes)
-    return way.slow.all_to_all(payload.view(*plan.shape, -1), plan)
+def _along_slow_axes(message: torch.Tensor, way: SlowWay) -> torch.Tensor:
+    plan = way.slow.choose(message.nbytes)
+    return way.slow.all_to_all(message.view(*plan.shape, -1), plan)
 
 
 def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -> _Sent:
     """Code what goes to other places on the slow axes."""
-    way = coding.way
+    way, order = coding.way, _coding_order(names)
+    values = [piece.flatten(1, 2) for piece in parted]  # (S, F * B, n, s, D)
     used: dict[int, Codec] = {}
-    payloads: list[torch.Tensor] = []
-    losses: list[Loss] = []
+    choices: dict[int, Active | None] = {}
+    for index in order:
+        name, shape = names[index], _to_others(values[index], way)
+        used[index] = coded_by(coding, name, part, shape, values[index].dtype)
+        coding.wire(name, part).under_way = True
+        choices[index] = chosen_of(coding, name, part, values[index], used[index], way.here)
+        coding.account.exact_bytes += math.prod(shape) * values[index].itemsize
+    codecs_of = [used[index] for index in range(len(names))]
+    message, flag, rooms = _message(values, names, codecs_of, coding)
+    losses = []
+    for index, (choice, payload) in zip(order, rooms, strict=True):
+        active = choices[index]
+        if choice.nbytes and active:
+            codecs.pack_choice(active, choice, way.here)
+        wire = coding.wire(names[index], part)
+        losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
+    known = [loss for loss in losses if loss]
+    coding.account.losses += known
+    if message.device.type == "cpu":
+        flag.fill_(_FINITE if all(map(is_finite, known)) else _NOT_FINITE)
+    return _Sent(parted, codecs_of, message)
+
+
+def _to_others(values: torch.Tensor, way: SlowWay) -> tuple[int, ...]:
+    """The shape (L, G, H, T, D) of what goes to other places of values (S, G, H, T, D)."""
+    return len(way.others), *values.shape[1:]
+
+
+_Rooms = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of a message, for each tensor in the order of coding: for its choice of tokens, and for its values; uint8 (S, n)."""
+
+
+def _message(
+    values: list[torch.Tensor], names: str, used: list[Codec], coding: Coding
+) -> tuple[torch.Tensor, torch.Tensor, _Rooms]:
+    """A message (S, bytes) with nothing in it, which counts as sent, and its flag and rooms."""
+    way, sizes = coding.way, _sizes(values, names, used, coding.way)
+    message = values[0].new_empty(way.places, sum(map(_aligned, sizes)), dtype=torch.uint8)
+    coding.account.sent_bytes += len(way.others) * sum(sizes)
+    return message, *_parts(message, sizes)
+
+
+def _sizes(values: list[torch.Tensor], names: str, used: list[Codec], way: SlowWay) -> list[int]:
+    """Bytes of the parts of a message for one place: its flag, and for each tensor, in the order of coding, its choice
+    of tokens, perhaps none, and its values."""
+    sizes = [_FLAG_BYTES]
     for index in _coding_order(names):
-        name, (values, here) = names[index], _to_code(parted[index], way)
-        shape = len(way.others), *values.shape[1:]
-        codec = used[index] = coded_by(coding, name, part, shape, values.dtype)
-        wire = coding.wire(name, part)
-        wire.under_way = True
-        chosen = chosen_of(coding, name, part, values, codec, here)
-        if chosen is not None and name in codecs.CHOOSING:
-            payloads.append(codecs.pack_choice(chosen, values.shape[codecs.TOKENS]))
-        payload, loss = codecs.encode(values, wire.sent, codec, chosen, here)
-        payloads.append(payload)
-        if loss:
-            losses.append(loss)
-        coding.account.exact_bytes += math.prod(shape) * values.itemsize
-    coding.account.losses += losses
-    message = _to_others(payloads, coding, _FLAG_BYTES)
-    if message.device.type == "cpu" and not all(is_finite(loss) for loss in losses):
-        message[:, 0] = _NOT_FINITE
-    return _Sent(parted, [used[index] for index in range(len(names))], message)
+        codec, shape = used[index], _to_others(values[index], way)
+        chooses = codec.share < 1 and names[index] in codecs.CHOOSING
+        sizes += [
+            codecs.choice_bytes(shape[1], shape[codecs.TOKENS]) if chooses else 0,
+            codec.payload_bytes(shape, values[index].dtype),
+        ]
+    return sizes
 
 
-def _to_code(piece: torch.Tensor, way: SlowWay) -> tuple[torch.Tensor, int | None]:
-    """A piece (S, F, B, n, s, D) as (P, F * B, n, s, D), and which of P is this rank's own, if it is among them."""
-    if kernels.is_fused(piece.device):
-        return piece.flatten(1, 2), way.here
-    return kernels.away(piece, way.here).flatten(1, 2), None
+def _parts(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
+    """The flag and the rooms of a message, as views."""
+    with_gaps = [each for size in sizes for each in (size, _aligned(size) - size)]
+    flag, *rooms = message.split(with_gaps, 1)[::2]
+    return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
 
 
-def _to_others(payloads: list[torch.Tensor], coding: Coding, lead: int = 0) -> torch.Tensor:
-    """A message (S, lead + bytes) with nothing for this rank's own place, which counts as sent."""
-    way, sizes = coding.way, [payload.shape[1] for payload in payloads]
-    message = payloads[0].new_zeros(way.places, lead + sum(sizes))
-    for place, payload in zip(message[:, lead:].split(sizes, 1), payloads, strict=True):
-        kernels.put_away(place, payload, way.here)
-    coding.account.sent_bytes += len(way.others) * message.shape[1]
-    return message
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _receive(
@@ -227,38 +260,32 @@ def _receive(
     received = received.reshape(way.places, -1)
     landings = [way.landing(target) for target in targets]
     for (landing, _), piece in zip(landings, sent.parted, strict=True):
-        landing[way.here] = piece[way.here].flatten(0, 1)
+        kernels.move(landing[way.here], piece[way.here].flatten(0, 1))
     rooms = [landing for landing, _ in landings]
-    if received.device.type == "cpu" and bool(received[:, 0].any()):  # of others, and this rank's own; see Account
+    if received.device.type == "cpu" and bool(received[:, :_FLAG_BYTES].any()):  # of others, and of this rank
         _repeat(sent, rooms, names, coding, part)
     else:
-        _decode(received[:, _FLAG_BYTES:], sent, rooms, names, coding, part)
+        _decode(received, sent.codecs, rooms, names, coding, part)
     for (landing, is_target), target, piece in zip(landings, targets, sent.parted, strict=True):
         if not is_target:
-            target.copy_(way.joined(landing.view(piece.shape)))
+            kernels.move(target, way.joined(landing.view(piece.shape)))
 
 
 def _decode(
-    coded: torch.Tensor, sent: _Sent, landings: list[torch.Tensor], names: str, coding: Coding, part: Part
+    message: torch.Tensor, used: list[Codec], landings: list[torch.Tensor], names: str, coding: Coding, part: Part
 ) -> None:
     """Write what other places have coded, uint8 (S, bytes), to (S, F * B, n, s, D) each."""
-    way = coding.way
-    coded = kernels.away(coded, way.here)
-    for index in _coding_order(names):
-        name, landing, codec = names[index], landings[index], sent.codecs[index]
-        shape = len(way.others), *landing.shape[1:]
-        groups, tokens, chosen = shape[1], shape[codecs.TOKENS], None
-        if codec.share < 1:
-            if name in codecs.CHOOSING:
-                size = codecs.choice_bytes(groups, tokens)
-                packed, coded = coded[:, :size], coded[:, size:]
-                chosen = codecs.unpack_choice(packed, groups, tokens, codec.active(tokens))
-                coding.choices[name, part].received = chosen
-            else:
-                chosen = coding.choices["v", part].received
-        size = codec.payload_bytes(shape, landing.dtype)
-        payload, coded = coded[:, :size], coded[:, size:]
-        codecs.decode(payload, coding.wire(name, part).received, codec, chosen, landing, way.here)
+    here = coding.way.here
+    _, rooms = _parts(message, _sizes(landings, names, used, coding.way))
+    for index, (choice, payload) in zip(_coding_order(names), rooms, strict=True):
+        name, landing, codec, active = names[index], landings[index], used[index], None
+        if codec.share < 1 and name in codecs.CHOOSING:
+            groups, tokens = landing.shape[1], landing.shape[codecs.TOKENS]
+            active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), here)
+            coding.choices[name, part].received = active
+        elif codec.share < 1:
+            active = coding.choices["v", part].received
+        codecs.decode(payload, coding.wire(name, part).received, codec, active, landing, here)
         coding.wire(name, part).under_way = False
 
 
@@ -269,19 +296,12 @@ def _repeat(sent: _Sent, landings: list[torch.Tensor], names: str, coding: Codin
     """
     way = coding.way
     coding.account.repeated += 1
-    exact = sent._replace(codecs=[replace(EXACT, predictor=codec.predictor) for codec in sent.codecs])
-    payloads = []
-    for index in _coding_order(names):
-        values, here = _to_code(sent.parted[index], way)
-        reference = coding.wire(names[index], part).sent
-        payloads.append(codecs.encode(values, reference, exact.codecs[index], None, here)[0])
-    message = _to_others(payloads, coding)
+    values, exact = [piece.flatten(1, 2) for piece in sent.parted], [EXACT] * len(names)
+    message, _, rooms = _message(values, names, exact, coding)
+    for index, (_, payload) in zip(_coding_order(names), rooms, strict=True):
+        codecs.encode(values[index], coding.wire(names[index], part).sent, EXACT, None, payload, way.here)
     received = way.slow.lane.run(lambda: _along_slow_axes(message, way))
     _decode(received.reshape(way.places, -1), exact, landings, names, coding, part)
-    for name in names:  # what is not finite is no reference for later values
-        wire = coding.wire(name, part)
-        wire.sent.mend()
-        wire.received.mend()
 
 
 def coded_by(coding: Coding, name: str, part: Part, shape: Sequence[int], dtype: torch.dtype) -> Codec:
@@ -293,23 +313,23 @@ def coded_by(coding: Coding, name: str, part: Part, shape: Sequence[int], dtype:
     codec, wire = coding.codecs[name], coding.wire(name, part)
     packs = codec.bits is None or shape[-1] * codec.bits % 8 == 0
     if not packs or wire.under_way or not wire.sent.fits(shape, dtype):
-        return replace(EXACT, predictor=codec.predictor)
+        return EXACT  # nor is the change from what may be held now one that both ends know
     if codec.share < 1 and name not in codecs.CHOOSING:
-        chosen = coding.choices.get(("v", part))
-        if chosen is None or chosen.tokens != shape[codecs.TOKENS]:
+        choice = coding.choices.get(("v", part))
+        if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
             return replace(codec, share=1.0)
     return codec
 
 
 def chosen_of(
     coding: Coding, name: str, part: Part, values: torch.Tensor, codec: Codec, here: int | None = None
-) -> torch.Tensor | None:
+) -> Active | None:
     """The tokens that are sent: a choice made here, or V's; None stands for all."""
     if codec.share == 1:
         return None
     if name in codecs.CHOOSING:
         chosen = codecs.choose(values, coding.wire(name, part).sent, codec, coding.seed, here)
-        coding.choices[name, part] = Choice(values.shape[codecs.TOKENS], chosen)
+        coding.choices[name, part] = Choice(chosen)
         return chosen
     return coding.choices["v", part].sent
 

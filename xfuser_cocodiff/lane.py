@@ -7,6 +7,11 @@ A lane is a thread, a stream, or both. Work for a CPU takes time on the host, so
 accelerator is only queued by the host; it goes to a stream of its own, which waits for what the caller's stream holds
 when the work is started, and for which the caller's stream waits in turn: nothing holds up the host. Messages that are
 staged through the host's memory do hold it up, so a thread queues them.
+
+What work makes is memory of the lane's stream, and is used on the caller's. Once it is dropped, the next work may get
+it: that is queued when it is started, behind all that the caller has queued by then, and so behind every use. A thread
+may queue work later, when the caller has dropped more; only there the allocator is told who uses what, since it then
+keeps memory for as long as the host is ahead of the device.
 """
 
 import contextlib
@@ -20,6 +25,10 @@ import torch
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+_HIGH = -1
+"""Priority of a lane's stream, where there are priorities: what others wait for should not queue behind what this rank
+computes."""
+_WITH_PRIORITIES = ("cuda", "xpu")
 
 
 class Handle(Generic[T]):
@@ -62,11 +71,13 @@ class Handle(Generic[T]):
         return self._finish(result) if self._finish else result
 
     def abandon(self) -> None:
-        """Wait, if nobody did, and drop what came of it: for callers that an exception sends elsewhere."""
+        """Wait, if nobody did, and drop what came of it: for callers that an exception sends elsewhere.
+
+        What the caller runs on the result is run too: other ranks go by it.
+        """
         if self._arrive is not None:
-            arrive, self._arrive = self._arrive, None
             with contextlib.suppress(Exception):
-                arrive()
+                self.wait()
 
     def __del__(self) -> None:
         if self._arrive is not None:
@@ -83,7 +94,7 @@ class Lane:
 
     def __init__(self, device: torch.device = CPU, staged: bool = False) -> None:
         self.device, self.staged = device, staged
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._stream = _stream(device)
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future | None = None
 
@@ -144,9 +155,16 @@ class Lane:
         if end is not None:
             caller = torch.accelerator.current_stream(self.device)
             caller.wait_event(end)
-            for tensor in _tensors(result):  # it was allocated for the lane's stream, and is used in the caller's
-                tensor.record_stream(caller)
+            if self.staged:
+                for tensor in _tensors(result):
+                    tensor.record_stream(caller)
         return result
+
+
+def _stream(device: torch.device) -> torch.Stream | None:
+    if device.type == "cpu":
+        return None
+    return torch.Stream(device, priority=_HIGH) if device.type in _WITH_PRIORITIES else torch.Stream(device)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,9 +1,14 @@
 """Values in a few bits: a uniform quantiser whose step follows the root mean square of each row.
 
 Encoder and decoder share one arithmetic, so that the encoder knows bit for bit what the decoder gets.
+
+References that are kept in 8 bits have a quantiser of their own. Both ends of a link quantise them, perhaps on devices
+whose logarithms, roots and sums differ in the last bit, and must come to the same. So it has only what IEEE 754 rounds
+alike everywhere: comparisons, single products, and whole numbers.
 """
 
 import functools
+import math
 
 import torch
 
@@ -15,6 +20,9 @@ Levels lie at odd multiples of half of it (J. Max, "Quantizing for minimum disto
 PER_OCTAVE, ORIGIN = 6, 168
 """A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3."""
 _ZERO, NOT_FINITE = 0, 255
+_LEAST_OCTAVE, _MOST = 26, 127
+"""Of what is kept in 8 bits: maxima of rows go from about 2**-26 to 2**16.3, above what float16 has; and the level of a
+row's maximum."""
 
 
 def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,6 +47,39 @@ def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
 def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
     """The values that levels and scales stand for, float32; NaN in rows that were not finite."""
     return _at(_unpack(packed, bits).float(), STEPS[bits] * _decode_scale(scales), bits)
+
+
+def compact(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in 8 bits, by a rule that gives the same on every device.
+
+    Args:
+        values: shape (..., D), floating.
+
+    Returns:
+        Levels, int8 of that shape, and the code of each row's maximum, uint8 of shape (..., 1).
+    """
+    maxima, _, inverses = _maxima(values.device)
+    largest = values.abs().amax(-1, keepdim=True).float()
+    code = torch.bucketize(largest, maxima).clamp_(max=NOT_FINITE - 1)  # the least that is no smaller
+    code = torch.where(largest.isfinite(), code, NOT_FINITE)
+    # The level of what is not finite does not matter: its width is none.
+    levels = (values * inverses[code]).round_().nan_to_num_(0.0).clamp_(-_MOST, _MOST)
+    return levels.to(torch.int8), code.to(torch.uint8)
+
+
+def restored(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The values that :func:`compact` kept, float32; NaN in rows that were not finite."""
+    return levels * _maxima(codes.device)[1][codes.int()]
+
+
+@functools.cache
+def _maxima(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each code the maximum of a row, the width of its levels, and the inverse of that."""
+    maxima = [0.0, *(2.0 ** (code / PER_OCTAVE - _LEAST_OCTAVE) for code in range(1, NOT_FINITE))]
+    widths = [maximum / _MOST for maximum in maxima]
+    inverses = [1 / width if width else 0.0 for width in widths]
+    tables = maxima, [*widths, math.nan], [*inverses, 0.0]
+    return tuple(torch.tensor(table, device=device) for table in tables)
 
 
 def _at(levels: torch.Tensor, width: torch.Tensor, bits: int) -> torch.Tensor:

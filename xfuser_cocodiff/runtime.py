@@ -102,7 +102,7 @@ class Runtime:
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[Hashable, _State] = {}
         self._running = False
-        self._refreshing = False
+        self._refreshing = self._mends = False
         self.schedule = self._schedule(None)
         self.step, self.total = 0, 1
         self.reports: list[StepReport] = []
@@ -115,7 +115,8 @@ class Runtime:
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
         self.end_run()
-        self._running, self._refreshing, self._settled = True, False, 0
+        self._running, self._settled = True, 0
+        self._refreshing = self._mends = False
         self.schedule = self._schedule(total)
         self.step, self.total = 0, total or 1
         self.reports = []
@@ -136,7 +137,8 @@ class Runtime:
             self._settle()
         if self._max_error is not None or self._defers:
             largest, unsound = self._agreed([report.error, float(report.unsound)])
-            self._refreshing = unsound > 0 or (self._max_error is not None and largest > self._max_error)
+            self._mends = unsound > 0
+            self._refreshing = self._mends or (self._max_error is not None and largest > self._max_error)
         self.step += 1
         if self.step == self.total:
             self.end_run()
@@ -187,7 +189,11 @@ class Runtime:
             return None
         codecs = self.schedule.codecs(self.step, self.total)
         if self._refreshing:
-            codecs = {name: replace(modes.EXACT, predictor=codec.predictor) for name, codec in codecs.items()}
+            # Where a reference is not finite, its change is not either: what is held now is all that is kept.
+            codecs = {
+                name: replace(modes.EXACT, predictor=0.0 if self._mends else codec.predictor)
+                for name, codec in codecs.items()
+            }
         return Coding(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
 
     @property

@@ -9,7 +9,7 @@ Sizes in shapes: P virtual ranks at S places on slow axes and F on fast ones, B 
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -83,16 +83,17 @@ class VirtualRanks:
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         codec = coded_by(coding, name, WHOLE, values.shape, values.dtype)
         reference = coding.wire(name, WHOLE).sent
-        payload, loss = codecs.encode(values, reference, codec, chosen_of(coding, name, WHOLE, values, codec))
+        active = chosen_of(coding, name, WHOLE, values, codec)
+        payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        loss = codecs.encode(values, reference, codec, active, payload)
         coding.account.sent_bytes += payload.nbytes
         coding.account.exact_bytes += values.nbytes
         if loss:
             coding.account.losses.append(loss)
         if loss and not is_finite(loss):
             coding.account.repeated += 1
-            codecs.encode(values, reference, replace(EXACT, predictor=codec.predictor), None)
+            codecs.encode(values, reference, EXACT, None, torch.empty_like(values).flatten(1).view(torch.uint8))
             received = values
-            reference.mend()
         else:
             received = values if codec.is_exact else reference.expected(0.0)
         sent = rows.clone()

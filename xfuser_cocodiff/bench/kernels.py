@@ -12,8 +12,10 @@ from xfuser_cocodiff import kernels, modes
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.bench import host
 from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.codec import Codec
 from xfuser_cocodiff.coding import Account, Coding
 from xfuser_cocodiff.collectives import InFlight, Mesh
+from xfuser_cocodiff.kernels import Active
 from xfuser_cocodiff.lane import Lane
 from xfuser_cocodiff.options import EXACT
 from xfuser_cocodiff.plan import Plan
@@ -117,23 +119,23 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
     known = held, held + 0.1 * torch.randn_like(held), PREDICTOR
     target, here = torch.empty_like(values), 0
-    coded = kernels.encode(values, *known, BITS, None, here)
-    chosen = kernels.scores(values, *known, here).topk(int(SHARE * tokens), -1).indices.sort(-1).values
-    full, moved = held.nbytes, torch.empty_like(values, memory_format=torch.contiguous_format)
+    count = int(SHARE * tokens)
+    mask = torch.zeros(*held.shape[:2], tokens, dtype=torch.uint8, device=device)
+    active = Active(mask.scatter_(-1, kernels.scores(values, *known, here).topk(count, -1).indices, 1), tokens, count)
+    sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
+    payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
+    full, coded = held.nbytes, (PLACES - 1) * sizes[0]
+    moved = torch.empty_like(values, memory_format=torch.contiguous_format)
     return [
         _Work("move", lambda: kernels.move(moved, values), 2 * values.nbytes),
         _Work("scores", lambda: kernels.scores(values, *known, here), 3 * full),
-        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, here), 4 * full + coded.payload.nbytes),
+        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, payload, here), 4 * full + coded),
         _Work(
             "encode, chosen tokens",
-            lambda: kernels.encode(values, *known, BITS, chosen, here),
-            4 * full + int(SHARE * coded.payload.nbytes),
+            lambda: kernels.encode(values, *known, BITS, active, some, here),
+            4 * full + (PLACES - 1) * sizes[1],
         ),
-        _Work(
-            "decode",
-            lambda: kernels.decode(coded.payload, *known, BITS, None, target, here),
-            4 * full + coded.payload.nbytes,
-        ),
+        _Work("decode", lambda: kernels.decode(payload, *known, BITS, None, target, here), 4 * full + coded),
     ]
 
 

@@ -25,16 +25,43 @@ TRITON_DEVICES = ("cuda", "xpu")
 """Where Triton's kernels are used unless something else is asked for."""
 
 
+PAYS = 2**21
+"""Bytes from which on a move is worth a launch of Triton's, which takes the host several times as long as PyTorch's."""
+
+
+class Active:
+    """The tokens of each group that are sent, of each as many; either set of kernels has them as it needs them.
+
+    Args:
+        mask: uint8 (L, G, at least T), 1 for those that are sent.
+        tokens: T.
+        count: of each group.
+    """
+
+    def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
+        self.mask, self.tokens, self.count = mask, tokens, count
+
+    @functools.cached_property
+    def numbers(self) -> torch.Tensor:
+        """Of each token among those that are sent, from 1; 0 stands for one that is not. int32 (L, G, T)."""
+        mask = self.mask[..., : self.tokens]
+        return mask.cumsum(-1, dtype=torch.int32).mul_(mask)
+
+    @functools.cached_property
+    def indices(self) -> torch.Tensor:
+        """Of those that are sent, ascending, int64 (L, G, count); found without that the host waits for a device."""
+        mask = self.mask[..., : self.tokens]
+        return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
+
+
 class Coded(NamedTuple):
     """What came of values."""
 
-    payload: torch.Tensor
-    """uint8 (L, n): scales of all rows, then their levels; values as they are where bits is None."""
     held: torch.Tensor
-    """What the receiver makes of it, (L, G, H, T, D)."""
-    lacking: torch.Tensor
-    """Sum of squares of what it lacks; not finite where the values are not."""
-    wanted: torch.Tensor
+    """What the receiver makes of them, (L, G, H, T, D)."""
+    lacking: torch.Tensor | None = None
+    """Sum of squares of what it lacks; not finite where the values are not. None where all are sent as they are."""
+    wanted: torch.Tensor | None = None
     """Sum of squares of the values."""
 
 
@@ -116,68 +143,83 @@ def scores(
 
 def encode(
     values: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
+    active: Active | None,
+    payload: torch.Tensor,
     here: int | None = None,
 ) -> Coded:
     """Code values by their difference to what is expected of them.
 
     Args:
         values: (P, G, H, T, D), of any strides.
-        held: (L, G, H, T, D), contiguous, as `before`.
+        held: (L, G, H, T, D), contiguous, as `before`; not read where all values are sent as they are.
         before: see :func:`scores`.
         predictor: see :func:`scores`.
-        bits: one of quantise.STEPS; None sends the values themselves.
-        chosen: active tokens, int64 (L, G, k), ascending; None stands for all.
+        bits: one of quantise.STEPS; None sends the values themselves, and holds zeros for those that are not finite
+            where it sends all of them.
+        active: tokens that are sent; None stands for all.
+        payload: uint8 (P, n), written but for the rank's own place: levels of all rows, then their scales; values as
+            they are where bits is None. Its rows may lie apart, and begin at a multiple of the size of a value.
         here: see above.
     """
-    return _kernels(values.device).encode(values, held, before, predictor, bits, chosen, here)
+    return _kernels(values.device).encode(values, held, before, predictor, bits, active, payload, here)
 
 
 def decode(
     payload: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
-    target: torch.Tensor | None = None,
+    active: Active | None,
+    target: torch.Tensor,
     here: int | None = None,
 ) -> torch.Tensor:
     """What the receiver holds from now on, (L, G, H, T, D).
 
     Args:
-        payload: of :func:`encode`, rows of which may lie apart.
+        payload: of :func:`encode`.
         held: of the receiver, as that of the sender.
         before: the same.
         predictor: see :func:`scores`.
         bits: as it was coded.
-        chosen: the sender's.
-        target: (P, G, H, T, D), of any strides: the values are written there too.
+        active: the sender's.
+        target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own place.
         here: see above.
     """
-    return _kernels(payload.device).decode(payload, held, before, predictor, bits, chosen, target, here)
+    return _kernels(payload.device).decode(payload, held, before, predictor, bits, active, target, here)
 
 
 def move(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values between tensors of one shape and dtype, of any strides."""
-    if not torch.compiler.is_compiling() and is_fused(target.device):
+    if not torch.compiler.is_compiling() and target.nbytes >= PAYS and is_fused(target.device):
         _kernels(target.device).move(target, source)
     else:
         target.copy_(source)
 
 
 def away(values: torch.Tensor, here: int | None) -> torch.Tensor:
-    """Values of all places but `here`."""
-    return values if here is None else torch.cat([values[:here], values[here + 1 :]])
+    """Values of all places but `here`: a view where they follow each other, else a copy."""
+    if here is None or 0 < here < len(values) - 1:
+        return values if here is None else torch.cat([values[:here], values[here + 1 :]])
+    return values[:-1] if here else values[1:]
+
+
+def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (P, n) as values, in their place."""
+    # No token may be active, and then rows are nowhere in particular.
+    return payload.view(dtype) if payload.shape[1] else payload.new_empty(payload.shape, dtype=dtype)
 
 
 def put_away(target: torch.Tensor, values: torch.Tensor, here: int | None) -> None:
     """The inverse of :func:`away`: write values to all places but `here`."""
     if here is None:
         target.copy_(values)
-    else:
-        target[:here], target[here + 1 :] = values[:here], values[here:]
+        return
+    if here > 0:
+        target[:here].copy_(values[:here])
+    if here < len(values):
+        target[here + 1 :].copy_(values[here:])

@@ -5,13 +5,14 @@ and decoder must come to the same bits.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from xfuser_cocodiff import quantise
-from xfuser_cocodiff.kernels import Coded
+from xfuser_cocodiff.kernels import Active, Coded, away, put_away, typed
 from xfuser_cocodiff.kernels.layout import merged
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
@@ -20,16 +21,19 @@ _LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
 """In the place of no width."""
 _VALUES = 4096
 """Of a program."""
-_NOWHERE = -1
+_MOST_ROWS = 2**31 - _VALUES
+"""That are counted in 32 bits."""
 
 
 @triton.jit
-def _place(groups, heads, block_rows: tl.constexpr):
+def _place(groups, heads, tokens, block_rows: tl.constexpr):
     """The head that a program works on, by its number among all and by link, group and number, and the program's tokens
-    of it. One head, so that divisions are made once for a program and not for each row."""
-    of_head = tl.program_id(0)
+    of it. One head, so that divisions are made once for a program and not for each row. Programs lie on one axis of the
+    grid: CUDA has room for 65,535 of them on any other."""
+    blocks = tl.cdiv(tokens, block_rows)
+    of_head = tl.program_id(0) // blocks
     pair = of_head // heads
-    token = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
+    token = tl.program_id(0) % blocks * block_rows + tl.arange(0, block_rows)
     return of_head, pair // groups, pair % groups, of_head % heads, token
 
 
@@ -63,8 +67,9 @@ def _scores_kernel(
     dim: tl.constexpr, block_dim: tl.constexpr, block_tokens: tl.constexpr, predicts: tl.constexpr,
 ):  # fmt: skip
     """One program for some tokens of one group of one link, over all heads."""
-    pair, column = tl.program_id(0), tl.arange(0, block_dim)
-    token = tl.program_id(1) * block_tokens + tl.arange(0, block_tokens)
+    blocks, column = tl.cdiv(tokens, block_tokens), tl.arange(0, block_dim)
+    pair = tl.program_id(0) // blocks
+    token = tl.program_id(0) % blocks * block_tokens + tl.arange(0, block_tokens)
     link, group = pair // groups, pair % groups
     place = link + (link >= here)
     inside = (token < tokens)[:, None] & (column < dim)[None, :]
@@ -80,27 +85,36 @@ def _scores_kernel(
 
 
 @triton.jit
+def _finite(values):
+    """Zeros in the place of what is not finite, which is no reference for later values."""
+    return tl.where(tl.abs(values.to(tl.float32)) < float("inf"), values, 0.0).to(values.dtype)
+
+
+@triton.jit
 def _encode_kernel(
-    values, held, before, slots, table, payload, sent, now, sums,
+    values, held, before, numbers, table, payload, now, sums,
     groups, heads, tokens, active, here,
-    stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step, root,
+    stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, predictor, step, root,
     dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
     predicts: tl.constexpr, selects: tl.constexpr,
 ):  # fmt: skip
     """Values to levels and scales, and the reference to what the other end makes of them."""
-    of_head, link, group, head, token = _place(groups, heads, block_rows)
+    of_head, link, group, head, token = _place(groups, heads, tokens, block_rows)
     column = tl.arange(0, block_dim)
     valid = token < tokens
     inside = valid[:, None] & (column < dim)[None, :]
-    start = _at(link + (link >= here), group, head, token, stride_place, stride_group, stride_head, stride_token)
+    place = link + (link >= here)
+    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
     own = (of_head.to(tl.int64) * tokens + token)[:, None] * dim + column[None, :]
     value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
-    hoped = _expected(held, before, own, inside, predictor, predicts)
+    if bits or selects:
+        hoped = _expected(held, before, own, inside, predictor, predicts)
     slot = token
     if selects:
-        slot = tl.load(slots + (link * groups + group) * tokens + token, mask=valid, other=-1)
+        slot = tl.load(numbers + (link * groups + group) * tokens + token, mask=valid, other=0) - 1
     goes = valid & (slot >= 0)
-    line = (group * heads + head) * active + slot  # among those of the link
+    line = ((group * heads + head) * active + slot).to(tl.int64)  # among those of the link
+    far = payload + place.to(tl.int64) * stride_payload
     made = value
     if bits:
         difference = (value.to(tl.float32) - hoped.to(tl.float32)).to(value.dtype).to(tl.float32)
@@ -126,63 +140,65 @@ def _encode_kernel(
         packed = tl.reshape(tl.where(inside, level, 0), [block_rows, block_dim // per, per])
         packed = tl.sum(packed << (tl.arange(0, per) * bits)[None, None, :], 2)
         byte = tl.arange(0, block_dim // per)
-        lines = groups * heads * active
-        far = payload + link.to(tl.int64) * payload_stride
-        tl.store(far + line, code.to(tl.uint8), mask=goes)
-        place_of = (far + lines + line.to(tl.int64) * (dim // per))[:, None] + byte[None, :]
+        place_of = far + (line * (dim // per))[:, None] + byte[None, :]
         tl.store(place_of, packed.to(tl.uint8), mask=goes[:, None] & (byte < dim // per)[None, :])
+        tl.store(far + scales_at + line, code.to(tl.uint8), mask=goes)
     else:
-        far = (link.to(tl.int64) * groups * heads * active + line) * dim
-        tl.store(sent + far[:, None] + column[None, :], value, mask=goes[:, None] & inside)
+        tl.store(far + (line * dim)[:, None] + column[None, :], value, mask=goes[:, None] & inside)
     if selects:
         made = tl.where(goes[:, None], made, hoped)
-    tl.store(now + own, made, mask=inside)
-    lacking = (value.to(tl.float32) - made.to(tl.float32)).to(value.dtype).to(tl.float32)
-    wanted = value.to(tl.float32)
-    own_sums = sums + 2 * (of_head * tl.num_programs(1) + tl.program_id(1))
-    tl.store(own_sums, tl.sum(tl.where(inside, lacking * lacking, 0.0)))
-    tl.store(own_sums + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
+    if bits or selects:
+        tl.store(now + own, made, mask=inside)
+        lacking = (value.to(tl.float32) - made.to(tl.float32)).to(value.dtype).to(tl.float32)
+        wanted = value.to(tl.float32)
+        own_sums = sums + 2 * tl.program_id(0)
+        tl.store(own_sums, tl.sum(tl.where(inside, lacking * lacking, 0.0)))
+        tl.store(own_sums + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
+    else:
+        tl.store(now + own, _finite(value), mask=inside)
 
 
 @triton.jit
 def _decode_kernel(
-    payload, sent, held, before, slots, table, now, target,
+    payload, held, before, numbers, table, now, target,
     groups, heads, tokens, active, here,
-    stride_place, stride_group, stride_head, stride_token, payload_stride, predictor, step,
+    stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, predictor, step,
     dim: tl.constexpr, block_dim: tl.constexpr, block_rows: tl.constexpr, bits: tl.constexpr,
-    predicts: tl.constexpr, selects: tl.constexpr, lands: tl.constexpr,
+    predicts: tl.constexpr, selects: tl.constexpr,
 ):  # fmt: skip
     """Levels and scales to values, in the reference and where attention reads them."""
-    of_head, link, group, head, token = _place(groups, heads, block_rows)
+    of_head, link, group, head, token = _place(groups, heads, tokens, block_rows)
     column = tl.arange(0, block_dim)
     valid = token < tokens
     inside = valid[:, None] & (column < dim)[None, :]
     own = (of_head.to(tl.int64) * tokens + token)[:, None] * dim + column[None, :]
-    hoped = _expected(held, before, own, inside, predictor, predicts)
+    if bits or selects:
+        hoped = _expected(held, before, own, inside, predictor, predicts)
     slot = token
     if selects:
-        slot = tl.load(slots + (link * groups + group) * tokens + token, mask=valid, other=-1)
+        slot = tl.load(numbers + (link * groups + group) * tokens + token, mask=valid, other=0) - 1
     goes = valid & (slot >= 0)
-    line = (group * heads + head) * active + slot
+    line = ((group * heads + head) * active + slot).to(tl.int64)
+    place = link + (link >= here)
+    far = payload + place.to(tl.int64) * stride_payload
     if bits:
         per: tl.constexpr = 8 // bits
         half: tl.constexpr = 2 ** (bits - 1)
-        lines = groups * heads * active
-        far = payload + link.to(tl.int64) * payload_stride
-        code = tl.load(far + line, mask=goes, other=0).to(tl.int32)
-        place_of = (far + lines + line.to(tl.int64) * (dim // per))[:, None] + (column // per)[None, :]
+        code = tl.load(far + scales_at + line, mask=goes, other=0).to(tl.int32)
+        place_of = far + (line * (dim // per))[:, None] + (column // per)[None, :]
         packed = tl.load(place_of, mask=goes[:, None] & inside, other=0).to(tl.int32)
         level = (packed >> (column % per * bits)[None, :]) & (2**bits - 1)
         made = _restored(level, tl.load(table + code)[:, None] * step, hoped, half)
     else:
-        far = (link.to(tl.int64) * groups * heads * active + line) * dim
-        made = tl.load(sent + far[:, None] + column[None, :], mask=goes[:, None] & inside, other=0.0)
+        made = tl.load(far + (line * dim)[:, None] + column[None, :], mask=goes[:, None] & inside, other=0.0)
     if selects:
         made = tl.where(goes[:, None], made, hoped)
-    tl.store(now + own, made, mask=inside)
-    if lands:
-        start = _at(link + (link >= here), group, head, token, stride_place, stride_group, stride_head, stride_token)
-        tl.store(target + start[:, None] + column[None, :], made, mask=inside)
+    if bits or selects:
+        tl.store(now + own, made, mask=inside)
+    else:
+        tl.store(now + own, _finite(made), mask=inside)
+    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
+    tl.store(target + start[:, None] + column[None, :], made, mask=inside)
 
 
 @triton.jit
@@ -192,16 +208,18 @@ def _move_kernel(
     block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """Rows of values that follow each other in both tensors."""
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
-    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    blocks = tl.cdiv(columns, block_columns)
+    row = tl.program_id(0) // blocks * block_rows + tl.arange(0, block_rows)
+    first = tl.program_id(0) % blocks * block_columns  # in 64 bits where columns are counted so
+    column = tl.arange(0, block_columns)
     i4 = (row % size4).to(tl.int64)
     i3 = (row // size4 % size3).to(tl.int64)
     i2 = (row // (size4 * size3) % size2).to(tl.int64)
     i1 = (row // (size4 * size3 * size2) % size1).to(tl.int64)
     i0 = (row // (size4 * size3 * size2 * size1)).to(tl.int64)
-    here = i0 * from0 + i1 * from1 + i2 * from2 + i3 * from3 + i4 * from4
-    there = i0 * to0 + i1 * to1 + i2 * to2 + i3 * to3 + i4 * to4
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    here = first + i0 * from0 + i1 * from1 + i2 * from2 + i3 * from3 + i4 * from4
+    there = first + i0 * to0 + i1 * to1 + i2 * to2 + i3 * to3 + i4 * to4
+    inside = (row < rows)[:, None] & (column < columns - first)[None, :]
     value = tl.load(source + here[:, None] + column[None, :], mask=inside)
     tl.store(target + there[:, None] + column[None, :], value, mask=inside)
 
@@ -215,7 +233,7 @@ def scores(
     found = torch.empty(links, groups, tokens, device=values.device)
     block_dim = triton.next_power_of_2(dim)
     block = max(1, min(64, _VALUES // block_dim))
-    _scores_kernel[links * groups, triton.cdiv(tokens, block)](
+    _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
         values, held, _or(before, held), found,
         groups, heads, tokens, _skipped(here, links), *values.stride()[:4], predictor,
         dim, block_dim, block, before is not None, enable_fp_fusion=False,
@@ -225,80 +243,105 @@ def scores(
 
 def encode(
     values: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
+    active: Active | None,
+    payload: torch.Tensor,
     here: int | None,
 ) -> Coded:
     """See the package."""
-    values = _rows_of(values)
-    links, groups, heads, tokens, dim = held.shape
-    active = tokens if chosen is None else chosen.shape[-1]
-    lines = groups * heads * active
-    if bits is None:
-        sent = values.new_empty(links, lines * dim)
-        payload = sent.view(torch.uint8)
-    else:
-        payload = values.new_empty(links, lines * (1 + dim * bits // 8), dtype=torch.uint8)
-        sent = values
-    now = torch.empty_like(held)
-    block_dim, block, grid = _blocks(held.shape)
-    sums = torch.empty(*grid, 2, device=values.device)
-    _encode_kernel[grid](
-        values, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
-        payload, sent, now, sums,
-        groups, heads, tokens, active, _skipped(here, links), *values.stride()[:4], payload.stride(0),
-        predictor, quantise.STEPS.get(bits, 0.0), dim**-0.5,
-        dim, block_dim, block, bits or 0, before is not None, chosen is not None, enable_fp_fusion=False,
+    values, is_exact = _rows_of(values), bits is None and active is None
+    places, *sizes = values.shape
+    links = places - (here is not None)
+    now = values.new_empty(links, *sizes)
+    form = _Form.of(now.shape, bits, active, payload, values.dtype)
+    sums = None if is_exact else torch.empty(*form.grid, 2, device=values.device)
+    _encode_kernel[form.grid](
+        values, _or(held, now), _or(before, now), _or(active and active.numbers, now),
+        quantise.scale_table(values.device), form.payload, now, _or(sums, now),
+        *sizes[:3], form.active, _skipped(here, links), *values.stride()[:4], form.payload.stride(0), form.scales_at,
+        predictor, quantise.STEPS.get(bits, 0.0), sizes[-1] ** -0.5,
+        sizes[-1], form.block_dim, form.block_rows, bits or 0, before is not None, active is not None,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return Coded(payload, now, *sums.sum((0, 1)))
+    return Coded(now) if sums is None else Coded(now, *sums.sum(0))
 
 
 def decode(
     payload: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
-    target: torch.Tensor | None,
+    active: Active | None,
+    target: torch.Tensor,
     here: int | None,
 ) -> torch.Tensor:
     """See the package."""
-    links, groups, heads, tokens, dim = held.shape
-    active = tokens if chosen is None else chosen.shape[-1]
-    # Values of several bytes are read at a multiple of their size, so those are copied; bytes lie anywhere.
-    sent = held if bits else payload.clone(memory_format=torch.contiguous_format).flatten().view(held.dtype)
-    payload = payload if payload.stride(-1) == 1 else payload.contiguous()
-    landing = held if target is None else target
-    now = torch.empty_like(held)
-    block_dim, block, grid = _blocks(held.shape)
-    _decode_kernel[grid](
-        payload, sent, held, _or(before, held), _slots(chosen, tokens, held), quantise.scale_table(held.device),
-        now, landing,
-        groups, heads, tokens, active, _skipped(here, links), *landing.stride()[:4], payload.stride(0),
+    landing = target if target.stride(-1) == 1 else torch.empty_like(target, memory_format=torch.contiguous_format)
+    places, *sizes = target.shape
+    links = places - (here is not None)
+    now = target.new_empty(links, *sizes)
+    form = _Form.of(now.shape, bits, active, payload, target.dtype)
+    _decode_kernel[form.grid](
+        form.payload, _or(held, now), _or(before, now), _or(active and active.numbers, now),
+        quantise.scale_table(target.device), now, landing,
+        *sizes[:3], form.active, _skipped(here, links), *landing.stride()[:4], form.payload.stride(0), form.scales_at,
         predictor, quantise.STEPS.get(bits, 0.0),
-        dim, block_dim, block, bits or 0, before is not None, chosen is not None, target is not None,
+        sizes[-1], form.block_dim, form.block_rows, bits or 0, before is not None, active is not None,
         enable_fp_fusion=False,
     )  # fmt: skip
+    if landing is not target:
+        put_away(target, away(landing, here), here)
     return now
 
 
 def move(target: torch.Tensor, source: torch.Tensor) -> None:
     """See the package."""
     layout = merged(target.shape, target.stride(), source.stride())
-    if layout is None or target.numel() == 0:
+    if layout is None or target.numel() == 0 or layout.rows > _MOST_ROWS:
         target.copy_(source)
         return
     rows, columns = layout.rows, layout.columns
     block_columns = min(1024, triton.next_power_of_2(columns))
     block_rows = max(1, _VALUES // block_columns)
-    _move_kernel[triton.cdiv(rows, block_rows), triton.cdiv(columns, block_columns)](
+    _move_kernel[(triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)](
         source, target, rows, columns, *layout.sizes[1:], *layout.source_strides, *layout.target_strides,
         block_rows, block_columns,
     )  # fmt: skip
+
+
+class _Form(NamedTuple):
+    """How values (L, G, H, T, D) are coded by programs."""
+
+    grid: tuple[int]
+    block_dim: int
+    """Columns of a program, of which those above D are empty."""
+    block_rows: int
+    """Tokens of a program."""
+    active: int
+    """Tokens that are sent of each group."""
+    payload: torch.Tensor
+    """In the type in which it is written."""
+    scales_at: int
+    """Where scales begin in it."""
+
+    @classmethod
+    def of(
+        cls, shape: torch.Size, bits: int | None, active: Active | None, payload: torch.Tensor, dtype: torch.dtype
+    ) -> "_Form":
+        """For a codec, and a payload of bytes."""
+        *heads, tokens, dim = shape
+        sent = tokens if active is None else active.count
+        block_dim = triton.next_power_of_2(dim)
+        block = max(1, min(_VALUES // block_dim, triton.next_power_of_2(tokens)))
+        grid = (math.prod(heads) * triton.cdiv(tokens, block),)
+        if payload.stride(-1) != 1:
+            raise ValueError(f"bytes of a payload follow each other; its strides are {payload.stride()}")
+        payload = typed(payload, dtype) if bits is None else payload
+        return cls(grid, block_dim, block, sent, payload, math.prod(heads[1:]) * sent * dim * (bits or 0) // 8)
 
 
 def _rows_of(values: torch.Tensor) -> torch.Tensor:
@@ -306,27 +349,10 @@ def _rows_of(values: torch.Tensor) -> torch.Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _blocks(shape: torch.Size) -> tuple[int, int, tuple[int, int]]:
-    """Columns and rows of a program, and the grid of programs, for values (L, G, H, T, D)."""
-    *heads, tokens, dim = shape
-    block_dim = triton.next_power_of_2(dim)
-    block = max(1, min(_VALUES // block_dim, triton.next_power_of_2(tokens)))
-    return block_dim, block, (math.prod(heads), triton.cdiv(tokens, block))
-
-
-def _slots(chosen: torch.Tensor | None, tokens: int, held: torch.Tensor) -> torch.Tensor:
-    """Which of the active tokens each token is, int32 (L, G, T); anything where all are."""
-    if chosen is None:
-        return held
-    slots = torch.full((*chosen.shape[:2], tokens), _NOWHERE, dtype=torch.int32, device=chosen.device)
-    order = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
-    return slots.scatter_(-1, chosen, order.expand(chosen.shape))
-
-
 def _skipped(here: int | None, links: int) -> int:
     return links if here is None else here
 
 
-def _or(before: torch.Tensor | None, held: torch.Tensor) -> torch.Tensor:
+def _or(given: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """A tensor to pass where there may be none."""
-    return held if before is None else before
+    return other if given is None else given

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from xfuser_cocodiff.kernels import Coded, away, put_away
+from xfuser_cocodiff.kernels import Active, Coded, away, put_away, typed
 from xfuser_cocodiff.quantise import dequantise, quantise
 
 _TOKENS = 3
@@ -24,65 +24,75 @@ def scores(
 
 def encode(
     values: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
+    active: Active | None,
+    payload: torch.Tensor,
     here: int | None,
 ) -> Coded:
     """See the package."""
     values = away(values, here)
+    if bits is None and active is None:
+        put_away(_values_in(payload, values), values, here)
+        return Coded(_kept(values))
     hoped = expected(held, before, predictor)
-    part = _part(values, chosen)
+    part = _part(values, active)
     if bits is None:
-        payload = bytes_of(part)
+        put_away(_values_in(payload, part), part, here)
     else:
-        base = _part(hoped, chosen)
+        base = _part(hoped, active)
         packed, scales, difference = quantise(part - base, bits)
-        payload = torch.cat([scales.flatten(1), packed.flatten(1)], 1)
+        for room, found in zip(_coded_in(payload, base, bits), (packed, scales), strict=True):
+            put_away(room, found, here)
         part = _moved(base, difference)
-    now = _with(hoped, part, chosen, before is not None)
-    return Coded(payload, now, square(values - now), square(values))
+    now = _with(hoped, part, active, before is not None)
+    return Coded(now, square(values - now), square(values))
 
 
 def decode(
     payload: torch.Tensor,
-    held: torch.Tensor,
+    held: torch.Tensor | None,
     before: torch.Tensor | None,
     predictor: float,
     bits: int | None,
-    chosen: torch.Tensor | None,
-    target: torch.Tensor | None,
+    active: Active | None,
+    target: torch.Tensor,
     here: int | None,
 ) -> torch.Tensor:
     """See the package."""
-    # A copy, whatever its strides: values of several bytes are read from it, at a multiple of their size.
-    payload = payload.clone(memory_format=torch.contiguous_format)
+    if bits is None and active is None:
+        sent = away(_values_in(payload, target), here)
+        put_away(target, sent, here)
+        return _kept(sent)
     hoped = expected(held, before, predictor)
-    base = _part(hoped, chosen)
+    base = _part(hoped, active)
     if bits is None:
-        part = values_of(payload, base)
+        part = away(_values_in(payload, base), here)
     else:
-        rows, width = math.prod(base.shape[1:-1]), base.shape[-1] * bits // 8
-        scales, packed = payload.split([rows, payload.shape[1] - rows], 1)
-        packed, scales = packed.reshape(*base.shape[:-1], width), scales.reshape(*base.shape[:-1], 1)
-        part = _moved(base, dequantise(packed, scales, bits))
-    now = _with(hoped, part, chosen, before is not None)
-    if target is not None:
-        put_away(target, now, here)
+        levels, scales = (away(part, here) for part in _coded_in(payload, base, bits))
+        part = _moved(base, dequantise(levels, scales, bits))
+    now = _with(hoped, part, active, before is not None)
+    put_away(target, now, here)
     return now
 
 
-def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Values (L, ...) as uint8 (L, n)."""
-    # Flat, since no token may be active, and then shapes of several dims say nothing.
-    return values.contiguous().flatten().view(torch.uint8).view(len(values), values.nbytes // len(values))
+def _kept(values: torch.Tensor) -> torch.Tensor:
+    """What both ends hold of values that were sent as they are: nothing that is not finite is a reference."""
+    return torch.nan_to_num(values, 0.0, 0.0, 0.0).contiguous()
 
 
-def values_of(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`bytes_of`."""
-    return payload.flatten().view(like.dtype).view(like.shape)
+def _values_in(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes (P, n) as values of the shape (P, ...), in their place."""
+    return typed(payload, like.dtype).view(len(payload), *like.shape[1:])
+
+
+def _coded_in(payload: torch.Tensor, like: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels (P, ..., D * bits / 8) and scales (P, ..., 1) in bytes (P, n), in their place, for values (L, ..., D)."""
+    *rows, width = *like.shape[1:-1], like.shape[-1] * bits // 8
+    levels, scales = payload.split([math.prod(rows) * width, math.prod(rows)], 1)
+    return levels.view(len(payload), *rows, width), scales.view(len(payload), *rows, 1)
 
 
 def square(values: torch.Tensor) -> torch.Tensor:
@@ -95,24 +105,24 @@ def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
     return difference.add_(base).to(base.dtype)
 
 
-def _part(values: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
-    if chosen is None:
+def _part(values: torch.Tensor, active: Active | None) -> torch.Tensor:
+    if active is None:
         return values
-    part = values.flatten(0, _TOKENS).index_select(0, _rows(chosen, values))
-    return part.view(*values.shape[:_TOKENS], -1, values.shape[-1])
+    part = values.flatten(0, _TOKENS).index_select(0, _rows(active, values))
+    return part.view(*values.shape[:_TOKENS], active.count, values.shape[-1])
 
 
-def _with(values: torch.Tensor, part: torch.Tensor, chosen: torch.Tensor | None, is_own: bool) -> torch.Tensor:
+def _with(values: torch.Tensor, part: torch.Tensor, active: Active | None, is_own: bool) -> torch.Tensor:
     """Values with a part of them replaced; in their place where nobody else has them."""
-    if chosen is None:
+    if active is None:
         return part
-    rows, index = values.flatten(0, _TOKENS), _rows(chosen, values)
+    rows, index = values.flatten(0, _TOKENS), _rows(active, values)
     copy = rows.index_copy_ if is_own else rows.index_copy
     return copy(0, index, part.flatten(0, _TOKENS)).view(values.shape)
 
 
-def _rows(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Where chosen tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
+def _rows(active: Active, values: torch.Tensor) -> torch.Tensor:
+    """Where active tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
     links, groups, heads, tokens, _ = values.shape
     starts = torch.arange(0, links * groups * heads * tokens, tokens, device=values.device)
-    return (starts.view(links, groups, heads, 1) + chosen[:, :, None]).flatten()
+    return (starts.view(links, groups, heads, 1) + active.indices[:, :, None]).flatten()
