@@ -284,7 +284,8 @@ class Device(TorchDispatchMode):
         self._access(agent, sent, False, "an all-to-all")
         self._access(agent, received, True, "an all-to-all")
         end = agent.clock.copy()
-        return SimpleNamespace(wait=lambda: None if on_host else self.streams[-1].follow(end))
+        wait = (lambda: None) if on_host else (lambda: self.streams[-1].follow(end))
+        return SimpleNamespace(wait=wait, is_completed=lambda: False)
 
     def _network(self, group: Any) -> Stream:
         """A group's stream, behind what the current one holds."""

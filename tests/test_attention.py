@@ -14,8 +14,9 @@ from torch.nn import functional
 from tests import ranks
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.collectives import Mesh
+from xfuser_cocodiff.device import CPU
 from xfuser_cocodiff.exchange import send_to_heads
-from xfuser_cocodiff.lane import CPU, Lane
+from xfuser_cocodiff.lane import Lane
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.topology import Topology

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,50 @@ def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
 @pytest.mark.parametrize("slow", ["node", "all"])
 def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
     ranks.run(coded, 1, slow, CODECS[codec], fused)
+
+
+def take_times(rank: int, plan: str) -> list[str]:
+    """Streams in which the times of exchanges are taken, with V first and heads in two groups."""
+    seen = []
+
+    class Event:
+        device = device()
+
+        def __init__(self, *_: object, **__: object) -> None:
+            """Made for whichever stream is current when it is recorded."""
+
+        def record(self) -> None:
+            seen.append(stand_in.streams[-1].name)
+
+    with Device() as stand_in, mock.patch.object(torch, "Event", Event):
+        mesh = mesh_of(plan, False)
+        mesh.traffic.timed = True
+        run(mesh, 2, True, iter([None] * LAYERS))
+    return seen
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_the_time_of_an_exchange_is_all_of_it(plan: str) -> None:
+    """From a stream that does nothing else: the caller's comes to its wait after what it computes meanwhile."""
+    seen = ranks.run(take_times, 1, plan)[0]
+    stages, exchanges = {"flat": 1, "hierarchical": 2}[plan], LAYERS * 5
+    assert len(seen) == 2 * stages * exchanges
+    assert CALLER not in seen
+
+
+def expect(rank: int, staged: bool) -> int:
+    """How many collectives somebody watches who knows whom to ask for."""
+    expected = []
+    with Device(), mock.patch.object(roll_call, "expect", lambda *given: expected.append(given)):
+        run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
+    assert all(callable(is_done) and label in ("node", "gpu") for is_done, _, label, _ in expected)
+    return len(expected)
+
+
+def test_exchanges_for_which_the_host_does_not_wait_are_watched() -> None:
+    """Else the backend ends the process, and nobody says which rank was missing."""
+    assert ranks.run(expect, 1, False) == [2 * LAYERS * 5]
+    assert ranks.run(expect, 1, True) == [0]  # the lane's thread waits, and names it
 
 
 def forget(what: str) -> None:

@@ -16,6 +16,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.findings import Findings
@@ -234,7 +235,7 @@ def check_fits(plan: Plan, device: torch.device, option: str) -> None:
     Raises:
         ValueError: the plan has direct sends, which the device cannot run; names the option that it comes from.
     """
-    if device.type != "cpu" and any(plan.direct):
+    if any(plan.direct) and not devices.of(device.type).sends_directly:
         raise ValueError(
             f"{option}: '{plan}' sends directly ({DIRECT}), which is for the CPU; valid on {device.type} are plans "
             f"without {DIRECT}, or 'auto'"
@@ -247,7 +248,7 @@ def known_of(profile: Profile, device: torch.device, synchronous: bool = False) 
     Direct sends, measured on a CPU, are not fit for an accelerator; and where it is known that its collectives run one
     by one, nothing overlaps, whatever a profile of another day says.
     """
-    if device.type == "cpu":
+    if devices.of(device.type).sends_directly:
         return profile
     return replace(profile, direct=None, overlap=0.0 if synchronous else profile.overlap)
 

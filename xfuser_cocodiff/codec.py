@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.kernels import Active
 from xfuser_cocodiff.kernels.reference import expected, square
@@ -137,7 +138,7 @@ def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, 
         generator = torch.Generator().manual_seed(seed)
         links = len(values) if here is None else len(values) - 1
         # From pinned memory, so that the host need not wait for its copy.
-        scores = torch.rand(tokens, generator=generator, pin_memory=values.device.type != "cpu")
+        scores = torch.rand(tokens, generator=generator, pin_memory=devices.of(values.device.type).queues)
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
         values = kernels.away(values, here)

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from xfuser_cocodiff import codec as codecs
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import EXACT, Codec, Loss, Reference
 from xfuser_cocodiff.collectives import Mesh
@@ -203,7 +204,7 @@ def _coded(parted: list[torch.Tensor], names: str, coding: Coding, part: Part) -
         losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
     known = [loss for loss in losses if loss]
     coding.account.losses += known
-    if message.device.type == "cpu":
+    if not devices.of(message.device.type).queues:
         flag.fill_(_FINITE if all(map(is_finite, known)) else _NOT_FINITE)
     return _Sent(parted, codecs_of, message)
 
@@ -262,7 +263,9 @@ def _receive(
     for (landing, _), piece in zip(landings, sent.parted, strict=True):
         kernels.move(landing[way.here], piece[way.here].flatten(0, 1))
     rooms = [landing for landing, _ in landings]
-    if received.device.type == "cpu" and bool(received[:, :_FLAG_BYTES].any()):  # of others, and of this rank
+    if not devices.of(received.device.type).queues and bool(
+        received[:, :_FLAG_BYTES].any()
+    ):  # of others, and of this rank
         _repeat(sent, rooms, names, coding, part)
     else:
         _decode(received, sent.codecs, rooms, names, coding, part)

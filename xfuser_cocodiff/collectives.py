@@ -16,9 +16,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import roll_call
-from xfuser_cocodiff.device import is_captured
-from xfuser_cocodiff.lane import CPU, Handle, Lane
+from xfuser_cocodiff.device import CPU, is_captured
+from xfuser_cocodiff.lane import Handle, Lane
 from xfuser_cocodiff.plan import Plan, Stage, candidates
 from xfuser_cocodiff.topology import FLAT, Topology
 from xfuser_cocodiff.traffic import Label, Span, Traffic
@@ -39,6 +40,8 @@ class InFlight(NamedTuple):
     received: torch.Tensor
     works: tuple[dist.Work, ...] = ()
     """What to wait for; a functional collective is waited for through `received`."""
+    began: torch.Event | None = None
+    """When it might begin, where somebody wants to know."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Mesh:
             groups[stage] = subgroup(group, members)
             if timeout or groups[stage] is not group:
                 set_timeout(groups[stage], timeout or default_pg_timeout)
-        staged = device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO
+        staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
         traffic, lane = traffic or Traffic(), Lane(device, staged)
         return cls(topology, groups, lambda message_bytes: plans[0], traffic, lane, timeout or default_pg_timeout)
 
@@ -123,7 +126,7 @@ class Mesh:
             finish: what to make of the result once it was waited for.
         """
         span = self.traffic.span(label, message.device)
-        if len(plan.stages) > 1 or self.lane.staged:
+        if len(plan.stages) > 1 or self.lane.staged or self._sees_ends(message):
             return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
         # One stage needs nobody to carry it on, and need not wait for those before it.
         if span.taken:  # somebody has to see when it ends
@@ -132,6 +135,10 @@ class Mesh:
         with span.travels():
             flight = self.start(message, plan, 0)
         return Handle(str(label), lambda: self.finish(flight), finish, span.holds)
+
+    def _sees_ends(self, message: torch.Tensor) -> bool:
+        """Whether a stream of its own is to see when the exchange ends: the caller's sees it after what it computes."""
+        return self.traffic.timed and devices.of(message.device.type).queues
 
     def travel(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
         """:meth:`all_to_all`, with the times taken."""
@@ -182,10 +189,12 @@ class Mesh:
         self.traffic.count(label, group.size(), sent)
         begin = _send_directly if plan.direct[number] else _collective
         with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
+            queues = devices.of(sent.device.type).queues
             outgoing = _on_host(sent) if self.lane.staged else sent
-            received = torch.empty_like(outgoing, pin_memory=self.lane.staged and sent.device.type != "cpu")
-            flight = InFlight(plan, number, outgoing, *begin(outgoing, received, group))
-        if flight.works and sent.device.type != "cpu" and not self.lane.staged and not is_captured(sent.device):
+            received = torch.empty_like(outgoing, pin_memory=self.lane.staged and queues)
+            began = self.traffic.begins(sent.device)
+            flight = InFlight(plan, number, outgoing, *begin(outgoing, received, group), began)
+        if queues and flight.works and not self.lane.staged and not is_captured(sent.device):
             # The host does not wait for it, and the backend would end the process without naming who is missing.
             roll_call.expect(flight.works[-1].is_completed, group, label, self.timeout.total_seconds())
         return flight
@@ -207,6 +216,7 @@ class Mesh:
                 received = _wait(received)
             if self.lane.staged:
                 received = received.to(self.lane.device, non_blocking=True)
+            self.traffic.ends(label, flight.began)
         received, dim = received.view(flight.sent.shape), plan.dims[number]
         return received.movedim(0, dim) if dim else received
 
@@ -214,14 +224,14 @@ class Mesh:
 def _collective(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
-    if sent.device.type == "xpu":  # where the other one is known to corrupt data: intel/torch-xpu-ops#3021
+    if devices.of(sent.device.type).functional_only:
         return _functional(sent, group), ()
     return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
 
 
 def _on_host(sent: torch.Tensor) -> torch.Tensor:
     """A copy in memory of the host that the device reads and writes by itself, once it is there."""
-    if sent.device.type == "cpu":
+    if not devices.of(sent.device.type).queues:
         return sent.clone()
     copy = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
     copy.copy_(sent, non_blocking=True)

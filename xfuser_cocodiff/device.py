@@ -22,6 +22,8 @@ class Capabilities:
     """Whether collectives other than the functional ones are known to corrupt data (intel/torch-xpu-ops#3021)."""
     builds_triton: bool = False
     """Whether Triton's kernels are to be used unless something else is asked for."""
+    prioritises: bool = False
+    """Whether streams have priorities."""
     captures: bool = False
     """Whether work can become part of a graph that repeats it (CUDA graphs)."""
     reduces_in: torch.dtype = torch.float32
@@ -30,8 +32,8 @@ class Capabilities:
 
 _KNOWN = {
     "cpu": Capabilities(queues=False, sends_directly=True, reduces_in=torch.float64),
-    "cuda": Capabilities(builds_triton=True, captures=True),
-    "xpu": Capabilities(functional_only=True, builds_triton=True),
+    "cuda": Capabilities(builds_triton=True, prioritises=True, captures=True),
+    "xpu": Capabilities(functional_only=True, builds_triton=True, prioritises=True),
 }
 
 

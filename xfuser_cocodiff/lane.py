@@ -23,12 +23,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from xfuser_cocodiff import device as devices
+from xfuser_cocodiff.device import CPU
+
 T = TypeVar("T")
-CPU = torch.device("cpu")
 _HIGH = -1
 """Priority of a lane's stream, where there are priorities: what others wait for should not queue behind what this rank
 computes."""
-_WITH_PRIORITIES = ("cuda", "xpu")
 
 
 class Handle(Generic[T]):
@@ -162,15 +163,16 @@ class Lane:
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    if device.type == "cpu":
+    able = devices.of(device.type)
+    if not able.queues:
         return None
-    return torch.Stream(device, priority=_HIGH) if device.type in _WITH_PRIORITIES else torch.Stream(device)
+    return torch.Stream(device, priority=_HIGH) if able.prioritises else torch.Stream(device)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors on accelerators in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
+        if devices.of(value.device.type).queues:
             yield value
     elif isinstance(value, (tuple, list)):
         for each in value:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff.codec import Codec, Reference, decode, encode
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan, Stage
@@ -33,11 +34,10 @@ _LABEL = Label("probe")
 _SQUARE = 512
 """Side of the matrices that are multiplied while a message travels."""
 _CODEC = Codec(bits=2)
-_CODED_TOKENS = {"cpu": 2**11}
-"""Of 128 values that the codec is timed by: about a layer's. On an accelerator fewer would show what it costs to launch
-its kernels, which is hidden there while the host is ahead."""
-_MANY_TOKENS, _MANY_CALLS = 2**18, 8
-"""The same on accelerators, and calls that the host makes before it waits."""
+_COPIED_BYTES = {False: 2**20, True: 2**27}
+_CODED_TOKENS, _CODED_CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
+"""What copies and the codec are timed by, tokens of 128 values and calls in a row, by whether the device queues work.
+There, less would show what it costs to launch kernels, which is hidden while the host is ahead."""
 COPY, CODEC, OVERLAP, DIRECT = "copy", "codec", "overlap", "direct "
 """Names of pieces; those of stages are their axes, with another one of direct sends for each."""
 
@@ -94,7 +94,7 @@ class Probe:
     def missing(self) -> list[str]:
         """Pieces that are not known yet, those that a profile cannot do without first."""
         pieces = [*self._stages, COPY, CODEC]
-        if self.device.type == "cpu":
+        if devices.of(self.device.type).sends_directly:
             # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
             pieces += [DIRECT + name for name in self._stages]
         elif self._stages:
@@ -118,7 +118,7 @@ class Probe:
         if any(piece not in self.found for piece in (*self._stages, COPY, CODEC)):
             return None
         profile = dataclasses.replace(self._profile(""), overlap=self.found.get(OVERLAP))
-        if self.missing or self.device.type != "cpu":
+        if self.missing or not devices.of(self.device.type).sends_directly:
             return profile
         return dataclasses.replace(profile, direct=self._profile(DIRECT))
 
@@ -151,14 +151,15 @@ class Probe:
     def _copy_speed(self) -> float:
         """Bytes per second at which a message is reordered between two stages."""
         size = self.mesh.topology.size
-        buffer = torch.empty(size, size, 2**20 // size**2, dtype=torch.uint8, device=self.device).transpose(0, 1)
+        share = _COPIED_BYTES[devices.of(self.device.type).queues] // size**2
+        buffer = torch.empty(size, size, share, dtype=torch.uint8, device=self.device).transpose(0, 1)
         return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
 
     def _codec_speed(self) -> float:
         """Bytes of values per second that go through a codec: coded here, and others decoded."""
-        many = self.device.type not in _CODED_TOKENS
-        tokens = _CODED_TOKENS.get(self.device.type, _MANY_TOKENS)
-        values = torch.randn(1, 1, 1, tokens, 2**7, device=self.device).to(torch.bfloat16 if many else torch.float32)
+        queues = devices.of(self.device.type).queues
+        values = torch.randn(1, 1, 1, _CODED_TOKENS[queues], 2**7, device=self.device)
+        values = values.to(torch.bfloat16) if queues else values
         target = torch.empty_like(values)
         payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
         sent, received = Reference(), Reference()
@@ -169,7 +170,7 @@ class Probe:
             encode(values, sent, _CODEC, None, payload)
             decode(payload, received, _CODEC, None, target)
 
-        return values.nbytes / self._taken(code, _MANY_CALLS if many else 1)
+        return values.nbytes / self._taken(code, _CODED_CALLS[queues])
 
     def overlap(self) -> float:
         """Share of an exchange that hides behind computation: both at once against each alone.

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import roll_call
 
 
@@ -83,5 +84,5 @@ def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
+    if devices.of(device.type).queues:
         torch.accelerator.synchronize()

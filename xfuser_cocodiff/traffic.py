@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff import device as devices
+
 _UNTIMED = nullcontext()
 
 
@@ -103,7 +105,7 @@ class Traffic:
 
     def span(self, label: Label, device: torch.device) -> Span:
         """Take the times of an exchange."""
-        if device.type != "cpu":
+        if devices.of(device.type).queues:
             return _Traced(label) if _profiled() else _UNSEEN
         if not (self.timed or _profiled()):
             return _UNSEEN
@@ -127,30 +129,33 @@ class Traffic:
         return found
 
     def time(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
-        """Take the time of a collective, around its start and around its wait."""
+        """Take the time of a collective on the host, around its start and around its wait."""
         return self._time(stage, device) if self.timed or _profiled() else _UNTIMED
 
     @contextmanager
     def _time(self, stage: str, device: torch.device) -> Iterator[None]:
         with torch.autograd.profiler.record_function(f"cocodiff.{stage}"):
-            if self.timed:
-                with self._timed(stage, device):
-                    yield
-            else:
-                yield
-
-    @contextmanager
-    def _timed(self, stage: str, device: torch.device) -> Iterator[None]:
-        if device.type == "cpu":
             started = time.perf_counter()
             yield
-            self._seconds[stage] += time.perf_counter() - started
-        else:
-            events = [torch.Event(device.type, enable_timing=True) for _ in range(2)]
-            events[0].record()
-            yield
-            events[1].record()
-            self._pending.append((stage, *events))
+            if self.timed and not devices.of(device.type).queues:
+                self._seconds[stage] += time.perf_counter() - started
+
+    def begins(self, device: torch.device) -> torch.Event | None:
+        """Mark that a collective may begin on an accelerator, in the stream that waits for it in the end; None where
+        nobody wants to know when."""
+        if not (self.timed and devices.of(device.type).queues):
+            return None
+        event = torch.Event(device.type, enable_timing=True)
+        event.record()
+        return event
+
+    def ends(self, stage: str, began: torch.Event | None) -> None:
+        """Mark that a collective has ended which was marked when it began. So its time is all of it, as that of a
+        collective that nothing overlaps, however long its caller computed meanwhile."""
+        if began is not None:
+            end = torch.Event(began.device.type, enable_timing=True)
+            end.record()
+            self._pending.append((stage, began, end))
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from xfuser_cocodiff import device as devices
+
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
 CHOICES = (AUTO, TRITON, TORCH)
-TRITON_DEVICES = ("cuda", "xpu")
-"""Where Triton's kernels are used unless something else is asked for."""
-
-
 PAYS = 2**21
 """Bytes from which on a move is worth a launch of Triton's, which takes the host several times as long as PyTorch's."""
 
@@ -79,7 +77,7 @@ def resolved(choice: str, device_type: str) -> str:
     Raises:
         ValueError: Triton is asked for where it cannot be had.
     """
-    if choice == TORCH or (choice == AUTO and device_type not in TRITON_DEVICES):
+    if choice == TORCH or (choice == AUTO and not devices.of(device_type).builds_triton):
         return TORCH
     lacking = _lacking(device_type)
     if choice == TRITON and lacking:
@@ -91,7 +89,7 @@ def _lacking(device_type: str) -> str | None:
     """What keeps Triton from running on a device; None where it runs."""
     if not _has_triton():
         return "it is not installed"
-    if device_type in TRITON_DEVICES:
+    if devices.of(device_type).builds_triton:
         return None if _can_build() else "it has no C compiler, or none of Python's headers, to build with"
     if os.environ.get("TRITON_INTERPRET") == "1":  # slowly, on any device
         return None

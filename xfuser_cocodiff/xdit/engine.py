@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.choice import Planned
 from xfuser_cocodiff.coding import Coding
@@ -153,7 +154,7 @@ def reduced(values: list[float], operation: str) -> list[float]:
     from xfuser.core.distributed import get_sp_group
 
     group, device = get_sp_group().device_group, compute_device()
-    own = torch.tensor(values, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    own = torch.tensor(values, dtype=devices.of(device.type).reduces_in)
     own = own if dist.get_backend(group) == dist.Backend.GLOO else own.to(device)
     return functional.wait_tensor(functional.all_reduce(own, operation, group)).tolist()
 

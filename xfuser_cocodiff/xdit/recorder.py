@@ -64,7 +64,10 @@ def watch_stock(original: Callable) -> Callable:
         traffic = active().traffic
         traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
         with traffic.time(FLAT, x.device):
-            return original(x)
+            began = traffic.begins(x.device)
+            exchanged = original(x)
+            traffic.ends(FLAT, began)
+        return exchanged
 
     return _sdpa_all_to_all_single
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import findings, modes
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.config import CocoDiffConfig
@@ -98,7 +99,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
             "in one group, and everything travels exactly"
         )
     # A graph has the plans that are known when it is traced, and an accelerator asks the planner what overlaps.
-    at_once = engine_config.runtime_config.use_torch_compile or compute_device().type != "cpu"
+    at_once = engine_config.runtime_config.use_torch_compile or devices.of(compute_device().type).queues
     return engine_over(group, config, at_once=at_once)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff.attention import Attend, ulysses_attention
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import HEADS
@@ -189,7 +190,7 @@ def _attend(given: _Given) -> Attend:
 def _counts_in_question(engine: Engine, heads: list[int]) -> list[int]:
     """Numbers of head groups that may be used if they change no bit; by what is the same on every rank."""
     wanted = engine.overlap.head_groups
-    if engine.runtime or (wanted is None and compute_device().type != "cpu"):
+    if engine.runtime or (wanted is None and devices.of(compute_device().type).queues):
         return []
     counts = GROUP_COUNTS[1:] if wanted is None else [wanted] if wanted > 1 else []
     return [count for count in counts if all(number % count == 0 for number in heads)]
@@ -236,7 +237,9 @@ def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[],
     schedules = [Schedule(v_first, count) for count in counts]
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
-    if len(schedules) > 1 and compute_device().type != "cpu":  # where the host does not see how long things take
+    if (
+        len(schedules) > 1 and devices.of(compute_device().type).queues
+    ):  # where the host does not see how long things take
         schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
     return Trial(schedules)
 
