@@ -10,15 +10,16 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
+from tqdm import tqdm
 
-from xfuser_cocodiff.xdit import recorder, run_clock
+from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit.run_clock import Clock
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
-    """A recorder, after which the scheduler's class is as it was."""
-    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", FlowMatchEulerDiscreteScheduler.step)
+    """A recorder."""
     monkeypatch.setattr(recorder, "_engine", lambda: {"degree": 1, "topology": None, "device": "CPU"})
     no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
     monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
@@ -34,14 +35,17 @@ def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -
 def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
+    clock, pipeline = Clock([watched]), SimpleNamespace(scheduler=scheduler)
+    progress_bar = clock._watch_bar(lambda owner, total: tqdm(total=total, disable=True))
     for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
-        run_clock.begin(scheduler, 3, [watched])
+        progress_bar(pipeline, None, 3)
         scheduler.set_timesteps(3)
         other = copy.deepcopy(scheduler)
         torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
         assert scheduler.step_index is None
         torch.testing.assert_close(denoise(scheduler, torch.full((4,), 5.0)), torch.full((4,), 4.0))
         watched.end_run()
+    clock.close()
     assert [len(run["steps"]) for run in watched.runs] == [3, 3]
     assert watched.runs[0]["latents_sha256"] == watched.runs[1]["latents_sha256"]
 

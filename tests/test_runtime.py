@@ -37,27 +37,27 @@ def held(coding: object) -> float | None:
 
 def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
     one = runtime()
-    assert one.coding("a", 1, 0, SHARE, 1) is None  # no run is under way
+    assert one.coding("a", 1, 0, SHARE) is None  # no run is under way
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        hold(one.coding(*key, SHARE, 1), number)
+        hold(one.coding(*key, SHARE), number)
     one.end_step()
-    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
     assert one.reference_bytes == 3 * 16
     one.end_step()
-    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
     one.end_step()  # the last one
-    assert one.coding(*keys[0], SHARE, 1) is None
+    assert one.coding(*keys[0], SHARE) is None
     assert one.reference_bytes == 0
 
 
 def test_a_run_that_was_broken_off_leaves_nothing() -> None:
     one = runtime()
     one.begin_run(3)
-    hold(one.coding("a", 1, 0, SHARE, 1), 7)
+    hold(one.coding("a", 1, 0, SHARE), 7)
     one.begin_run(3)
-    assert held(one.coding("a", 1, 0, SHARE, 1)) is None
+    assert held(one.coding("a", 1, 0, SHARE)) is None
     assert one.step == 0
 
 
@@ -67,7 +67,7 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
         one.begin_run(total)
         shares = []
         for _ in range(total):
-            shares.append(one.coding("a", 1, 0, SHARE, 1).codecs["v"].share)
+            shares.append(one.coding("a", 1, 0, SHARE).codecs["v"].share)
             one.end_step()
         assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
@@ -75,8 +75,8 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
 def test_layers_that_are_left_out_travel_exactly() -> None:
     one = runtime(changes="exact=blocks.3")
     one.begin_run(3)
-    assert one.coding("blocks.3.attn", 1, 0, SHARE, 1) is None
-    assert one.coding("blocks.30.attn", 2, 0, SHARE, 1) is not None
+    assert one.coding("blocks.3.attn", 1, 0, SHARE) is None
+    assert one.coding("blocks.30.attn", 2, 0, SHARE) is not None
 
 
 def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
@@ -84,8 +84,8 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.coding("before", 0, 0, SHARE, 1).account.losses.append(loss(0.0, 1.0))
-        coding = one.coding("a", 1, 0, SHARE, 1)
+        one.coding("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
+        coding = one.coding("a", 1, 0, SHARE)
         exact.append(coding.codecs["q"].is_exact)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
         coding.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
@@ -100,9 +100,9 @@ def test_the_bound_is_agreed() -> None:
     one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
 
 
 def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
@@ -113,7 +113,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
     one.begin_run(50)
 
     def step(unsound: float) -> bool:
-        coding = one.coding("a", 1, 0, SHARE, 1)
+        coding = one.coding("a", 1, 0, SHARE)
         coding.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
         return coding.is_exact
