@@ -6,7 +6,6 @@ pipeline's loop. Whose runs they are, the engine in force knows.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -149,17 +148,22 @@ class _Steps:
 
 
 def _closing(bar: Any, over: Callable[[], None]) -> Any:
-    """A progress bar that says when it is closed, also where it is not displayed, as on most ranks. One that nobody
-    closes says nothing, since ranks may clean up at different times."""
-    reference = weakref.ref(bar)
-
-    def close() -> None:
-        if (bar := reference()) is not None:
-            over()
-            type(bar).close(bar)
-
-    bar.close = close
+    """A progress bar that says when it is closed, also where it is not displayed, as on most ranks."""
+    bar.__class__, bar.over = _closing_class(type(bar)), over
     return bar
+
+
+@functools.cache
+def _closing_class(cls: type) -> type:
+    class Closing(cls):
+        def close(self) -> None:
+            self.over()
+            super().close()
+
+        def __del__(self) -> None:  # says nothing: ranks may clean up at different times
+            super().close()
+
+    return Closing
 
 
 class Sampling:
