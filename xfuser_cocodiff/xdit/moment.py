@@ -88,10 +88,14 @@ def _time(given: Any) -> tuple[float, tuple, torch.UntypedStorage | None]:
     if given.numel() == 0:
         raise UnclearError("the timestep of its transformer is empty")
     # All ranks of a group denoise by the same timesteps, so their values may decide.
-    if given.device.type == "cpu":
+    if _on_host(given):
         return given.double().mean().item(), (given.numel(),), None
     storage = given.untyped_storage()
     return float(given.storage_offset()), (storage.data_ptr(), given.numel(), _version(given)), storage
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _version(tensor: torch.Tensor) -> int | None:

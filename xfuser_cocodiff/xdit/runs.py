@@ -1,8 +1,8 @@
 """The runs of an engine: who declares them, and which of them a call of a transformer belongs to.
 
-The newest run that was declared and is not over is coded. A run that was begun while another one is open cannot be told
-from it where both call the same transformer: such calls travel exactly. While none is declared, a run is recognised
-from the calls themselves; see :mod:`moment`.
+The newest run that was declared and is not over is coded. While another one is open, a transformer is that one's whose
+step ends after its call, and must be given the same prompt: what may be of either travels exactly. While none is
+declared, a run is recognised from the calls themselves; see :mod:`moment`.
 """
 
 import weakref
@@ -43,7 +43,9 @@ class Run:
     lost: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
     roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
-    """The transformers that it called first."""
+    """The transformers that it calls."""
+    prompts: dict[tuple[int, int], Moment] = field(default_factory=dict)
+    """What they were given last in each branch, while another run is open."""
 
 
 class Runs:
@@ -95,6 +97,8 @@ class Runs:
         if run not in self._declared:
             return
         run.steps += 1
+        if run is not self.newest:
+            self._take_back(run)
         self._new_step()
         runtime = self._runtime()
         over = run.steps == run.total
@@ -128,12 +132,10 @@ class Runs:
         runtime = self._runtime()
         if runtime is None:
             return
-        root.run = self._claimed(root) if self._declared else self._recognised(runtime, root, args, kwargs)
+        find = self._claimed if self._declared else self._recognised
+        root.run = find(root, args, kwargs)
         if root.run and root.calls >= MAX_BRANCHES:
-            self._why = f"after {root.calls} calls of its transformer no step has ended; {DECLARE}"
-            note(f"a run travels exactly from here on: {self._why}")
-            root.run.lost = True
-            runtime.end_run()
+            self._lose(root.run, f"after {root.calls} calls of its transformer no step has ended; {DECLARE}")
         if root.run and root.run.lost:
             root.run = None
         if root.serial == 2 and not runtime.has_acted:
@@ -157,7 +159,21 @@ class Runs:
         if runtime := self._runtime():
             runtime.end_run()
 
-    def _claimed(self, root: Root) -> Run | None:
+    def _lose(self, run: Run, why: str) -> None:
+        """The rest of the run that is coded travels exactly."""
+        if not run.lost:
+            self._why, run.lost = why, True
+            note(f"a run travels exactly from here on: {why}")
+            self._runtime().end_run()
+
+    def _take_back(self, run: Run) -> None:
+        """What was called since a step ended was called by this run, and not by the newest."""
+        if called := {root for root in self.newest.roots if root.calls}:
+            self.newest.roots.difference_update(called)
+            run.roots.update(called)
+            self._code(self.newest)
+
+    def _claimed(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where some are declared."""
         newest = self._declared[-1]
         owner = next((run for run in self._declared if root in run.roots), newest)
@@ -168,9 +184,20 @@ class Runs:
             return None
         if self._coded is not newest:  # a newer one is over
             self._code(newest)
+        if len(self._declared) > 1:
+            self._compare_prompts(newest, root, args, kwargs)
         return newest
 
-    def _recognised(self, runtime: Runtime, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
+    def _compare_prompts(self, run: Run, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
+        """While another run is open, only the prompt tells that a call is not that one's."""
+        try:
+            now = Moment.of(root.transformer, args, kwargs)
+        except UnclearError as error:
+            return self._lose(run, f"another one is open, and {error}")
+        if not run.prompts.setdefault((id(root), root.calls), now).same_prompt(now):
+            self._lose(run, "another one is open, and the prompt has changed")
+
+    def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where none is declared."""
         try:
             moment = Moment.of(root.transformer, args, kwargs)
@@ -186,11 +213,11 @@ class Runs:
             self._fruitless = 0
             self._coded.steps += 1
             self._new_step()
-            runtime.end_step()
+            self._runtime().end_step()
         self._shown.take(root, moment)
         if self._fruitless == _FRUITLESS:
             self._why = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
-            self._warn(runtime)
+            self._warn(self._runtime())
         return self._coded
 
     def _warn(self, runtime: Runtime) -> None:
