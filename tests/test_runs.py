@@ -317,3 +317,125 @@ def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
     for _ in range(3):
         engine.runs.end_step()
     assert "no attention came through xDiT's USP" in said[-1] == said[1]
+
+
+# Whole loops around xDiT's FLUX, on real ranks.
+
+STEPS = 14
+
+
+class Loops:
+    """The same Euler loop, shown in several ways."""
+
+    def __init__(self, rank: int, config: object) -> None:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        from xfuser_cocodiff.xdit import start as starting
+        from xfuser_cocodiff.xdit import world
+
+        group, self.transformer, step = start(rank, depth=3)
+        given: dict = {}
+        hook = self.transformer.register_forward_pre_hook(
+            lambda _, args, kwargs: given.update(kwargs), with_kwargs=True
+        )
+        step()
+        hook.remove()
+        self.given = given
+        self.engine = starting.engine_over(group, config)
+        world.use(self.engine)
+        self.scheduler = FlowMatchEulerDiscreteScheduler()
+
+    def inputs(self, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Latents, and the prompts of two branches."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [self.given["hidden_states"].shape, *[self.given["encoder_hidden_states"].shape] * 2]
+        latents, *prompts = (torch.randn(shape, generator=generator) for shape in shapes)
+        return latents, prompts
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
+        def branch(prompt: torch.Tensor) -> torch.Tensor:
+            changed = {"hidden_states": latents, "timestep": time.expand(1) / 1000, "encoder_hidden_states": prompt}
+            return self.transformer(**{**self.given, **changed})[0]
+
+        first, *others = map(branch, prompts)
+        return first + sum(0.5 * (first - other) for other in others)
+
+    @torch.no_grad()
+    def run(self, seed: int, shown: str, branches: int = 1) -> torch.Tensor:
+        latents, prompts = self.inputs(seed)
+        self.scheduler.set_timesteps(STEPS)
+        return getattr(self, shown)(latents, prompts[:branches])
+
+    def by_hand(
+        self, latents: torch.Tensor, prompts: list[torch.Tensor], step: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        sigmas = self.scheduler.sigmas
+        for time, now, then in zip(self.scheduler.timesteps, sigmas[:-1], sigmas[1:], strict=True):
+            latents = latents + (then - now) * self.velocity(latents, time, prompts)
+            step()
+        return latents
+
+    def declared(self, latents: torch.Tensor, prompts: list[torch.Tensor], steps: int | None = STEPS) -> torch.Tensor:
+        import xfuser_cocodiff
+
+        with xfuser_cocodiff.run(steps) as run:
+            latents = self.by_hand(latents, prompts, run.step)
+        assert self.engine.runtime.reference_bytes == 0
+        return latents
+
+    def of_unknown_length(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
+        return self.declared(latents, prompts, None)
+
+    def by_diffusers(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
+        from diffusers import DiffusionPipeline
+
+        pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
+        with DiffusionPipeline.progress_bar(pipeline, total=STEPS):
+            for time in self.scheduler.timesteps:
+                velocity = self.velocity(latents, time, prompts)
+                latents = self.scheduler.step(velocity, time, latents)[0]
+        return latents
+
+    def over_an_iterable(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
+        from diffusers import DiffusionPipeline
+
+        pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
+        for time in DiffusionPipeline.progress_bar(pipeline, self.scheduler.timesteps):
+            velocity = self.velocity(latents, time, prompts)
+            latents = self.scheduler.step(velocity, time, latents)[0]
+        return latents
+
+    @property
+    def coded(self) -> list[float]:
+        """Share of its bytes that each step of the last run has sent."""
+        return [report.sent_bytes / report.exact_bytes for report in self.engine.runtime.reports]
+
+
+WAYS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
+
+
+def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:
+    """Latents of runs in a row, and what their steps sent."""
+    loops = Loops(rank, config_of(mode))
+    return [(loops.run(*run), loops.coded if loops.engine.runtime else []) for run in runs]
+
+
+@pytest.mark.parametrize(("branches", "ways"), [(1, WAYS), (2, ("by_hand", "declared"))])
+def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...]) -> None:
+    exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", branches), (1, "by_diffusers", branches)])
+    fresh = ranks.run(all_loops, 2, "balanced", [(2, "declared", branches)])
+    # Prompt after prompt, without anything between them.
+    in_a_row = [(seed, shown, branches) for shown in ways for seed in (1, 2)]
+    for rank, found in enumerate(ranks.run(all_loops, 2, "balanced", in_a_row)):
+        (wanted, _), (scheduled, _) = exact[rank]
+        torch.testing.assert_close(scheduled, wanted)
+        latents, coded = found[0]
+        # The last step of a loop that nobody declares has not ended yet.
+        assert coded[0] >= 1 and len(coded) == STEPS - 1 and max(coded[1:]) < 0.2
+        error = (latents - wanted).norm() / wanted.norm()
+        assert 0 < error < 0.1
+        for (latents, coded), (seed, shown, _) in zip(found, in_a_row, strict=True):
+            torch.testing.assert_close(latents, found[seed - 1][0], rtol=1e-5, atol=1e-5)
+            assert shown == "by_hand" or len(coded) == STEPS and max(coded[1:]) < 0.2
+        assert torch.equal(found[1][0], fresh[rank][0][0])
+        assert torch.equal(found[3][0], fresh[rank][0][0])
