@@ -44,7 +44,7 @@ def uninstall() -> None:
     global _installed, _clock
     autoload.unwatch()
     if _installed is not None:
-        if _installed.applied:
+        if PACKAGE in sys.modules:
             engine.active().close()
         _clock.close()
         _installed.uninstall()
