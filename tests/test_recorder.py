@@ -13,6 +13,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit.engine import Engine
 from xfuser_cocodiff.xdit.run_clock import Clock
 from xfuser_cocodiff.xdit.tracer import Tracer
 
@@ -62,6 +63,40 @@ def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder)
 )
 def test_a_picture_of_any_output(output: object) -> None:
     assert recorder._first_picture(output).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sent", "refusal", "because", "fraction", "reason"),
+    [
+        (None, None, None, None, None, "stock xDiT"),
+        ("exact", None, None, None, None, "mode exact"),
+        ("balanced", None, None, "no axis is slow", 0.0, "no axis is slow"),
+        ("balanced", (20, 100), None, None, 0.2, None),
+        ("balanced", (0, 0), "K is odd", None, 0.0, "K is odd"),
+        ("balanced", (0, 0), None, None, 0.0, "no run was seen; declare its runs"),
+    ],
+)
+def test_what_was_coded_is_recorded(
+    mode: str | None,
+    sent: tuple[int, int] | None,
+    refusal: str | None,
+    because: str | None,
+    fraction: float | None,
+    reason: str | None,
+) -> None:
+    config = mode and SimpleNamespace(mode=mode, kernels="torch")
+    reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
+    runtime = reports and SimpleNamespace(reports=reports, refusal=refusal)
+    found = recorder._coded(Engine(config, runtime=runtime, exact_because=because))
+    assert found["coded_fraction"] == fraction
+    assert found["coded_reason"] == reason or found["coded_reason"].startswith(reason)
+
+
+def test_a_run_without_latents_is_left_out(watched: recorder.Recorder) -> None:
+    watched.begin_run(2)
+    watched.end_step(None)
+    watched.end_run()
+    assert not watched._complete()
 
 
 def test_latents_make_no_picture() -> None:

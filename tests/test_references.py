@@ -132,7 +132,8 @@ class Held:
         initialize_runtime_state(self.small.pipeline, config)
         self.small.ready()
         self.runtime, self.said = active().runtime, []
-        self.runtime._say = self.said.append
+        if self.runtime:
+            self.runtime._say = self.said.append
 
     @torch.no_grad()
     def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
@@ -189,3 +190,42 @@ def test_the_budget_decides_by_all_layers() -> None:
             assert (exact[0] > 0) == (share == 0.2) and len(set(exact)) == 1
             # In the second run of an engine too.
             assert any("of 6 layers travel exactly" in line for line in said) == (share == 0.2), said
+
+
+def speak(rank: int) -> list[list[str]]:
+    """What is said at the start, in runs of few and of many steps, and under compile."""
+    import logging
+
+    import xfuser_cocodiff
+
+    held, said, found = Held(rank, 2, "Wan"), [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+
+    def heard() -> list[str]:
+        found.append([line for line in said if "mode" in line or "exactly" in line])
+        said.clear()
+
+    held.use()
+    heard()
+    held.runtime._say = said.append
+    for steps in (3, 3, 20):
+        with xfuser_cocodiff.run(steps) as run, torch.no_grad():
+            for _ in range(3):
+                held.small.velocity(held.small.start, torch.ones(1))
+                run.step()
+        heard()
+    held.use(use_torch_compile=True)
+    heard()
+    return found
+
+
+def test_figures_are_promised_when_something_is_coded() -> None:
+    at_start, few, again, many, compiled = ranks.run(speak, 2)[0]
+    assert [("dB" in line, "on node" in line) for line in at_start] == [(False, True)]
+    assert ["bits=4," in line and "55.6 dB at 8 steps" in line for line in few] == [True]
+    assert again == []
+    assert ["bits=2," in line and "53.8 dB at 50 steps" in line for line in many] == [True]
+    assert len(compiled) == 1 and "everything travels exactly" in compiled[0] and "does nothing" in compiled[0]
+    assert "dB" not in compiled[0]

@@ -178,9 +178,8 @@ def test_uninstalling_leaves_diffusers_as_it_was() -> None:
 class Loop(LoopSequentialPipelineBlocks):
     """A modular pipeline's loop, as MiniMax-H3 has it: its schedulers are with its components."""
 
-    sub_blocks: dict = {}
-
     def __init__(self) -> None:
+        self.sub_blocks = {}
         self._progress_bar_config = {"disable": True}
 
     def __call__(self, components: Any, state: Any) -> Any:

@@ -436,6 +436,6 @@ def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...
         assert 0 < error < 0.1
         for (latents, coded), (seed, shown, _) in zip(found, in_a_row, strict=True):
             torch.testing.assert_close(latents, found[seed - 1][0], rtol=1e-5, atol=1e-5)
-            assert shown == "by_hand" or len(coded) == STEPS and max(coded[1:]) < 0.2
+            assert shown == "by_hand" or (len(coded) == STEPS and max(coded[1:]) < 0.2)
         assert torch.equal(found[1][0], fresh[rank][0][0])
         assert torch.equal(found[3][0], fresh[rank][0][0])

@@ -7,7 +7,8 @@ import torch
 
 from xfuser_cocodiff.codec import Loss, Reference
 from xfuser_cocodiff.coding import Wire
-from xfuser_cocodiff.memory import Share
+from xfuser_cocodiff.memory import Need, Share
+from xfuser_cocodiff.modes import usual
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
 
@@ -122,3 +123,55 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
     of_another_rank[0] = 1.0
     assert [step(0) for _ in range(2)] == [False, True]
     assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]
+
+
+def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
+    said: list[str] = []
+    one = Runtime(WAY, "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
+    for _ in range(2):
+        one.begin_run(3)
+        for _ in range(3):
+            for number in range(12):
+                one.coding(f"blocks.{number}.attn", number, 0, SHARE)
+            one.end_step()
+    [message] = [line for line in said if line.startswith("exact=")]
+    assert message.startswith("exact=block.7 names no layer; near are blocks.7,")
+
+
+@pytest.mark.parametrize(
+    ("order", "anew"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
+)
+def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, anew: tuple[int, ...]) -> None:
+    one = runtime()
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one.begin_run(20)
+    for step, transformer in enumerate(order):
+        for branch in (0, 1):
+            coding = one.coding("attn", transformer, branch, SHARE, transformer)
+            # What was left is forgotten, whoever comes back to it.
+            assert held(coding) == (None if step in anew else ord(transformer) + branch)
+            hold(coding, ord(transformer) + branch)
+        one.end_step()
+    assert one.expected_bytes == (2 if anew[-1] == 4 else 4) * need
+
+
+def test_a_budget_is_for_the_transformer_in_use() -> None:
+    said: list[str] = []
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one = Runtime(WAY, "balanced", None, None, list, budget=need, say=said.append)
+    one.begin_run(20)
+    for transformer in "aabb":
+        assert not one.coding("attn", transformer, 0, SHARE, transformer).compact
+        one.end_step()
+    assert not any("travel exactly" in line for line in said)
+
+
+def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
+    one = runtime()
+    one.begin_run(20)
+    for step in range(4):
+        for transformer in "ab":
+            coding = one.coding("attn", transformer, 0, SHARE, transformer)
+            assert held(coding) == (ord(transformer) if step else None)
+            hold(coding, ord(transformer))
+        one.end_step()
