@@ -207,6 +207,28 @@ def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> Non
     assert f"no argument named {missing}" in message and "xfuser_cocodiff.run(" in message
 
 
+def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
+    engine = Engine()
+    one, text = engine.transformer(), prompt()
+    for _ in range(3):
+        engine.runs.begin(3)
+        for _ in range(3):
+            one(1, timestep=1.0, encoder_hidden_states=text)
+            engine.runs.end_step()
+    assert said == []
+    for _ in range(4):
+        one(2, timestep=1.0, encoder_hidden_states=None)
+    [message] = said
+    assert "no argument named encoder_hidden_states" in message
+
+
+def test_names_are_not_needed() -> None:
+    engine, text = Engine(), prompt()
+    one = engine.transformer()
+    for request in range(2):
+        assert [one(request, time, text) for time in TIMES] == [False, True, True, True]
+
+
 # Declared.
 
 

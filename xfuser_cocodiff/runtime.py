@@ -106,7 +106,7 @@ class Runtime:
         self._transformers: set[Hashable] = set()
         """Those that this run has called."""
         self.has_acted = False
-        """Whether there ever was a layer in a run that it understood."""
+        """Whether there was a layer in this run that it understood."""
         self.refusal: str | None = None
         """Why it has understood a layer of this run not."""
         self._way, self.mode, self._changes = way, mode, changes
@@ -133,7 +133,7 @@ class Runtime:
         """
         self.end_run()
         self.is_running, self._refreshing, self._told = True, False, 0
-        self.refusal = None
+        self.refusal, self.has_acted = None, False
         self.schedule = self._schedule(total)
         self.step, self.total = step, total
         self._transformers.clear()

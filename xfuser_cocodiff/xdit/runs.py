@@ -17,9 +17,10 @@ from xfuser_cocodiff.xdit.moment import Moment, UnclearError
 
 MAX_BRANCHES = 16
 """Calls of a transformer in one step; more of them mean that steps are not seen."""
-_FRUITLESS = 3
-"""So many runs of one call each are none."""
+_IDLE_CALLS = 2
+"""Calls of transformers after which something ought to have been coded."""
 DECLARE = "declare its runs: `with xfuser_cocodiff.run(steps=...) as run:`, and `run.step()` after each step"
+_ANEW = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
 _NESTED = (
     "a run began while another one was open: what both of them call travels exactly, and so does the older one as "
     "long as the newer one is open"
@@ -65,8 +66,8 @@ class Runs:
         self._coded: Run | None = None
         """The one that the runtime knows."""
         self._why = f"no run was seen; {DECLARE}"
-        self._fruitless = 0
-        """Runs in a row that showed one call only."""
+        self._idle = 0
+        """Calls in a row that did nothing for a mode."""
 
     @property
     def newest(self) -> Run | None:
@@ -85,7 +86,7 @@ class Runs:
             by: who ends its steps.
         """
         self._declared = [run for run in self._declared if run.by is not by]
-        self._shown, self._why = None, _NO_LAYER
+        self._shown, self._why, self._idle = None, _NO_LAYER, 0
         run = Run(total or None, by)
         self._declared.append(run)
         self._code(run)
@@ -138,7 +139,10 @@ class Runs:
             self._lose(root.run, f"after {root.calls} calls of its transformer no step has ended; {DECLARE}")
         if root.run and root.run.lost:
             root.run = None
-        if root.serial == 2 and not runtime.has_acted:
+        if root.run is None and self._declared:  # which has been said
+            return
+        self._idle = 0 if root.run and runtime.has_acted else self._idle + 1
+        if self._idle > _IDLE_CALLS:
             self._warn(runtime)
 
     @property
@@ -206,18 +210,13 @@ class Runs:
             self._stop()
             return None
         if self._shown is None or not self._shown.holds(root, moment):
-            self._fruitless += 1
-            self._shown, self._why = _Shown(moment), _NO_LAYER
+            self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
             self._code(Run())
         elif self._shown.goes_on(moment):
-            self._fruitless = 0
             self._coded.steps += 1
             self._new_step()
             self._runtime().end_step()
         self._shown.take(root, moment)
-        if self._fruitless == _FRUITLESS:
-            self._why = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
-            self._warn(self._runtime())
         return self._coded
 
     def _warn(self, runtime: Runtime) -> None:
