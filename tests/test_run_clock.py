@@ -198,6 +198,41 @@ def test_modular_pipelines_have_runs(heard: Heard, engine: Engine) -> None:
     assert engine.runs.newest is None
 
 
+def test_minimax_h3_has_runs(heard: Heard) -> None:
+    """Its own loop, with its own schedulers, around a transformer that is not there."""
+    from diffusers import MiniMaxH3Scheduler
+    from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
+    from diffusers.modular_pipelines.modular_pipeline import BlockState
+
+    def transformer(hidden_states: torch.Tensor, audio_hidden_states: torch.Tensor, **_: Any) -> tuple:
+        return hidden_states, audio_hidden_states
+
+    transformer.forward = transformer
+    schedulers = MiniMaxH3Scheduler(), MiniMaxH3Scheduler(shift=3.0)
+    for scheduler in schedulers:
+        scheduler.set_timesteps(5)
+    video, audio = (scheduler.timesteps for scheduler in schedulers)
+    components = SimpleNamespace(transformer=transformer, scheduler=schedulers[0], audio_scheduler=schedulers[1])
+    state = BlockState(
+        latents=torch.ones(2, 4),
+        audio_latents=torch.ones(2, 4),
+        prompt_embeds=None,
+        row_timestep_plan=[(time, None) for time in video],
+        denoiser_input_fields={},
+        attention_kwargs=None,
+        timesteps=video,
+        audio_timesteps=audio,
+        num_condition_video_rows=0,
+        num_condition_audio_rows=0,
+    )
+    loop = MiniMaxH3DenoiseStep()
+    loop.set_progress_bar_config(disable=True)
+    loop.get_block_state, loop.set_block_state = lambda _: state, lambda *_: None
+    loop(components, None)
+    assert counts(heard) == [(4, 4)]
+    assert heard.runs[-1][-1] == state.latents.tolist()
+
+
 def test_a_sampler_declares_its_runs(heard: Heard, engine: Engine) -> None:
     for steps in (2, None):
         with xfuser_cocodiff.run(steps=steps) as one:
