@@ -117,10 +117,10 @@ def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Engine) -> None:
 
 
 def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Engine) -> None:
-    run(pipeline(FlowMatchEulerDiscreteScheduler()), total=3)  # now the base class is watched too
-    run(pipeline(Derived()), total=3)
-    run(pipeline(Derived()), total=3)
-    assert counts(heard) == [(3, 3)] * 3
+    run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # now the base class is watched too
+    run(pipeline(Derived()), total=9)
+    run(pipeline(Derived()), total=9)
+    assert counts(heard) == [(9, 3)] * 3
 
 
 def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Engine) -> None:
