@@ -84,6 +84,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
         import json, sys
         import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
         import diffusers.image_processor, diffusers.pipelines.pipeline_utils
+        import diffusers.modular_pipelines.modular_pipeline
 
         def everything():
             found = {}
@@ -91,7 +92,8 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
                 if module is not None and name.partition(".")[0] in ("xfuser", "diffusers", "yunchang", "torch"):
                     for key, value in list(vars(module).items()):
                         found[f"{name}.{key}"] = id(value)
-                        if isinstance(value, type) and name.startswith(("xfuser", "diffusers.pipelines.pipeline_u")):
+                        watched = "xfuser", "diffusers.pipelines.pipeline_u", "diffusers.modular_pipelines.modular_p"
+                        if isinstance(value, type) and name.startswith(watched):
                             found.update({f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())
                                            if callable(v) or k == "__dataclass_fields__"})
             found["packages_info"] = id(xfuser.envs.PACKAGES_CHECKER.packages_info)

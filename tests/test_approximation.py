@@ -24,15 +24,15 @@ class Approximating(Run):
         arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
         super().__init__(rank, world_size, arguments)
         del self.runner.model.pipe.scheduler.__dict__["step"]
-        from xfuser_cocodiff.xdit import usp
+        from xfuser_cocodiff.xdit.run_clock import Clock
 
-        end_step, run = usp.Steps.end_step, self
+        end_step = Clock.end_step
 
-        def keep(self: Any, latents: torch.Tensor) -> None:
-            run.latents = latents
-            end_step(self, latents)
+        def keep(clock: Any, run: Any, latents: torch.Tensor) -> None:
+            self.latents = latents
+            end_step(clock, run, latents)
 
-        usp.Steps.end_step = keep
+        Clock.end_step = keep
 
     def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
         """Go on in a mode."""

@@ -14,7 +14,7 @@ import torch
 from tests import ranks
 from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
 from xfuser_cocodiff import codec as codecs
-from xfuser_cocodiff import quantise
+from xfuser_cocodiff import quantise, roll_call
 from xfuser_cocodiff.attention import ulysses_attention
 from xfuser_cocodiff.codec import EXACT, Codec
 from xfuser_cocodiff.coding import Account, Coding

@@ -21,7 +21,7 @@ def config_of(mode: str, **options: object) -> object:
 def side_by_side(rank: int) -> None:
     """Steps of runs by three engines, in turns, against the same runs alone."""
     from xfuser_cocodiff.xdit import start as starting
-    from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit import world
 
     group, transformer, step = start(rank, depth=3)
     at = [0]  # the step; what a run is given changes with it
@@ -37,9 +37,9 @@ def side_by_side(rank: int) -> None:
             for engine, results in zip(engines, found, strict=True):
                 world.use(engine)
                 if at[0] == 0:
-                    usp.Steps().begin_run(STEPS)
+                    engine.runs.begin(STEPS)
                 results.append(step())
-                usp.Steps().end_step(results[-1])
+                engine.runs.end_step()
         return found
 
     alone = []
@@ -70,14 +70,15 @@ def in_a_row(rank: int) -> None:
     from xfuser.core.distributed import initialize_runtime_state
 
     from xfuser_cocodiff.xdit import start as starting
-    from xfuser_cocodiff.xdit import usp, world
+    from xfuser_cocodiff.xdit import world
     from xfuser_cocodiff.xdit.engine import active
 
     group, transformer, step = start(rank, depth=3)
     world.use(starting.engine_over(group, config_of("balanced")))
-    usp.Steps().begin_run(STEPS)
+    active().runs.begin(STEPS)
     for _ in range(3):
-        usp.Steps().end_step(step())
+        step()
+        active().runs.end_step()
     before = active()
     assert before.runtime.reference_bytes > 0 and before.layers.kinds and before.traffic.calls
     config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()

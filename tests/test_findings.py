@@ -92,7 +92,7 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
     from xfuser_cocodiff import probe
     from xfuser_cocodiff.config import CocoDiffConfig
     from xfuser_cocodiff.xdit import start as starting
-    from xfuser_cocodiff.xdit import trials, usp, world
+    from xfuser_cocodiff.xdit import trials, world
 
     group, _, step = start(rank, depth=6)
     expected = step()
@@ -106,10 +106,10 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
         assert not probed  # not before a run has time for it
         world.use(engine)
         engine.trials.allowance.share = 100.0
-        usp.Steps().begin_run(60)
+        engine.runs.begin(60)
         for _ in range(60):
             result = step()
-            usp.Steps().end_step(result)
+            engine.runs.end_step()
             if engine.trials.settled:
                 break
     assert engine.trials.settled

@@ -69,7 +69,7 @@ class Run:
         found = []
         for branch in range(self.branches):
             for layer in range(self.layers):
-                coding = self.runtime.coding(str(layer), layer, branch, share(torch.bfloat16), self.layers)
+                coding = self.runtime.coding(str(layer), layer, branch, share(torch.bfloat16))
                 found.append(coding is not None)
                 if coding:
                     hold(coding.wires, self.runtime.schedule, torch.bfloat16, coding.compact, steps=3)
@@ -97,23 +97,28 @@ def test_a_budget_is_kept(budget: int | None, held: int, coded: int) -> None:
         run.begin()
         for _ in range(3):
             assert run.step() == [True] * coded + [False] * (4 - coded)
-            assert run.runtime.reference_bytes == held
+            assert run.runtime.expected_bytes == run.runtime.reference_bytes == held
             assert run.runtime.reports[-1].exact_layers == 4 - coded
     assert any(f"{4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said)
     assert any(f"{4 - coded} of 4 layers travel exactly" in line for line in run.said) == (coded < 4)
 
 
-def test_branches_that_were_not_foreseen_find_room_after_the_first_step() -> None:
+def test_branches_of_guidance_find_room_at_once() -> None:
     run = Run(8 * COMPACT, layers=4, branches=2)  # room for four in full
-    run.begin()
-    assert run.step() == [True] * 4 + [False] * 4
-    before = run.runtime.reports[-1]
-    assert before.reference_bytes == 4 * FULL
-    assert run.runtime.reference_bytes == 4 * COMPACT
-    assert before.sent_bytes == before.exact_bytes > 0  # layers that travel exactly count as well
     for _ in range(2):
-        assert run.step() == [True] * 8
-        assert run.runtime.reference_bytes == 8 * COMPACT
-    run.begin()
-    assert run.step() == [True] * 8  # known from the run before
-    assert run.runtime.reference_bytes == 8 * COMPACT
+        run.begin()
+        for _ in range(3):
+            assert run.step() == [True] * 8
+            assert run.runtime.expected_bytes == run.runtime.reference_bytes == 8 * COMPACT
+        assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
+    assert any("references of 4 layers in 2 branches of guidance" in line for line in run.said)
+
+
+def test_that_layers_travel_exactly_is_said_in_every_run() -> None:
+    run = Run(4 * COMPACT - 1, layers=4)
+    for number in (1, 2):
+        run.begin()
+        run.step()
+        run.step()
+        assert sum("1 of 4 layers travel exactly" in line for line in run.said) == number
+        assert sum("references of 4 layers" in line for line in run.said) == 1

@@ -10,15 +10,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
+from tqdm import tqdm
 
-from xfuser_cocodiff.xdit import recorder, run_clock
+from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit.engine import Engine
+from xfuser_cocodiff.xdit.run_clock import Clock
 from xfuser_cocodiff.xdit.tracer import Tracer
 
 
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
-    """A recorder, after which the scheduler's class is as it was."""
-    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "step", FlowMatchEulerDiscreteScheduler.step)
+    """A recorder."""
     monkeypatch.setattr(recorder, "_engine", lambda: {"degree": 1, "topology": None, "device": "CPU"})
     no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
     monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
@@ -34,14 +36,17 @@ def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -
 def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
+    clock, pipeline = Clock([watched]), SimpleNamespace(scheduler=scheduler)
+    progress_bar = clock._watch_bar(lambda owner, total: tqdm(total=total, disable=True))
     for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
-        run_clock.begin(scheduler, 3, [watched])
+        progress_bar(pipeline, None, 3)
         scheduler.set_timesteps(3)
         other = copy.deepcopy(scheduler)
         torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
         assert scheduler.step_index is None
         torch.testing.assert_close(denoise(scheduler, torch.full((4,), 5.0)), torch.full((4,), 4.0))
         watched.end_run()
+    clock.close()
     assert [len(run["steps"]) for run in watched.runs] == [3, 3]
     assert watched.runs[0]["latents_sha256"] == watched.runs[1]["latents_sha256"]
 
@@ -58,6 +63,40 @@ def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder)
 )
 def test_a_picture_of_any_output(output: object) -> None:
     assert recorder._first_picture(output).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sent", "refusal", "because", "fraction", "reason"),
+    [
+        (None, None, None, None, None, "stock xDiT"),
+        ("exact", None, None, None, None, "mode exact"),
+        ("balanced", None, None, "no axis is slow", 0.0, "no axis is slow"),
+        ("balanced", (20, 100), None, None, 0.2, None),
+        ("balanced", (0, 0), "K is odd", None, 0.0, "K is odd"),
+        ("balanced", (0, 0), None, None, 0.0, "no run was seen; declare its runs"),
+    ],
+)
+def test_what_was_coded_is_recorded(
+    mode: str | None,
+    sent: tuple[int, int] | None,
+    refusal: str | None,
+    because: str | None,
+    fraction: float | None,
+    reason: str | None,
+) -> None:
+    config = mode and SimpleNamespace(mode=mode, kernels="torch")
+    reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
+    runtime = reports and SimpleNamespace(reports=reports, refusal=refusal)
+    found = recorder._coded(Engine(config, runtime=runtime, exact_because=because))
+    assert found["coded_fraction"] == fraction
+    assert found["coded_reason"] == reason or found["coded_reason"].startswith(reason)
+
+
+def test_a_run_without_latents_is_left_out(watched: recorder.Recorder) -> None:
+    watched.begin_run(2)
+    watched.end_step(None)
+    watched.end_run()
+    assert not watched._complete()
 
 
 def test_latents_make_no_picture() -> None:

@@ -9,7 +9,8 @@ from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import Loss, Reference
 from xfuser_cocodiff.coding import Wire, coded_by
-from xfuser_cocodiff.memory import Share
+from xfuser_cocodiff.memory import Need, Share
+from xfuser_cocodiff.modes import usual
 from xfuser_cocodiff.part import WHOLE
 from xfuser_cocodiff.runtime import Runtime
 
@@ -39,27 +40,27 @@ def held(coding: object) -> float | None:
 
 def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
     one = runtime()
-    assert one.coding("a", 1, 0, SHARE, 1) is None  # no run is under way
+    assert one.coding("a", 1, 0, SHARE) is None  # no run is under way
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        hold(one.coding(*key, SHARE, 1), number)
+        hold(one.coding(*key, SHARE), number)
     one.end_step()
-    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
     assert one.reference_bytes == 3 * 16
     one.end_step()
-    assert [held(one.coding(*key, SHARE, 1)) for key in keys] == [0, 1, 2]
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
     one.end_step()  # the last one
-    assert one.coding(*keys[0], SHARE, 1) is None
+    assert one.coding(*keys[0], SHARE) is None
     assert one.reference_bytes == 0
 
 
 def test_a_run_that_was_broken_off_leaves_nothing() -> None:
     one = runtime()
     one.begin_run(3)
-    hold(one.coding("a", 1, 0, SHARE, 1), 7)
+    hold(one.coding("a", 1, 0, SHARE), 7)
     one.begin_run(3)
-    assert held(one.coding("a", 1, 0, SHARE, 1)) is None
+    assert held(one.coding("a", 1, 0, SHARE)) is None
     assert one.step == 0
 
 
@@ -69,7 +70,7 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
         one.begin_run(total)
         shares = []
         for _ in range(total):
-            shares.append(one.coding("a", 1, 0, SHARE, 1).codecs["v"].share)
+            shares.append(one.coding("a", 1, 0, SHARE).codecs["v"].share)
             one.end_step()
         assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
@@ -77,8 +78,8 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
 def test_layers_that_are_left_out_travel_exactly() -> None:
     one = runtime(changes="exact=blocks.3")
     one.begin_run(3)
-    assert one.coding("blocks.3.attn", 1, 0, SHARE, 1) is None
-    assert one.coding("blocks.30.attn", 2, 0, SHARE, 1) is not None
+    assert one.coding("blocks.3.attn", 1, 0, SHARE) is None
+    assert one.coding("blocks.30.attn", 2, 0, SHARE) is not None
 
 
 def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
@@ -86,8 +87,8 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.coding("before", 0, 0, SHARE, 1).account.losses.append(loss(0.0, 1.0))
-        coding = one.coding("a", 1, 0, SHARE, 1)
+        one.coding("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
+        coding = one.coding("a", 1, 0, SHARE)
         exact.append(coding.codecs["q"].is_exact)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
         coding.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
@@ -102,9 +103,9 @@ def test_the_bound_is_agreed() -> None:
     one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE, 1).codecs["v"].is_exact
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
 
 
 def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
@@ -115,7 +116,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
     one.begin_run(50)
 
     def step(unsound: float) -> bool:
-        coding = one.coding("a", 1, 0, SHARE, 1)
+        coding = one.coding("a", 1, 0, SHARE)
         coding.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
         return coding.is_exact
@@ -143,7 +144,7 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
     errors, found_exact = [], set()
     for step in range(8):
-        coding = one.coding("a", 1, 0, SHARE, 1)
+        coding = one.coding("a", 1, 0, SHARE)
         codec = coded_by(coding, "v", WHOLE, shape, torch.float32)
         wire = coding.wire("v", WHOLE)
         values = first + 0.05 * step * change
@@ -163,3 +164,55 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     assert found_exact == exact
     if spoilt == {3}:
         assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])
+
+
+def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
+    said: list[str] = []
+    one = Runtime(WAY, "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
+    for _ in range(2):
+        one.begin_run(3)
+        for _ in range(3):
+            for number in range(12):
+                one.coding(f"blocks.{number}.attn", number, 0, SHARE)
+            one.end_step()
+    [message] = [line for line in said if line.startswith("exact=")]
+    assert message.startswith("exact=block.7 names no layer; near are blocks.7,")
+
+
+@pytest.mark.parametrize(
+    ("order", "anew"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
+)
+def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, anew: tuple[int, ...]) -> None:
+    one = runtime()
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one.begin_run(20)
+    for step, transformer in enumerate(order):
+        for branch in (0, 1):
+            coding = one.coding("attn", transformer, branch, SHARE, transformer)
+            # What was left is forgotten, whoever comes back to it.
+            assert held(coding) == (None if step in anew else ord(transformer) + branch)
+            hold(coding, ord(transformer) + branch)
+        one.end_step()
+    assert one.expected_bytes == (2 if anew[-1] == 4 else 4) * need
+
+
+def test_a_budget_is_for_the_transformer_in_use() -> None:
+    said: list[str] = []
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one = Runtime(WAY, "balanced", None, None, list, budget=need, say=said.append)
+    one.begin_run(20)
+    for transformer in "aabb":
+        assert not one.coding("attn", transformer, 0, SHARE, transformer).compact
+        one.end_step()
+    assert not any("travel exactly" in line for line in said)
+
+
+def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
+    one = runtime()
+    one.begin_run(20)
+    for step in range(4):
+        for transformer in "ab":
+            coding = one.coding("attn", transformer, 0, SHARE, transformer)
+            assert held(coding) == (ord(transformer) if step else None)
+            hold(coding, ord(transformer))
+        one.end_step()

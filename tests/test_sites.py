@@ -157,8 +157,8 @@ def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> No
     from xfuser_cocodiff.xdit import platform
     from xfuser_cocodiff.xdit.engine import Engine
 
-    engine = Engine(runtime=SimpleNamespace(coding=lambda *_: "coded"))
-    layer = SimpleNamespace(name="a", again=False, branch=0, root=None, call=None)
+    engine = Engine(runtime=SimpleNamespace(coding=lambda *_: "coded", refuse=lambda _: None))
+    layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert engine.coding(layer, "share") == "coded"
     monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -4,7 +4,7 @@ Both ends of a slow link hold what the receiver was given last of every value th
 before that where the change is extrapolated. A budget is met in two ways: references are kept in 8 bits, and if that is
 not enough, the layers that are met last in a step travel exactly, for which nothing is kept. All layers save alike for
 what they hold, and which of them were exact made no difference to the pictures of the small trained model; so it is the
-order that decides.
+order that decides. That needs no forecast: each layer asks for room when it is met, for all that it is going to hold.
 """
 
 from typing import NamedTuple
@@ -62,21 +62,21 @@ class Budget:
         self.limit = limit
         self.compact = False
         """Whether references are kept in 8 bits."""
-        self._taken = 0
+        self._full = self._compact = 0
 
-    def begin_run(self, expected: Need) -> None:
-        """A run begins whose references are expected to take so much."""
-        self.compact = self.limit is not None and expected.full > self.limit
-        self._taken = 0
+    def begin_run(self) -> None:
+        """A run begins, with nothing held."""
+        self.compact, self._full, self._compact = False, 0, 0
 
-    def admits(self, need: Need) -> bool:
-        """Whether there is room for the references of one more layer, which are then counted."""
-        more = need.compact if self.compact else need.full
-        if self.limit is not None and self._taken + more > self.limit:
-            return False
-        self._taken += more
-        return True
+    def suffices(self, need: Need) -> bool:
+        """Whether there is room for the references of one more layer."""
+        taken, more = (self._compact, need.compact) if self.compact else (self._full, need.full)
+        return self.limit is None or taken + more <= self.limit
 
-    def squeeze(self) -> None:
-        """Keep references in 8 bits from now on; layers are to ask again."""
-        self.compact, self._taken = True, 0
+    def take(self, need: Need) -> None:
+        """Count the references of a layer."""
+        self._full, self._compact = self._full + need.full, self._compact + need.compact
+
+    def give_back(self, need: Need) -> None:
+        """References of a layer have gone."""
+        self._full, self._compact = self._full - need.full, self._compact - need.compact

@@ -1,9 +1,11 @@
 """Runs, steps and branches, and the references that belong to them.
 
 References live from the first step of a run to its last, for one layer in one branch (of classifier-free guidance).
-Nothing of one run is ever read in another: a new run begins with none, however the one before it ended.
+Nothing of one run is ever read in another: a new run begins with none, however the one before it ended. Where a run
+goes on with another transformer, those of the one before it go.
 """
 
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Hashable
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import modes
 from xfuser_cocodiff.codec import Loss
 from xfuser_cocodiff.coding import Account, Coding, Wire
@@ -25,12 +28,15 @@ class _State:
     """Of one layer in one branch."""
 
     layer: str
+    transformer: Hashable
     need: Need
     is_exact: bool
     """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
     wires: dict = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     """Of the step."""
+    step: int = 0
+    """At which it was met last."""
 
 
 def _numbers(losses: list[Loss]) -> list[tuple[float, float]]:
@@ -94,47 +100,64 @@ class Runtime:
     ) -> None:
         self.virtual = virtual
         self._budget, self._say = Budget(budget), say
-        self._met = 0
-        """Layers of the run before, for each branch."""
-        self._settled = 0
-        """Layers of this run that are known to have room, or to have none."""
-        self._way, self._mode, self._changes = way, mode, changes
+        self._said: set[str] = set()
+        """What need not be said again."""
+        self._told = 0
+        """Layers of this run, for each branch, that the user has been told of."""
+        self._transformers: set[Hashable] = set()
+        """Those that this run has called."""
+        self.has_acted = False
+        """Whether there was a layer in this run that it understood."""
+        self.refusal: str | None = None
+        """Why it has understood a layer of this run not."""
+        self._way, self.mode, self._changes = way, mode, changes
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[Hashable, _State] = {}
-        self._running = False
+        self.is_running = False
         self._refreshing = self._mends = False
         self.schedule = self._schedule(None)
-        self.step, self.total = 0, 1
+        self.step = 0
+        self.total: int | None = None
         self.reports: list[StepReport] = []
         """Of the run's steps so far."""
 
     def _schedule(self, total: int | None) -> CodecSchedule:
-        usual = modes.usual(self._mode, total) or CodecSchedule()
+        usual = modes.usual(self.mode, total) or CodecSchedule()
         return CodecSchedule.parse(self._changes, usual) if self._changes else usual
 
-    def begin_run(self, total: int | None) -> None:
-        """A run begins, of so many steps if that is known."""
+    def begin_run(self, total: int | None, step: int = 0) -> None:
+        """A run begins.
+
+        Args:
+            total: its steps, if that is known.
+            step: at which it goes on, with no references, where another one came between.
+        """
         self.end_run()
-        self._running, self._settled = True, 0
+        self.is_running, self._told = True, 0
         self._refreshing = self._mends = False
+        self.refusal, self.has_acted = None, False
         self.schedule = self._schedule(total)
-        self.step, self.total = 0, total or 1
+        self.step, self.total = step, total
+        self._transformers.clear()
+        self._budget.begin_run()
         self.reports = []
 
     def end_run(self) -> None:
         """The run is over, or broken off: its references go."""
-        self._running = False
-        self._met = max(self._met, len(self._states))
+        self.is_running = False
         self._states.clear()
+
+    def refuse(self, reason: str) -> None:
+        """A layer of this run is not understood, and travels exactly."""
+        self.refusal = reason
 
     def end_step(self) -> None:
         """A step is over."""
-        if not self._running:
+        if not self.is_running:
             return
         report = self._report()
         self.reports.append(report)
-        if len(self._states) > self._settled:
-            self._settle()
+        self._tell(report)
         if self._max_error is not None or self._defers:
             largest, unsound = self._agreed([report.error, float(report.unsound)])
             self._mends = unsound > 0
@@ -168,7 +191,9 @@ class Runtime:
             sum(state.is_exact for state in self._states.values()),
         )
 
-    def coding(self, layer: str, key: Hashable, branch: int, share: Share, layers: int) -> Coding | None:
+    def coding(
+        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+    ) -> Coding | None:
         """How a layer's exchanges travel in a call of its transformer; None where they travel without codecs.
 
         Args:
@@ -176,13 +201,14 @@ class Runtime:
             key: tells it from the layers of other transformers.
             branch: which call of the transformer within the step this is.
             share: what this rank has of the layer.
-            layers: how many there are in the transformer.
+            transformer: tells its transformer from others.
         """
-        if not self._running:
+        if not self.is_running:
             return None
         if (key, branch) not in self._states:
-            self._states[key, branch] = self._state(layer, share, layers)
+            self._states[key, branch] = self._state(layer, transformer, share)
         state = self._states[key, branch]
+        state.step = self.step
         if state.is_exact:
             crossing = share.crossing(self._places)
             state.account.sent_bytes = state.account.exact_bytes = crossing.values * crossing.value_bytes
@@ -199,48 +225,92 @@ class Runtime:
     @property
     def _defers(self) -> bool:
         """Whether what is not finite is only seen when a step has ended."""
-        return self._way is not None and self._way.slow.lane.device.type != "cpu"
+        return self._way is not None and devices.of(self._way.slow.lane.device.type).queues
 
     @property
     def _places(self) -> int:
         """On slow axes."""
         return (self.virtual or self._way).places
 
-    def _state(self, layer: str, share: Share, layers: int) -> _State:
+    def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
         """Of a layer that is met in a branch for the first time in this run."""
+        self.has_acted = True
+        if transformer not in self._transformers:
+            self._leave_others()
+            self._transformers.add(transformer)
         need = Need.of(share, self.schedule, self._places)
-        if not self._states:
-            self._foresee(need, layers)
-        return _State(layer, need, self.schedule.leaves_out(layer) or not self._budget.admits(need))
+        is_exact = self.schedule.leaves_out(layer)
+        if not is_exact:
+            if not self._budget.suffices(need):
+                self._squeeze()
+            is_exact = not self._budget.suffices(need)
+        if not is_exact:
+            self._budget.take(need)
+        return _State(layer, transformer, need, is_exact)
 
-    def _foresee(self, need: Need, layers: int) -> None:
-        """Say what references will take, before there are any, and decide how they are kept."""
-        count = self._met or layers
-        expected = Need(*(each * count for each in need))
-        self._budget.begin_run(expected)
-        each = "" if self._met else ", for each branch of guidance,"
-        kept = ", as they are kept" if self._budget.compact else ""
-        bound = "; --cocodiff_memory_budget sets a bound" if self._budget.limit is None else ""
-        self._say(
-            f"references of {count} layers{each} take {expected.full / GIB:.3g} GiB per rank, "
-            f"{expected.compact / GIB:.3g} in 8 bits{kept}{bound}"
-        )
+    def _leave_others(self) -> None:
+        """Another transformer is called for the first time. Those that had no call at this step have done their part;
+        one that comes back after all begins exactly. All ranks call alike."""
+        self._told = 0
+        current = {state.transformer for state in self._states.values() if state.step == self.step}
+        for key, state in list(self._states.items()):
+            if state.transformer not in current:
+                if not state.is_exact:
+                    self._budget.give_back(state.need)
+                del self._states[key]
 
-    def _settle(self) -> None:
-        """All layers of a step have been met. If some found no room, let those in that do in 8 bits."""
-        self._settled = len(self._states)
-        wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
-        if not self._budget.compact and any(state.is_exact for state in wanting):
-            self._budget.squeeze()
-            for state in wanting:
+    def _squeeze(self) -> None:
+        """Keep references in 8 bits from now on."""
+        if not self._budget.compact:
+            self._budget.compact = True
+            for state in self._states.values():
                 for wire in state.wires.values():
                     wire.squeeze(self._way)
-                state.is_exact = not self._budget.admits(state.need)
+
+    # What the user is told, once a step has shown it.
+
+    def _tell(self, report: StepReport) -> None:
+        if len(self._states) > self._told:
+            self._tell_references()
+            self._tell_unmatched()
+            self._told = len(self._states)
+        if not report.was_refresh and report.sent_bytes and report.exact_layers < len(self._states):
+            expected = "as you changed it" if self._changes else modes.quality(self.mode, self.total)
+            self._say_once(f"mode {self.mode} codes by {self.schedule} ({expected})")
+
+    def _tell_references(self) -> None:
+        wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
+        full, compact = (sum(state.need[kept] for state in wanting) for kept in (False, True))
+        kept = ", as they are kept" if self._budget.compact else ""
+        bound = "; --cocodiff_memory_budget sets a bound" if self._budget.limit is None else ""
+        layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
+        guided = f" in {branches} branches of guidance" if branches > 1 else ""
+        self._say_once(
+            f"references of {layers} layers{guided} take {full / GIB:.3g} GiB per rank, "
+            f"{compact / GIB:.3g} in 8 bits{kept}{bound}"
+        )
         if exact := sum(state.is_exact for state in wanting):
-            self._say(
+            self._say(  # in every run
                 f"{exact} of {len(wanting)} layers travel exactly: in {self._budget.limit / GIB:.3g} GiB there is no "
                 "room for their references"
             )
+
+    def _tell_unmatched(self) -> None:
+        layers = sorted({state.layer for state in self._states.values()})
+        for name in self.schedule.unmatched(layers):
+            begins = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
+            near = difflib.get_close_matches(name, sorted(begins), 3, 0.0)
+            self._say_once(f"exact={name} names no layer; near are {', '.join(near)}")
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+    @property
+    def expected_bytes(self) -> int:
+        """What references are going to take, once all that is extrapolated from is held too."""
+        return sum(state.need[self._budget.compact] for state in self._states.values() if not state.is_exact)
 
     @property
     def reference_bytes(self) -> int:

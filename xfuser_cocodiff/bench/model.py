@@ -30,7 +30,7 @@ from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.xdit import start, usp, world
+from xfuser_cocodiff.xdit import start, world
 from xfuser_cocodiff.xdit.engine import Engine
 
 SHAPES = {
@@ -106,7 +106,7 @@ class Contender:
     def go_on(self) -> None:
         """Stand at another step of a run: first at those that are exact, then all over those that are coded."""
         if self.done == 0:
-            usp.Steps().begin_run(_RUN_STEPS)
+            self.engine.runs.begin(_RUN_STEPS)
         coded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
         past = self.done - coded[0]
         self.runtime.step = self.done if past < 0 else coded[round(past * _GOLDEN * len(coded)) % len(coded)]
@@ -244,7 +244,7 @@ def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
     if side.runtime:
         side.go_on()
     result = step()
-    usp.Steps().end_step(result)
+    side.engine.runs.end_step()
     side.a2a_seconds.append(sum(side.engine.traffic.seconds.values()))
     side.hidden_seconds.append(side.engine.traffic.hidden_seconds)
     return result

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,37 +33,52 @@ SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
 """Versions of xfuser whose sites the table fits."""
 
 _installed: PatchSet | None = None
+_clock: run_clock.Clock | None = None
+"""Of what is installed."""
 
 
 def install() -> bool:
     """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`."""
-    global _installed
+    global _installed, _clock
     autoload.unwatch()
     if _installed is None or _installed.withdrawn:
-        patch_set = PatchSet(table(), PACKAGE)
+        clock = run_clock.Clock(recorders())
+        patch_set = PatchSet(table(clock), PACKAGE)
         if reason := obstacle(patch_set):
             note(f"xDiT stays as it is: {reason}")
             return False
         patch_set.install()
-        _installed = patch_set
+        _installed, _clock = patch_set, clock
     return not _installed.withdrawn
 
 
 def uninstall() -> None:
     """Restore every site, or have none patched when xDiT is imported later."""
-    global _installed
+    global _installed, _clock
     autoload.unwatch()
     if _installed is not None:
-        if _installed.applied:
+        if PACKAGE in sys.modules:
             engine.active().close()
+        _clock.close()
         _installed.uninstall()
-        _installed = None
+        _installed = _clock = None
 
 
-def table() -> list[Patch]:
+def run(steps: int | None) -> run_clock.Sampling:
+    """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
+    in_use = _installed is not None and not _installed.withdrawn and PACKAGE in sys.modules
+    return run_clock.Sampling(_clock if in_use else None, steps)
+
+
+def recorders() -> list[recorder.Recorder]:
+    """Who keeps a record, where one was asked for."""
+    folder = os.environ.get(RECORD_VARIABLE)
+    return [recorder.Recorder(Path(folder), rank=int(os.environ.get("RANK", "0")))] if folder else []
+
+
+def table(clock: run_clock.Clock | None = None) -> list[Patch]:
     """Every row for this machine."""
-    here, record = platform.detect(), os.environ.get(RECORD_VARIABLE)
-    recorders = [recorder.Recorder(Path(record), rank=int(os.environ.get("RANK", "0")))] if record else []
+    here, clock = platform.detect(), clock or run_clock.Clock(recorders())
     return [
         *(platform.patches(here) if here else []),
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
@@ -73,8 +89,8 @@ def table() -> list[Patch]:
         *usp.patches(),
         *lost.patches(),
         *used.patches(),
-        *run_clock.patches([usp.Steps(), *recorders]),
-        *(row for each in recorders for row in recorder.patches(each)),
+        *clock.patches(),
+        *(row for each in clock.listeners for row in recorder.patches(each)),
     ]
 
 

@@ -4,6 +4,7 @@ counts and holds, another one in the same process never sees."""
 import os
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,10 @@ from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.schedule import Schedule, Trial
 from xfuser_cocodiff.traffic import Label, Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
-from xfuser_cocodiff.xdit.layers import Kind, Layer, Layers
+from xfuser_cocodiff.xdit.layers import Kind, Layer, Layers, Root
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.platform import compute_device, is_captured
+from xfuser_cocodiff.xdit.runs import Runs
 from xfuser_cocodiff.xdit.trials import Trials
 
 
@@ -41,17 +43,22 @@ class Engine:
     """What the mesh goes by."""
     runtime: Runtime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
+    exact_because: str | None = None
+    """Why nothing is to be approximated although a mode that does was asked for."""
     overlap: Overlap = field(default_factory=Overlap)
     """What is fixed of how exchanges overlap with computation."""
     layers: Layers = field(init=False)
     """The attention layers that are followed."""
+    runs: Runs = field(init=False)
+    """The runs that were declared, or are recognised."""
     traffic: Traffic = field(init=False)
     """What exchanges moved, stock's too where somebody watches them."""
     trials: Trials | None = field(init=False, default=None)
     """What is tried of schedules and plans; None without a mesh."""
 
     def __post_init__(self) -> None:
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self._called)
+        self.runs = Runs(lambda: self.runtime, self.layers.end_step, self._run_begins, self._step_ends)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         if self.mesh:
@@ -70,8 +77,7 @@ class Engine:
     def close(self) -> None:
         """Leave modules as they were, and drop what is held of a run."""
         self.layers.clear()
-        if self.runtime:
-            self.runtime.end_run()
+        self.runs.clear()
 
     def _schedules(self) -> list[Trial]:
         return [kind.trial for kind in self.layers.kinds if kind.trial]
@@ -103,6 +109,17 @@ class Engine:
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()
 
+    def _called(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.runs.called(root, args, kwargs)
+
+    def _run_begins(self, total: int | None) -> None:
+        if self.trials:
+            self.trials.begin_run(total)
+
+    def _step_ends(self) -> None:
+        if self.trials and self._counts() and not is_captured():
+            self.trials.end_step()
+
     def _follows(self) -> bool:
         return self.mesh is not None and self._counts()
 
@@ -128,11 +145,17 @@ class Engine:
 
     def coding(self, layer: Layer | None, share: Share | None) -> Coding | None:
         """How the exchanges of a layer are coded in this call; all ranks find the same."""
-        if self.runtime is None or layer is None or layer.again or share is None or is_captured():
+        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
+            return None
+        if share is None:
+            self.runtime.refuse("its K and V are of other tokens than its Q, which is not understood")
+            return None
+        if is_captured():
+            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
             return None
 
         def found() -> Coding | None:
-            return self.runtime.coding(layer.name, id(layer), layer.branch, share, self.layers.count(layer.root))
+            return self.runtime.coding(layer.name, id(layer), layer.branch, share, id(layer.root))
 
         if layer.call is None:  # its first call ever, which is not followed yet
             return found()

@@ -107,23 +107,40 @@ class _Call:
 
 
 class Root:
-    """A transformer, as a whole, during a call."""
+    """A transformer, as a whole, during a call.
 
-    def __init__(self, transformer: nn.Module, arguments: dict[str, Any], active: Callable[[], bool]) -> None:
-        self._transformer, self._active = weakref.ref(transformer), active
-        self.shapes = _shapes(arguments)
-        """Of the tensors that it was given by name in its last call."""
-        self.calls = 1
+    Args:
+        transformer: it is being called.
+        args, kwargs: what it was given.
+        active: whether calls are to be counted just now.
+        called: told of each call before it is counted, and of what it is given.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        active: Callable[[], bool],
+        called: Callable[["Root", tuple, dict[str, Any]], None],
+    ) -> None:
+        self._transformer, self._active, self._called = weakref.ref(transformer), active, called
+        self.run: Any = None
+        """The run that the call under way belongs to, if codecs may act in it."""
+        self.calls = 0
         """Since the step began, the one under way among them."""
-        self.serial = 1
+        self.serial = 0
         """The same, since ever."""
+        self._begins(transformer, args, kwargs)
         self._hook = transformer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
     def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._active():
+            self._called(self, args, kwargs)
             self.calls += 1
             self.serial += 1
             self.shapes = _shapes(kwargs)
+            """Of the tensors that it was given by name in its last call."""
 
     @property
     def transformer(self) -> nn.Module:
@@ -400,6 +417,7 @@ class Layers:
     Args:
         active: whether exchanges may overlap just now.
         counting: whether calls are to be counted just now.
+        called: told of each call of a transformer before it is counted, and of its arguments.
         send: starts the exchange of V, or of its first part where its call has several; given V and the layer.
         agreed: whether all ranks pass the same; they call it alike.
     """
@@ -410,8 +428,10 @@ class Layers:
         send: Callable[[torch.Tensor, Layer], Handle],
         agreed: Callable[[object], bool],
         counting: Callable[[], bool] = lambda: True,
+        called: Callable[[Root, tuple, dict[str, Any]], None] = lambda *_: None,
     ) -> None:
         self.active, self.send, self.agreed, self.counting = active, send, agreed, counting
+        self._called = called
         self.current: Layer | None = None
         """The one whose module runs."""
         self._kinds: dict[tuple, Kind] = {}
@@ -426,7 +446,8 @@ class Layers:
             module, transformer = running[0], running[-1]
             root = self._roots.get(id(transformer))
             if root is None:
-                root = self._roots[id(transformer)] = Root(transformer, _arguments_of(transformer), self.counting)
+                given = _arguments_of(transformer)
+                root = self._roots[id(transformer)] = Root(transformer, *given, self.counting, self._called)
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and id(other) not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
@@ -436,10 +457,6 @@ class Layers:
     def running(self) -> Layer | None:
         """The layer whose module runs, though its call is not followed."""
         return next((self._layers[id(module)] for module in _running_modules() if id(module) in self._layers), None)
-
-    def count(self, root: Root) -> int:
-        """How many there are in a transformer."""
-        return sum(layer.root is root for layer in self._layers.values())
 
     def end_step(self) -> None:
         """A denoising step is over, or a run begins: branches are counted anew."""
@@ -500,6 +517,6 @@ def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in arguments.items() if torch.is_tensor(value)}
 
 
-def _arguments_of(module: nn.Module) -> dict[str, Any]:
-    """What a module that runs was given by name."""
-    return next((call["kwargs"] for call in _running() if call["self"] is module), {})
+def _arguments_of(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
+    """What a module that runs was given."""
+    return next(((call["args"], call["kwargs"]) for call in _running() if call["self"] is module), ((), {}))

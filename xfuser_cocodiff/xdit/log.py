@@ -1,4 +1,4 @@
-"""What the plugin says to the user: each thing once, on one rank."""
+"""What the plugin says to the user, on one rank."""
 
 import functools
 import logging
@@ -7,8 +7,13 @@ import os
 _logger = logging.getLogger("xfuser_cocodiff")
 
 
-@functools.cache
-def note(message: str) -> None:
-    """Warn once in the life of the process; other ranks than the first stay silent."""
+def tell(message: str) -> None:
+    """Warn; other ranks than the first stay silent."""
     if os.environ.get("RANK", "0") == "0":
         _logger.warning("cocodiff: %s", message)
+
+
+@functools.cache
+def note(message: str) -> None:
+    """The same, once in the life of the process."""
+    tell(message)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import launcher
 from xfuser_cocodiff.xdit import host_clock, source
 from xfuser_cocodiff.xdit.log import note
@@ -268,8 +269,8 @@ def compute_device() -> torch.device:
 
 
 def is_captured() -> bool:
-    """Whether what is called now becomes part of a CUDA graph, which would repeat what codecs do at this one step."""
-    return compute_device().type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether what is called now becomes part of a graph, which would repeat what is done at this one step."""
+    return devices.is_captured(compute_device())
 
 
 def _yunchang_groups(_: Any) -> Any:

@@ -6,6 +6,8 @@ Each rank keeps in rank{r}.json, rewritten after every run:
      "layers": {class of attention modules: [whether V can go first in them, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "layers": {attention layer: [seconds of its exchanges in all steps, those of them that were hidden]},
+           "coded_fraction": bytes sent on slow axes, of what they would be without codecs; null in exact mode,
+           "coded_reason": why that is 0 or null, else null,
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
@@ -30,9 +32,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.options import TRACE_VARIABLE
+from xfuser_cocodiff.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
 from xfuser_cocodiff.topology import FLAT
-from xfuser_cocodiff.xdit.engine import active
+from xfuser_cocodiff.xdit.engine import Engine, active
+from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.tracer import Tracer
 
@@ -103,7 +106,7 @@ class Recorder:
         self._trace()
         self._clock = self._now()
 
-    def end_step(self, latents: torch.Tensor) -> None:
+    def end_step(self, latents: torch.Tensor | None) -> None:
         """Take the account of a step and keep its latents."""
         traffic = active().traffic
         step = {
@@ -130,12 +133,15 @@ class Recorder:
 
     def end_run(self) -> None:
         """Complete the run that is under way, if one is, and write the record."""
-        if self.latents is None:
-            return
         if self._tracer:
             self._tracer.stop()
+        if self.latents is None:
+            if self.runs and self.runs[-1]["steps"] and "latents_sha256" not in self.runs[-1]:
+                note(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
+            return
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
+        run.update(_coded(active()))
         runtime = active().runtime
         run["codecs"] = [dataclasses.asdict(report) for report in runtime.reports] if runtime else None
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -166,6 +172,18 @@ class Recorder:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+def _coded(engine: Engine) -> dict[str, Any]:
+    """What share of its bytes a run has sent on slow axes, or why it was all."""
+    runtime, config = engine.runtime, engine.config
+    if config is None or config.mode == EXACT:
+        return {"coded_fraction": None, "coded_reason": "stock xDiT" if config is None else f"mode {EXACT}"}
+    if runtime is None:
+        reason = engine.exact_because or "stock xDiT's own all-to-all runs"
+        return {"coded_fraction": 0.0, "coded_reason": reason}
+    sent, exact = (sum(getattr(report, name) for report in runtime.reports) for name in ("sent_bytes", "exact_bytes"))
+    return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else engine.runs.reason}
 
 
 def _memory() -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff import device as devices
-from xfuser_cocodiff import findings, modes
+from xfuser_cocodiff import findings
 from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.findings import Findings
@@ -22,7 +22,7 @@ from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.virtual import VirtualRanks
 from xfuser_cocodiff.xdit import ring
 from xfuser_cocodiff.xdit.engine import Engine, active, reduced
-from xfuser_cocodiff.xdit.log import note
+from xfuser_cocodiff.xdit.log import note, tell
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
 
@@ -77,7 +77,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         runtime = _virtual_runtime(config)
         if runtime:
             _lead_through_usp(pipeline)
-        return Engine(config, runtime=runtime)
+        return Engine(config, runtime=runtime, exact_because=None if runtime else _NO_SLOW_AXIS.format(config.mode))
     if parallel.ulysses_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
         return Engine(config)
@@ -97,14 +97,23 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         note(
             "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
             "in one group, and everything travels exactly"
+            + (
+                ""
+                if config.mode == EXACT
+                else f", so --cocodiff_mode {config.mode} does nothing; choose one of the two"
+            )
         )
     # A graph has the plans that are known when it is traced, and an accelerator asks the planner what overlaps.
-    at_once = engine_config.runtime_config.use_torch_compile or devices.of(compute_device().type).queues
-    return engine_over(group, config, at_once=at_once)
+    compiled = engine_config.runtime_config.use_torch_compile
+    return engine_over(group, config, at_once=compiled or devices.of(compute_device().type).queues, compiled=compiled)
 
 
 def engine_over(
-    group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None, at_once: bool = True
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    known: Findings | None = None,
+    at_once: bool = True,
+    compiled: bool = False,
 ) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
 
@@ -114,6 +123,7 @@ def engine_over(
         known: what was found of the machine; when not given, what the settings' folder keeps.
         at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
             time for it.
+        compiled: whether exchanges become part of compiled graphs, which know no codecs.
     """
     if known is None and config.cache:
         known = findings.shared(group, _versions(config, group), _rank(), config.cache)
@@ -121,7 +131,10 @@ def engine_over(
     planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
     engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
     engine.keep()
-    engine.runtime = _runtime_over(engine)
+    if compiled and config.mode != EXACT:
+        engine.exact_because = "--use_torch_compile: compiled graphs know no codecs"
+    else:
+        engine.runtime = _runtime_over(engine)
     return engine
 
 
@@ -149,12 +162,12 @@ def _runtime_over(engine: Engine) -> Runtime | None:
     if config.mode == EXACT:
         return None
     if way is None:
-        note(_NO_SLOW_AXIS.format(config.mode))
+        engine.exact_because = _NO_SLOW_AXIS.format(config.mode)
+        note(engine.exact_because)
         return None
-    runtime = _runtime(config, way, lambda values: engine.reduced(values, "max"), None)
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
-    _tell(config, ", ".join(moving[dim] for dim in way.slow_dims), runtime)
-    return runtime
+    _tell(config, ", ".join(moving[dim] for dim in way.slow_dims))
+    return _runtime(config, way, lambda values: engine.reduced(values, "max"), None)
 
 
 def _lead_through_usp(pipeline: Any) -> None:
@@ -181,16 +194,13 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     if virtual.places == 1:
         note(_NO_SLOW_AXIS.format(config.mode))
         return None
-    runtime = _runtime(config, None, list, virtual)
-    ranks = f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}"
-    _tell(config, ranks, runtime)
-    return runtime
+    _tell(config, f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}")
+    return _runtime(config, None, list, virtual)
 
 
-def _tell(config: CocoDiffConfig, where: str, runtime: Runtime) -> None:
-    expected = "as you changed it" if config.schedule else f"{modes.QUALITY[config.mode]} in a small model"
-    exact = f"--cocodiff_mode {EXACT} equals stock xDiT bit for bit"
-    note(f"mode {config.mode} on {where}: {runtime.schedule} ({expected}); {exact}")
+def _tell(config: CocoDiffConfig, where: str) -> None:
+    """By what it codes, and what to expect, is said when a run has been coded."""
+    note(f"mode {config.mode} on {where}; --cocodiff_mode {EXACT} equals stock xDiT bit for bit")
 
 
 def _runtime(
@@ -200,5 +210,5 @@ def _runtime(
     virtual: VirtualRanks | None,
 ) -> Runtime:
     return Runtime(
-        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=note
+        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=tell
     )

@@ -44,7 +44,7 @@ class Trials:
         self._planned = planned
         self._schedules, self._mean, self._device, self._found = schedules, mean, device, found
         self.allowance = Allowance()
-        self._clock = time.perf_counter()
+        self._clock: float | None = None
         self._own_seconds = 0.0
 
     @property
@@ -72,6 +72,9 @@ class Trials:
 
     def end_step(self) -> None:
         """A step is over."""
+        if self._clock is None:  # and nobody said when it began
+            self.begin_run(None)
+            return
         trials, plans = self._open, self._open_plans[:_CHOICES]
         if trials or plans or self._planned.probe:
             estimates = self._agree(trials, plans)

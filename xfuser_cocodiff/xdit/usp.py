@@ -258,25 +258,3 @@ def _share(
     queries = query.numel() + (0 if joint_query is None else joint_query.numel())
     values = 2 * queries + key.numel() + value.numel()  # O is of the shape of all queries
     return Share(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
-
-
-class Steps:
-    """Hears of runs and steps for what goes by them."""
-
-    def begin_run(self, total: int | None) -> None:
-        """A run begins."""
-        engine = active()
-        engine.layers.end_step()
-        if engine.trials:
-            engine.trials.begin_run(total)
-        if engine.runtime:
-            engine.runtime.begin_run(total)
-
-    def end_step(self, latents: torch.Tensor) -> None:
-        """A step has ended."""
-        engine = active()
-        engine.layers.end_step()
-        if engine.runtime:
-            engine.runtime.end_step()
-        if engine.trials:
-            engine.trials.end_step()
