@@ -4,6 +4,7 @@ import dataclasses
 import time
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -104,3 +105,16 @@ def test_exchanges_follow_a_fixed_plan() -> None:
 def test_without_a_profile_the_links_are_probed() -> None:
     results = ranks.run(exchange_by, 4, None, None)
     assert all(result == results[0] for result in results)
+
+
+def test_on_an_accelerator_speeds_are_not_those_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many bytes, and several calls for each time that the host waits: else an axis as fast as the device would seem to
+    be slow, or none."""
+    from xfuser_cocodiff import device as devices
+
+    monkeypatch.setattr(devices, "of", lambda device_type: devices.Capabilities())
+    taken: list[tuple[int, int]] = []
+    measured = probe.Probe(Mesh(Topology.flat(2), {}, lambda size: None), None, CPU)
+    monkeypatch.setattr(measured, "_taken", lambda work, calls: taken.append(calls) or 1.0)
+    assert measured._codec_speed() >= 2**26 and measured._copy_speed() >= 2**26  # bytes in a call of one second
+    assert min(taken) > 1

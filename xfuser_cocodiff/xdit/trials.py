@@ -46,6 +46,8 @@ class Trials:
         self.allowance = Allowance()
         self._clock: float | None = None
         self._own_seconds = 0.0
+        self._piece_seconds = 0.0
+        """The most that a piece of the probe may have taken: as much as any step has spent on trials."""
 
     @property
     def _open(self) -> list[Trial]:
@@ -78,11 +80,11 @@ class Trials:
         trials, plans = self._open, self._open_plans[:_CHOICES]
         if trials or plans or self._planned.probe:
             estimates = self._agree(trials, plans)
-            if not self._open and self.allowance.left > 0:
-                if self._planned.probe:
+            if not self._open and self._planned.probe:
+                if self.allowance.left > self._piece_seconds:
                     self._time(self._planned.go_on)
-                else:
-                    self._try_a_plan(plans, estimates)
+            elif not self._open:
+                self._try_a_plan(plans, estimates)
             if len(self._open) < len(trials):
                 self._found()
         self._clock = time.perf_counter()
@@ -97,7 +99,9 @@ class Trials:
             [_ERROR * trial_seconds(mesh.choose.profile, size, effort) for effort in EFFORTS] for mesh, size in plans
         ]
         agreed = iter(self._mean([began - self._clock, costs, *chain(*reports), *chain(*estimates)]))
-        self.allowance.end_step(next(agreed), next(agreed))
+        step, cost = next(agreed), next(agreed)
+        self.allowance.end_step(step, cost)
+        self._piece_seconds = max(self._piece_seconds, cost)
         for trial, report in zip(trials, reports, strict=True):
             trial.end_step(list(islice(agreed, len(report))), self.allowance.left > 0)
             trial.cost_seconds = 0.0
