@@ -28,7 +28,7 @@ def some(folder: Path, **machine: str) -> Findings:
         str(PART): {64: Plan.flat(PART)},
     }
     known = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
-    machine = {"torch": "1", "ranks": [{}] * 4, **machine}
+    machine = {"torch": "1", "degree": 4, **machine}
     return Findings(machine, known, samples, plans, {"exact auto A 1": Schedule(True, 4)}, folder)
 
 
@@ -43,7 +43,7 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [kept.file(tmp_path).name]
     link = AxisLink("flat", 1e-3, 1e8)
     alike = replace(kept.profile, topology=Topology.flat(4), links=(link,))
-    flat = Findings({"ranks": [{}] * 4}, alike, {}, {"flat": {64: Plan.parse("flat*", Topology.flat(4))}})
+    flat = Findings({"degree": 4}, alike, {}, {"flat": {64: Plan.parse("flat*", Topology.flat(4))}})
     assert Findings.from_json(json.loads(json.dumps(flat.to_json()))).plans == flat.plans
 
 

@@ -185,6 +185,40 @@ def test_ulysses_groups_of_a_ring_decide_alike() -> None:
     assert ranks.run(agree, WORLD) == [[3.0, 0.0]] * WORLD
 
 
+def find_out(rank: int, folder: str) -> tuple[int, int]:
+    """Until there is nothing to find, with links that are not alike for the two Ulysses groups; and what was found."""
+    from xfuser.model_executor.layers import usp
+
+    from xfuser_cocodiff.probe import Probe
+    from xfuser_cocodiff.xdit.engine import active
+
+    taken, seconds = Probe._taken, [1e-3 if rank < 2 else 5e-3, 0]
+
+    def slower(self: Probe, work: Any, calls: int) -> float:
+        seconds[1] += 1
+        return seconds[0] + taken(self, work, calls)
+
+    Probe._taken = slower
+    start(rank, asked("outer", cocodiff_mode="exact", cocodiff_cache=folder))
+    engine, steps = active(), 0
+    mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
+    engine.trials.allowance.share = 10.0
+    engine.runs.begin(100)
+    while engine.planned.probe or engine.mesh.choose.open or not steps:
+        usp.USP(*mine)
+        engine.runs.end_step()
+        steps += 1
+    return steps, seconds[1]
+
+
+def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
+    """And begin alike in the next process, though each has found something else."""
+    first = ranks.run(find_out, WORLD, str(tmp_path))
+    assert len({steps for steps, _ in first}) == 1 and first[0][0] > 5 and all(taken for _, taken in first)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
+
+
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
     """Latents of a model by stock, which those of the plugin on the same groups equal; and decibels of two modes."""
     flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]

@@ -67,8 +67,8 @@ class Findings:
             if values["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
-            ranks = len(values["machine"].get("ranks", [])) or None
-            topologies = {name: Topology.parse(name, ranks if name == FLAT else None) for name in values["plans"]}
+            degree = values["machine"].get("degree")
+            topologies = {name: Topology.parse(name, degree if name == FLAT else None) for name in values["plans"]}
             plans = {
                 name: {int(size): Plan.parse(plan, topologies[name]) for size, plan in found.items()}
                 for name, found in values["plans"].items()
@@ -110,20 +110,20 @@ def read(file: Path) -> Findings | None:
         return None
 
 
-def shared(group: dist.ProcessGroup, versions: dict[str, Any], own: dict[str, Any], folder: Path) -> Findings:
-    """What is known of the machine that the ranks of a group are on. Each of them must call this, and gets the same:
-    what the first one has kept, since folders of other hosts may hold something else.
+def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path) -> Findings:
+    """What is known of the machine that ranks are on. Each of them must call this, and gets the same: what the first
+    one has kept, since folders of other hosts may hold something else.
 
     Args:
-        group: the ranks.
-        versions: of software and settings that findings are of, the same on every rank.
+        group: all ranks that try things together.
+        common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
         own: what this rank says of itself: its host, its device.
         folder: where the first rank looks, and keeps what is found from here on.
     """
     with roll_call.naming_the_lost(group, "findings"):
         ranks: list[Any] = [None] * group.size()
         dist.all_gather_object(ranks, own, group=group)
-        fresh = Findings({**versions, "ranks": ranks})
+        fresh = Findings({**common, "ranks": ranks})
         kept = read(fresh.file(folder)) if group.rank() == 0 else None
         found = [kept.to_json() if kept and kept.machine == fresh.machine else None]
         dist.broadcast_object_list(found, group=group, group_src=0)

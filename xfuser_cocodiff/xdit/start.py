@@ -126,7 +126,10 @@ def engine_over(
         compiled: whether exchanges become part of compiled graphs, which know no codecs.
     """
     if known is None and config.cache:
-        known = findings.shared(group, _versions(config, group), _rank(), config.cache)
+        from xfuser.core.distributed import get_sp_group
+
+        # Those of all Ulysses groups beside a ring: they try things together, and must begin alike.
+        known = findings.shared(get_sp_group().device_group, _versions(config, group), _rank(), config.cache)
     largest = functools.partial(reduced, operation="max")
     planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
     engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
@@ -143,6 +146,7 @@ def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any
     emulated = json.loads(os.environ.get("COCODIFF_CLUSTER", "{}"))
     return {
         "topology": str(config.topology),
+        "degree": config.topology.size,
         "backend": dist.get_backend(group),
         "kernels": config.kernels,
         "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
