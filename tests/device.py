@@ -284,8 +284,7 @@ class Device(TorchDispatchMode):
         self._access(agent, sent, False, "an all-to-all")
         self._access(agent, received, True, "an all-to-all")
         end = agent.clock.copy()
-        wait = (lambda: None) if on_host else (lambda: self.streams[-1].follow(end))
-        return SimpleNamespace(wait=wait, is_completed=lambda: False)
+        return SimpleNamespace(wait=lambda: None if on_host else self.streams[-1].follow(end))
 
     def _network(self, group: Any) -> Stream:
         """A group's stream, behind what the current one holds."""

@@ -158,11 +158,24 @@ def test_the_time_of_an_exchange_is_all_of_it(plan: str) -> None:
 
 
 def expect(rank: int, staged: bool) -> int:
-    """How many collectives somebody watches who knows whom to ask for."""
+    """How many collectives somebody watches who knows whom to ask for, and holds none of their tensors."""
     expected = []
-    with Device(), mock.patch.object(roll_call, "expect", lambda *given: expected.append(given)):
+
+    class Event:
+        def __init__(self, *_: object) -> None:
+            """Of whichever device."""
+
+        def record(self) -> None:
+            """In whichever stream."""
+
+        def query(self) -> bool:
+            return False
+
+    watching = mock.patch.multiple(roll_call, expect=lambda *given: expected.append(given), is_attended=lambda: True)
+    with Device(), watching, mock.patch.object(torch, "Event", Event):
         run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
-    assert all(callable(is_done) and label in ("node", "gpu") for is_done, _, label, _ in expected)
+    for is_done, _, label, _ in expected:
+        assert isinstance(is_done.__self__, Event) and label in ("node", "gpu")
     return len(expected)
 
 

@@ -85,8 +85,11 @@ def test_all_ranks_go_by_what_the_first_one_keeps(tmp_path: Path) -> None:
     assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": Schedule()}
 
 
-def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
-    """What a process finds, step by step, and in how many all-reduces and probes."""
+def run_once(
+    rank: int, folder: str, mode: str, topology: str = "2x1", odd: bool = False
+) -> tuple[list[str], list[int]]:
+    """What a process finds, step by step, and in how many trials of plans and pieces of a probe; if `odd`, with an
+    attention whose bits depend on how many heads it is given. Only the first rank keeps anything."""
     from unittest import mock
 
     from xfuser_cocodiff import probe
@@ -95,8 +98,11 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
     from xfuser_cocodiff.xdit import trials, world
 
     group, _, step = start(rank, depth=6)
-    expected = step()
-    config = CocoDiffConfig(topology=Topology.parse("2x1", 2), mode=mode, slow_axes=("node",), cache=Path(folder))
+    if odd:
+        change_bits_by_heads()
+    expected, cache = step(), Path(folder) if rank == 0 else None
+    slow = ("node",) if mode != "exact" else None
+    config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
     tried, probed = [], []
     with (
         mock.patch.object(trials, "tried", lambda *given: tried.append(given[2]) or Plan.flat(config.topology)),
@@ -117,14 +123,45 @@ def run_twice(rank: int, folder: str, mode: str) -> tuple[list[str], list[int]]:
     return sorted(str(kind.trial.chosen) for kind in engine.layers.kinds), [len(tried), len(probed)]
 
 
-@pytest.mark.parametrize("mode", ["exact", "balanced"])
-def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str) -> None:
-    first = ranks.run(run_twice, 2, str(tmp_path), mode)
+@pytest.mark.parametrize(("mode", "topology"), [("exact", "flat"), ("exact", "2x1"), ("balanced", "2x1")])
+def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str, topology: str) -> None:
+    first = ranks.run(run_once, 2, str(tmp_path), mode, topology)
     assert first[0] == first[1]
     assert first[0][1][0] > 0 and first[0][1][1] > 3
     [file] = tmp_path.iterdir()
     known = findings.read(file)
     assert known.profile and known.schedules and any(known.plans.values())
-    second = ranks.run(run_twice, 2, str(tmp_path), mode)
+    second = ranks.run(run_once, 2, str(tmp_path), mode, topology)
     assert [schedules for schedules, _ in second] == [schedules for schedules, _ in first]
     assert [counts for _, counts in second] == [[0, 0]] * 2
+
+
+def change_bits_by_heads() -> None:
+    from xfuser.model_executor.layers import usp
+
+    get = usp._get_attention_function
+
+    def get_odd(backend: object = None) -> object:
+        function = get(backend=backend)
+
+        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
+            result, *rest = function(query, *args, **kwargs)
+            return result * (1 + query.shape[1] * 2**-10), *rest
+
+        return odd
+
+    usp._get_attention_function = get_odd
+
+
+def test_groups_of_heads_that_were_kept_are_compared_again(tmp_path: Path) -> None:
+    """They may have been found with another kind of attention."""
+    ranks.run(run_once, 2, str(tmp_path), "exact")
+    [file] = tmp_path.iterdir()
+    known = findings.read(file)
+    known.schedules, known.folder = dict.fromkeys(known.schedules, Schedule(True, 2)), tmp_path
+    known.keep()
+    for schedules, _ in ranks.run(run_once, 2, str(tmp_path), "exact"):
+        assert set(schedules) == {"V first, 2 head groups"}
+    known.keep()
+    for schedules, _ in ranks.run(run_once, 2, str(tmp_path), "exact", "2x1", True):
+        assert all("1 head group" in schedule for schedule in schedules)  # and run_once has compared the bits

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from xfuser_cocodiff.lane import Lane
+from xfuser_cocodiff.lane import Handle, Lane
 
 
 def test_work_runs_in_order_behind_the_caller() -> None:
@@ -60,12 +60,24 @@ def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
 
 def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
     done = []
-    handle = Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), lambda _: done.append(1 // 0))
-    handle.abandon()
-    assert done == [1]  # errors are of no use to who abandons
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    def handle_of_failure() -> Handle:
+        return Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
+
+    with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
+        handle_of_failure().abandon()
+    with pytest.raises(ZeroDivisionError):
+        try:
+            done[5 // 0]
+        finally:
+            handle_of_failure().abandon()  # the error that sent the caller elsewhere is the one to know
+    assert done == [1, 1]
     handle = Lane().start("the exchange", lambda: 1, done.append)
     handle.abandon()
-    assert done == [1, 1]
+    assert done == [1, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del handle
@@ -76,7 +88,8 @@ def test_errors_reach_who_waits() -> None:
     handle = lane.start("work", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         handle.wait()
-    lane.start("work", lambda: 1 // 0).abandon()
+    with pytest.raises(ZeroDivisionError):
+        lane.start("work", lambda: 1 // 0).abandon()
     assert lane.start("work", lambda: 1).wait() == 1
 
 

@@ -461,3 +461,21 @@ def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...
             assert shown == "by_hand" or (len(coded) == STEPS and max(coded[1:]) < 0.2)
         assert torch.equal(found[1][0], fresh[rank][0][0])
         assert torch.equal(found[3][0], fresh[rank][0][0])
+
+
+def anew_on_one_rank(rank: int) -> torch.Tensor:
+    """A loop whose prompt another rank is given anew at each step, as by a broadcast."""
+    loops = Loops(rank, config_of("balanced"))
+    velocity = loops.velocity
+    loops.velocity = lambda latents, time, prompts: velocity(
+        latents, time, [prompt.clone() for prompt in prompts] if rank == 1 else prompts
+    )
+    latents = loops.run(1, "by_hand")
+    assert "made anew on others" in loops.engine.runs.reason
+    return latents
+
+
+def test_ranks_that_see_different_things_of_a_loop_go_on_exactly() -> None:
+    exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", 1)])
+    for found, [(wanted, _)] in zip(ranks.run(anew_on_one_rank, 2), exact, strict=True):
+        assert torch.equal(found, wanted)

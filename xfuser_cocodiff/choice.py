@@ -75,12 +75,17 @@ class Plans:
         """Go by another profile from now on."""
         self.profile = profile
         self._chosen: dict[int, Plan] = {}
+        self._contenders: dict[int, list[Plan]] = {}
         self._left: set[int] = set()
 
     def __call__(self, message_bytes: int) -> Plan:
         """The plan for a message of so many bytes."""
-        size = 1 << round(math.log2(message_bytes))
-        self.asked[size] += 1
+        self.asked[_nearest(message_bytes)] += 1
+        return self.would_be(message_bytes)
+
+    def would_be(self, message_bytes: int) -> Plan:
+        """The plan that a message of so many bytes would go by, if there were one."""
+        size = _nearest(message_bytes)
         return self.settled.get(size) or self._choice(size)
 
     def _choice(self, size: int) -> Plan:
@@ -89,6 +94,12 @@ class Plans:
         if size not in self._chosen:
             self._chosen[size] = choose(self.profile, size)
         return self._chosen[size]
+
+    def contenders(self, size: int) -> list[Plan]:
+        """See :func:`contenders`."""
+        if size not in self._contenders:
+            self._contenders[size] = contenders(self.profile, size)
+        return self._contenders[size]
 
     @property
     def open(self) -> list[int]:
@@ -112,6 +123,10 @@ class Plans:
                 found.pop()
             found.append((limit, plan))
         return tuple(found)
+
+
+def _nearest(message_bytes: int) -> int:
+    return 1 << round(math.log2(message_bytes))
 
 
 @dataclass
@@ -167,8 +182,8 @@ def planned_mesh(
             here is added to it.
         largest: given numbers, the largest of all ranks for each. An axis is slow if it is slow for any of them: beside
             a ring there are other groups, which must code alike.
-        at_once: whether links are probed now; else somebody does it later. Then everything is flat at first, and only
-            what settles slow axes is measured now.
+        at_once: whether links are probed now; else somebody does it later. Then everything is flat at first, in graphs
+            for good, and only what settles slow axes is measured now.
     """
     if config.plan:
         check_fits(config.plan, device, "--cocodiff_a2a")
@@ -193,14 +208,16 @@ def planned_mesh(
             chosen = Plans(mesh.topology, along, known.plans_of(mesh.topology))
         else:
             return mesh
-        return replace(mesh, choose=chosen, traced=chosen.table())
+        # What graphs go by takes a while to find for all sizes, and is of use to few of those who cannot wait.
+        return replace(mesh, choose=chosen, traced=chosen.table() if at_once else ((0, Plan.flat(mesh.topology)),))
 
     def part(group: dist.ProcessGroup, topology: Topology) -> Mesh:
         return choosing(Mesh.over(group, topology, timeout=timeout, device=device))
 
     if config.plan is None:
         mesh = choosing(mesh)
-    mesh = replace(mesh, ahead=sends_ahead(profile, mesh.choose, config.synchronous))
+    would_be = mesh.choose.would_be if isinstance(mesh.choose, Plans) else mesh.choose
+    mesh = replace(mesh, ahead=sends_ahead(profile, would_be, config.synchronous))
     if config.mode == EXACT:
         return Planned(mesh, None, probe, known, config.synchronous)
     slow = config.slow_axes or _slow_axes(profile, largest)
@@ -262,10 +279,10 @@ def sends_ahead(
     return functools.partial(ahead_pays, profile, plan_for)
 
 
-def trial_seconds(profile: Profile, message_bytes: int, effort: tuple[int, int]) -> float:
+def trial_seconds(plans: Plans, size: int, effort: tuple[int, int]) -> float:
     """How long a trial of a size takes, as far as the model knows."""
-    plans = [Plan.flat(profile.topology), *contenders(profile, message_bytes)]
-    return sum(seconds(profile, plan, message_bytes) for plan in plans) * (math.prod(effort) + 1)
+    tried = [Plan.flat(plans.profile.topology), *plans.contenders(size)]
+    return sum(seconds(plans.profile, plan, size) for plan in tried) * (math.prod(effort) + 1)
 
 
 def tried(
@@ -282,14 +299,15 @@ def tried(
         device: where messages lie.
     """
     trials, flat = replace(mesh, traffic=Traffic()), Plan.flat(mesh.topology)
-    others = contenders(plans.profile, size)
+    others = plans.contenders(size)
     if not others:
         return flat
 
+    share = max(1, size // mesh.topology.size)
+    message = torch.zeros(mesh.topology.size * share, dtype=torch.uint8, device=device)
+
     def work(plan: Plan) -> Callable[[], torch.Tensor]:
-        share = max(1, size // mesh.topology.size)
-        message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=device)
-        return functools.partial(trials.all_to_all, message, plan)
+        return functools.partial(trials.all_to_all, message.view(*plan.shape, share), plan)
 
     works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates

@@ -193,11 +193,7 @@ class Mesh:
             outgoing = _on_host(sent) if self.lane.staged else sent
             received = torch.empty_like(outgoing, pin_memory=self.lane.staged and queues)
             began = self.traffic.begins(sent.device)
-            flight = InFlight(plan, number, outgoing, *begin(outgoing, received, group), began)
-        if queues and flight.works and not self.lane.staged and not is_captured(sent.device):
-            # The host does not wait for it, and the backend would end the process without naming who is missing.
-            roll_call.expect(flight.works[-1].is_completed, group, label, self.timeout.total_seconds())
-        return flight
+            return InFlight(plan, number, outgoing, *begin(outgoing, received, group), began)
 
     def _label(self, plan: Plan, number: int) -> str:
         return self.part if self.part and plan.labels[number] == FLAT else plan.labels[number]
@@ -217,8 +213,18 @@ class Mesh:
             if self.lane.staged:
                 received = received.to(self.lane.device, non_blocking=True)
             self.traffic.ends(label, flight.began)
+            self._watch(label, group, flight.sent.device)
         received, dim = received.view(flight.sent.shape), plan.dims[number]
         return received.movedim(0, dim) if dim else received
+
+    def _watch(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end
+        the process without naming who is missing."""
+        watches = devices.of(device.type).queues and not self.lane.staged and roll_call.is_attended()
+        if watches and not is_captured(device):
+            ended = torch.Event(device.type)  # which holds nothing, where the collective's work holds its tensors
+            ended.record()
+            roll_call.expect(ended.query, group, label, self.timeout.total_seconds())
 
 
 def _collective(

@@ -223,7 +223,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
     """The folder that keeps what is found of the machine, as variables have it; None where nothing is kept."""
     if text := environment.get(_CACHE.variable):
         return _cache(text)
-    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocodiff")
+    try:
+        return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocodiff")
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def _cache(text: str) -> Path | None:

@@ -110,7 +110,7 @@ def read(file: Path) -> Findings | None:
         return None
 
 
-def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path) -> Findings:
+def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> Findings:
     """What is known of the machine that ranks are on. Each of them must call this, and gets the same: what the first
     one has kept, since folders of other hosts may hold something else.
 
@@ -118,13 +118,13 @@ def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any]
         group: all ranks that try things together.
         common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
         own: what this rank says of itself: its host, its device.
-        folder: where the first rank looks, and keeps what is found from here on.
+        folder: where the first rank looks, and keeps what is found from here on; others need not have the same.
     """
     with roll_call.naming_the_lost(group, "findings"):
         ranks: list[Any] = [None] * group.size()
         dist.all_gather_object(ranks, own, group=group)
         fresh = Findings({**common, "ranks": ranks})
-        kept = read(fresh.file(folder)) if group.rank() == 0 else None
+        kept = read(fresh.file(folder)) if group.rank() == 0 and folder else None
         found = [kept.to_json() if kept and kept.machine == fresh.machine else None]
         dist.broadcast_object_list(found, group=group, group_src=0)
     known = Findings.from_json(found[0]) if found[0] else fresh

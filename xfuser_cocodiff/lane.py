@@ -15,6 +15,7 @@ keeps memory for as long as the host is ahead of the device.
 """
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,12 +73,13 @@ class Handle(Generic[T]):
         return self._finish(result) if self._finish else result
 
     def abandon(self) -> None:
-        """Wait, if nobody did, and drop what came of it: for callers that an exception sends elsewhere.
+        """Wait, if nobody did, and drop what came of it: for callers that are sent elsewhere.
 
-        What the caller runs on the result is run too: other ranks go by it.
+        What the caller runs on the result is run too: other ranks go by it. An error of it is raised unless another one
+        is on its way already, which is the cause.
         """
         if self._arrive is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*[Exception] if sys.exc_info()[0] else []):
                 self.wait()
 
     def __del__(self) -> None:

@@ -6,7 +6,7 @@ kind run by the schedule that is tried, and the others by the best one so far, a
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 GROUP_COUNTS = (1, 2, 4, 8)
@@ -113,18 +113,20 @@ class Allowance:
 
     def __init__(self, share: float = 0.03) -> None:
         self.share = share
-        self._step_seconds: list[float] = []
-        self._total: int | None = None
+        self._step_seconds = deque[float](maxlen=64)
+        self._steps, self._total = 0, None
         self.spent = 0.0
         """Seconds in this run."""
 
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
-        self._step_seconds, self._total, self.spent = [], total, 0.0
+        self._step_seconds.clear()
+        self._steps, self._total, self.spent = 0, total, 0.0
 
     def end_step(self, seconds: float, spent: float) -> None:
         """A step took so many seconds, so many of which trials took."""
         self._step_seconds.append(seconds)
+        self._steps += 1
         self.spent += spent
 
     @property
@@ -132,8 +134,8 @@ class Allowance:
         """Seconds that trials may still take in this run: a share of what it has taken and is expected to take."""
         if not self._step_seconds:
             return 0.0
-        steps = max(self._total or 0, len(self._step_seconds))
-        return self.share * fmean(self._step_seconds) * steps - self.spent
+        # The median: between runs that nobody declares, a step may take as long as a user thinks.
+        return self.share * median(self._step_seconds) * max(self._total or 0, self._steps) - self.spent
 
     @property
     def whole(self) -> float | None:

@@ -23,6 +23,9 @@ from xfuser_cocodiff.options import ASKED
 
 PATIENCE = timedelta(minutes=10)
 """How long ranks wait for each other: they may load at very different speeds, but not for ever."""
+PATIENCE_OF_THE_UNTOLD = timedelta(seconds=30)
+"""How long a rank waits for the others that was told nothing itself: the plugin may be missing where they are, and it
+would do without."""
 PATIENCE_TO_LEAVE = timedelta(seconds=60)
 """How long a rank that fails waits for the others to have read why."""
 
@@ -62,9 +65,17 @@ def meet(told: bool) -> None:
 
     Raises:
         ValueError: some were told what others were not, or what one was told is not valid; on every rank alike.
-        RuntimeError: a rank did not answer; names those that did not.
+        RuntimeError: this rank was told, and another one did not answer; names those that did not.
     """
-    _gather({"told": told})
+    if told:
+        _gather({"told": True})
+    else:
+        with contextlib.suppress(SilenceError):
+            _gather({"told": False}, PATIENCE_OF_THE_UNTOLD)
+
+
+class SilenceError(RuntimeError):
+    """A rank did not answer."""
 
 
 def refuse(message: str) -> NoReturn:
@@ -94,9 +105,9 @@ def by_rank(values: Sequence[Any]) -> str:
     )
 
 
-def _gather(mine: dict) -> list[dict]:
+def _gather(mine: dict, patience: timedelta | None = None) -> list[dict]:
     """What the ranks posted in a round in which all of them do the same, and none has failed."""
-    answers = _posted(mine) if dist.is_initialized() else [mine]
+    answers = _posted(mine, patience or PATIENCE) if dist.is_initialized() else [mine]
     failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
         rank, error = failed[0]
@@ -112,18 +123,18 @@ def _gather(mine: dict) -> list[dict]:
     return answers
 
 
-def _posted(mine: dict) -> list[dict]:
+def _posted(mine: dict, patience: timedelta) -> list[dict]:
     store, world = _get_default_store(), dist.get_world_size()
     # The store may outlive a torchrun restart, whose ranks must not read what the previous attempt said.
     key = _last[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{key}/{rank}" for rank in range(world)]
     try:
-        store.wait(keys, PATIENCE)
+        store.wait(keys, patience)
     except RuntimeError:
         silent = [rank for rank in range(world) if not store.check([keys[rank]])]
-        raise RuntimeError(
-            f"ranks {silent} have not said what CoCoDiff's options are within {PATIENCE}; is the plugin installed "
+        raise SilenceError(
+            f"ranks {silent} have not said what CoCoDiff's options are within {patience}; is the plugin installed "
             "and enabled on all nodes?"
         ) from None
     return [json.loads(store.get(key)) for key in keys]

@@ -19,7 +19,7 @@ from xfuser_cocodiff.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.exchange import send_to_heads
 from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.memory import Share
-from xfuser_cocodiff.options import AUTO, RECORD_VARIABLE
+from xfuser_cocodiff.options import AUTO, EXACT, RECORD_VARIABLE
 from xfuser_cocodiff.part import Part
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.schedule import Schedule, Trial
@@ -58,7 +58,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self._called)
-        self.runs = Runs(lambda: self.runtime, self.layers.end_step, self._run_begins, self._step_ends)
+        self.runs = Runs(lambda: self.runtime, self.layers.end_step, self._all_see, self._run_begins, self._step_ends)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         if self.mesh:
@@ -92,7 +92,8 @@ class Engine:
 
     def _name(self, kind: Kind) -> str:
         """Of a kind, with what its schedule depends on beside the layer."""
-        return f"{self.config.mode} {self.config.schedule or ''} {self.config.plan or AUTO} {kind.signature}"
+        mode = f"{self.config.mode} {self.config.schedule or ''}" if self.runtime else EXACT
+        return f"{mode} {self.config.plan or AUTO} {kind.signature}"
 
     def keep(self) -> None:
         """Something was found: keep it for the next process. One rank of each group does."""
@@ -141,6 +142,10 @@ class Engine:
         lowest, highest = self.reduced([digest, -digest], "min")
         return lowest == -highest
 
+    def _all_see(self, value: object) -> bool:
+        """:meth:`all_agree`, without waiting for a device; a rank that stands for many has nobody to ask."""
+        return self.mesh is None or _agree_on_the_host(value)
+
     # What travels.
 
     def coding(self, layer: Layer | None, share: Share | None) -> Coding | None:
@@ -165,10 +170,21 @@ class Engine:
 
     def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
+        self.enter()
         part = Part(0, layer.call.schedule.groups)
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), part, self.coding(layer, layer.call.kind.share)
         )
+
+
+def _agree_on_the_host(value: object) -> bool:
+    """Whether all ranks that share a sequence pass the same, by xDiT's own group for values of the host."""
+    from xfuser.core.distributed import get_sp_group
+
+    digest = zlib.crc32(repr(value).encode())
+    found = torch.tensor([digest, -digest])
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=get_sp_group().cpu_group)
+    return found[0].item() == -found[1].item()
 
 
 def reduced(values: list[float], operation: str) -> list[float]:

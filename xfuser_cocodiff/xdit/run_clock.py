@@ -125,7 +125,8 @@ class Clock:
             finally:
                 self._stepping.pop()
             if run := active().runs.ended_by(scheduler):
-                self.end_step(run, output[0] if isinstance(output, tuple) else output.prev_sample)
+                latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", output)
+                self.end_step(run, latents if torch.is_tensor(latents) else None)
             return output
 
         return step

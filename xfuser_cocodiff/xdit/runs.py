@@ -55,6 +55,7 @@ class Runs:
     Args:
         runtime: what codecs know of the run that is coded; None where nothing is to be approximated.
         new_step: has branches counted anew.
+        agreed: whether all ranks pass the same; they call it alike.
         begins: told of a run that begins, and of its steps if their number is known.
         ends_step: told of each step of the newest run, once it has ended.
     """
@@ -63,11 +64,12 @@ class Runs:
         self,
         runtime: Callable[[], Runtime | None],
         new_step: Callable[[], None],
+        agreed: Callable[[object], bool] = lambda value: True,
         begins: Callable[[int | None], None] = lambda total: None,
         ends_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._new_step = runtime, new_step
-        self._begins, self._ends_step = begins, ends_step
+        self._agreed, self._begins, self._ends_step = agreed, begins, ends_step
         self._declared: list[Run] = []
         """And not over; the newest comes last."""
         self._shown: _Shown | None = None
@@ -149,6 +151,8 @@ class Runs:
             return
         find = self._claimed if self._declared else self._recognised
         root.run = find(root, args, kwargs)
+        if root.run is None and not self._declared:
+            self._ends_step()
         if root.run and root.calls >= MAX_BRANCHES:
             self._lose(root.run, f"after {root.calls} calls of its transformer no step has ended; {DECLARE}")
         if root.run and root.run.lost:
@@ -212,22 +216,33 @@ class Runs:
             now = Moment.of(root.transformer, args, kwargs)
         except UnclearError as error:
             return self._lose(run, f"another one is open, and {error}")
-        if not run.prompts.setdefault((id(root), root.calls), now).same_prompt(now):
+        same = run.prompts.setdefault((id(root), root.calls), now).same_prompt(now)
+        # A rank may be given the same tensor again where another one is given a copy.
+        if not self._agreed(same) or not same:
             self._lose(run, "another one is open, and the prompt has changed")
 
     def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
-        """The run that a call belongs to, where none is declared."""
+        """The run that a call belongs to, where none is declared.
+
+        What is found goes by which tensors are the same, and a rank may be given the same one again where another is
+        given a copy: all of them must find the same.
+        """
+        moment, why = None, "ranks are given tensors that are the same on some of them and made anew on others"
         try:
             moment = Moment.of(root.transformer, args, kwargs)
+            is_new = self._shown is None or not self._shown.holds(root, moment)
+            found = "a new run" if is_new else "the next step" if self._shown.goes_on(moment) else "the same step"
         except UnclearError as error:
-            self._why, self._shown = f"{error}; {DECLARE}", None
+            found = why = str(error)
+        if not self._agreed(found) or moment is None:
+            self._why, self._shown = f"{why}; {DECLARE}", None
             self._stop()
             return None
-        if self._shown is None or not self._shown.holds(root, moment):
+        if is_new:
             self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
             self._code(Run())
             self._begins(None)
-        elif self._shown.goes_on(moment):
+        elif found == "the next step":
             self._coded.steps += 1
             self._new_step()
             self._runtime().end_step()

@@ -125,7 +125,7 @@ def engine_over(
             time for it.
         compiled: whether exchanges become part of compiled graphs, which know no codecs.
     """
-    if known is None and config.cache:
+    if known is None:
         from xfuser.core.distributed import get_sp_group
 
         # Those of all Ulysses groups beside a ring: they try things together, and must begin alike.
@@ -150,8 +150,15 @@ def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any
         "backend": dist.get_backend(group),
         "kernels": config.kernels,
         "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
-        **{name: importlib.metadata.version(name) for name in ("xfuser-cocodiff", "torch")},
+        **{name: _version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
+        return None
 
 
 def _rank() -> dict[str, Any]:

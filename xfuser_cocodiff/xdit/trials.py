@@ -11,6 +11,7 @@ from itertools import chain, islice
 
 import torch
 
+from xfuser_cocodiff import device as devices
 from xfuser_cocodiff.choice import EFFORTS, Planned, trial_seconds, tried
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan
@@ -47,7 +48,9 @@ class Trials:
         self._clock: float | None = None
         self._own_seconds = 0.0
         self._piece_seconds = 0.0
-        """The most that a piece of the probe may have taken: as much as any step has spent on trials."""
+        """The most that a piece of the probe has taken."""
+        self._has_probed = False
+        """Whether one was measured after the step before."""
 
     @property
     def _open(self) -> list[Trial]:
@@ -83,6 +86,7 @@ class Trials:
             if not self._open and self._planned.probe:
                 if self.allowance.left > self._piece_seconds:
                     self._time(self._planned.go_on)
+                    self._has_probed = True
             elif not self._open:
                 self._try_a_plan(plans, estimates)
             if len(self._open) < len(trials):
@@ -92,16 +96,17 @@ class Trials:
     def _agree(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> list[list[float]]:
         """Take what the step has shown together with what other ranks have seen. What trials of plans take is agreed on
         too: Ulysses groups beside a ring know links of their own, and all must go on alike."""
+        if devices.of(self._device.type).queues:  # the step is over when the device is at its end
+            torch.accelerator.synchronize()
         began = time.perf_counter()
         costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
         reports = [trial.report() for trial in trials]
-        estimates = [
-            [_ERROR * trial_seconds(mesh.choose.profile, size, effort) for effort in EFFORTS] for mesh, size in plans
-        ]
+        estimates = [[_ERROR * trial_seconds(mesh.choose, size, effort) for effort in EFFORTS] for mesh, size in plans]
         agreed = iter(self._mean([began - self._clock, costs, *chain(*reports), *chain(*estimates)]))
         step, cost = next(agreed), next(agreed)
         self.allowance.end_step(step, cost)
-        self._piece_seconds = max(self._piece_seconds, cost)
+        if self._has_probed:
+            self._piece_seconds, self._has_probed = max(self._piece_seconds, cost), False
         for trial, report in zip(trials, reports, strict=True):
             trial.end_step(list(islice(agreed, len(report))), self.allowance.left > 0)
             trial.cost_seconds = 0.0

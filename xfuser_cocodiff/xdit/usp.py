@@ -133,19 +133,21 @@ def _attention(
             under_way.abandon()
         raise
     if kind and kind.trial is None and (kind.ready or kind.refusal):
-        if known := engine.known_schedule(kind):
-            kind.trial = Trial([known])
-            return ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
-        began = time.perf_counter()
+        began, known = time.perf_counter(), engine.known_schedule(kind)
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-        attend, counts = _comparing(attend, [] if cached else _counts_in_question(engine, heads))
+        asked = [] if cached else _counts_in_question(engine, heads)
+        # What an earlier process found fastest, it may have found with another kind of attention.
+        attend, counts = _comparing(attend, [n for n in asked if n == known.groups] if known else asked)
         compared = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
         same = engine.reduced([float(same) for same in counts.values()], "min") if counts else []
         equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
         kind.unequal = tuple(count for count in counts if count not in equal)
         all_bytes = query.nbytes + key.nbytes + value.nbytes
-        kind.trial = _trial(engine, kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
+        if known and known.groups in (1, *equal):
+            kind.trial = Trial([known])
+        else:
+            kind.trial = _trial(engine, kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
         if counts:
             engine.trials.spend(time.perf_counter() - began)
         return compared
