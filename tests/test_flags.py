@@ -218,6 +218,21 @@ def test_a_rank_that_never_answers_is_named() -> None:
     assert silent == "silent" or isinstance(silent, RuntimeError)  # it cannot close the run with a rank that is gone
 
 
+def go_without(rank: int) -> str:
+    from datetime import timedelta
+
+    from xfuser_cocodiff.xdit import agreement
+
+    agreement.PATIENCE_OF_THE_UNTOLD = timedelta(seconds=2)
+    if rank == 0:  # where rank 1 is, the plugin is missing
+        agreement.meet(told=False)
+    return "went on"
+
+
+def test_a_rank_that_was_told_nothing_goes_on_without_the_others() -> None:
+    assert ranks.run(go_without, 2) == ["went on"] * 2
+
+
 def without_parser(rank: int) -> str:
     """As xDiT's HTTP service does, whose own parser knows none of the flags."""
     from xfuser import xFuserArgs

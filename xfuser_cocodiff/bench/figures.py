@@ -88,7 +88,8 @@ def _coding(side: Outcome) -> dict[str, Any]:
     if codecs is None and reason is None:
         exactly = "everything was to travel exactly" if side.engine["topology"] else "the plugin was not in use"
         reason = exactly if record.is_exact(side.repeats) else "no exchange of a coded layer was seen"
-    return {"codecs": codecs, "coded_fraction": codecs and codecs["bytes_slow_fraction"], "coded_reason": reason}
+    fraction = codecs["bytes_slow_fraction"] if codecs else record.coded_fraction(side.repeats)
+    return {"codecs": codecs, "coded_fraction": fraction, "coded_reason": reason}
 
 
 def _latents(side: Outcome, stock: Outcome) -> dict[str, Any]:

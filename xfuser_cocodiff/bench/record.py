@@ -109,6 +109,11 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     }
 
 
+def coded_fraction(repeats: Sequence[Repeat]) -> float | None:
+    """What the recorder says of runs in which codecs did nothing: 0 where they were to do something, else None."""
+    return next((run["coded_fraction"] for repeat in repeats for run in repeat if "coded_fraction" in run), None)
+
+
 def coded_reason(repeats: Sequence[Repeat]) -> str | None:
     """Why nothing was coded, in the recorder's words; None where it gives none."""
     return next((run["coded_reason"] for repeat in repeats for run in repeat if run.get("coded_reason")), None)
