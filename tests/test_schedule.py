@@ -2,7 +2,7 @@
 
 import pytest
 
-from xfuser_cocodiff.schedule import Allowance, Schedule, Trial
+from xfuser_cocodiff.schedule import SAMPLES, Allowance, Schedule, Trial
 
 SCHEDULES = [Schedule(), *(Schedule(True, groups) for groups in (1, 2, 4, 8))]
 
@@ -18,7 +18,9 @@ def settle(times: list[float], layers: int, first: float = 0.0, steps: int = 60)
             trial.took(times[number] + (0 if number in seen else first))
             seen.add(number)
             ran[-1].append(number)
-        trial.end_step([2 * seconds for seconds in trial.report()], goes_on=True)  # of two ranks that are alike
+        if trial.is_ripe or len(ran) == 1:
+            trial.decide([2 * seconds for seconds in trial.report()], goes_on=True)  # of two ranks that are alike
+        trial.end_step()
     return trial, ran
 
 
@@ -47,7 +49,7 @@ def test_few_layers_of_a_step_run_by_what_is_tried() -> None:
     _, ran = settle([1.0, 3.0, 3.0], 16)
     for step in ran:
         assert sum(number > 0 for number in step) <= 4
-    assert sum(number > 0 for step in ran for number in step) <= 8, "what is hopeless was not dropped"
+    assert sum(number > 0 for step in ran for number in step) == 2 * (SAMPLES + 1), "no more than it takes to decide"
 
 
 def test_without_time_everything_runs_by_the_best_so_far() -> None:
@@ -57,7 +59,8 @@ def test_without_time_everything_runs_by_the_best_so_far() -> None:
             number = SCHEDULES.index(trial.schedule)
             assert number == 0 or step > 20
             trial.took([3.0, 2.0, 1.0][number])
-        trial.end_step(trial.report(), goes_on=step >= 20)
+        trial.decide(trial.report(), goes_on=step >= 20)
+        trial.end_step()
     assert trial.chosen == SCHEDULES[2]
 
 
@@ -65,7 +68,8 @@ def test_only_what_takes_longer_than_the_best_costs() -> None:
     trial = Trial(SCHEDULES[:2])
     for seconds in (9.0, 1.0, 1.0, 1.0):
         trial.took(seconds)
-    trial.end_step(trial.report(), goes_on=True)
+    trial.decide(trial.report(), goes_on=True)
+    trial.end_step()
     assert trial.cost_seconds == 0
     for seconds in (1.5, 0.5):
         assert trial.schedule == SCHEDULES[1]
@@ -78,12 +82,11 @@ def test_only_what_takes_longer_than_the_best_costs() -> None:
 def test_trials_may_take_a_share_of_the_run() -> None:
     allowance = Allowance(0.03)
     allowance.begin_run(28)
-    assert allowance.left == 0  # nobody knows how long a step takes
-    allowance.end_step(1.0, 0.0)
+    assert allowance.left == 0 and allowance.whole is None  # nobody knows how long a step takes
+    allowance.learn(1.0, 2, 0.0)
     assert allowance.left == allowance.whole == pytest.approx(0.84)
-    allowance.end_step(1.0, 0.5)
+    allowance.learn(1.0, 3, 0.5)
     assert allowance.left == pytest.approx(0.34) and allowance.whole == pytest.approx(0.84)
     allowance.begin_run(None)  # of unknown length: a share of what has passed
-    for _ in range(10):
-        allowance.end_step(1.0, 0.0)
+    allowance.learn(1.0, 10, 0.0)
     assert allowance.left == pytest.approx(0.3) and allowance.whole is None

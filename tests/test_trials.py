@@ -34,7 +34,7 @@ class Links:
     """Stands for what is planned: links of which so many pieces are to be measured, and sizes whose plan is open."""
 
     def __init__(self, clock: Clock, pieces: int, seconds: float, sizes: tuple[int, ...] = ()) -> None:
-        self._clock, self._seconds, self.left = clock, seconds, pieces
+        self._clock, self._seconds, self.left, self._pieces = clock, seconds, pieces, pieces
         plans = SimpleNamespace(open=list(sizes), settled={}, profile=None)
         plans.leave = plans.open.remove
         group = object()
@@ -57,7 +57,7 @@ def made(clock: Clock, links: Links, schedules: list[Trial] = []) -> tuple[Trial
     found: list[int] = []
 
     def mean(values: list[float]) -> list[float]:
-        clock.now += 0.001  # what it takes to agree
+        clock.now += 0.03  # what it takes to agree
         return values
 
     return Trials(links, lambda: schedules, mean, CPU, lambda: found.append(1)), found
@@ -73,24 +73,24 @@ def run(clock: Clock, tried: Trials, steps: int, total: int | None, seconds: flo
     return clock.now - began - steps * seconds
 
 
-@pytest.mark.parametrize("total", [28, None])
-def test_links_are_measured_within_a_share_of_each_run(clock: Clock, total: int | None) -> None:
+@pytest.mark.parametrize(("total", "runs"), [(28, 4), (None, 10)])
+def test_links_are_measured_within_a_share_of_each_run(clock: Clock, total: int | None, runs: int) -> None:
     links = Links(clock, pieces=10, seconds=0.2)
     tried, found = made(clock, links)
     spent = []
     while links.left:
         spent.append(run(clock, tried, 28, total))
         assert not tried.settled
-    assert 3 <= len(spent) <= 4 and len(found) == 10
+    assert 3 <= len(spent) <= runs and len(found) == 10
     for each in spent:
-        assert each <= 0.03 * 28 + 28 * 0.001
+        assert each <= 0.03 * 28 + 0.03  # to agree that there is no more time
     assert run(clock, tried, 28, total) == 0, "nothing is left to agree on"
 
 
 def test_a_run_whose_length_is_known_begins_early(clock: Clock) -> None:
     links = Links(clock, pieces=3, seconds=0.2)
     tried, _ = made(clock, links)
-    run(clock, tried, 3, 50)
+    run(clock, tried, 4, 50)
     assert links.left == 0
 
 
@@ -106,8 +106,32 @@ def test_schedules_come_first(clock: Clock) -> None:
         clock.now += 8
         tried.end_step()
     assert trial.chosen == Schedule(True)
-    tried.end_step()
+    for _ in range(2):
+        clock.now += 8
+        tried.end_step()
     assert links.left < 2
+
+
+def test_a_slow_first_step_says_nothing_of_the_others(clock: Clock) -> None:
+    links = Links(clock, pieces=9, seconds=0.2)
+    tried, _ = made(clock, links)
+    tried.begin_run(28)
+    for step in range(28):
+        clock.now += 1.0 if step else 20.0
+        tried.end_step()
+    assert links.left >= 9 - 4
+
+
+def test_ranks_do_not_agree_when_there_is_nothing_to_decide(clock: Clock) -> None:
+    links = Links(clock, pieces=100, seconds=0.5)
+    tried, _ = made(clock, links)
+    agreed, mean = [], tried._mean
+    tried._mean = lambda values: agreed.append(tried._steps) or mean(values)
+    run(clock, tried, 50, 50)
+    assert len(agreed) == 1 + 100 - links.left, "once, and after each piece"
+    agreed.clear()
+    run(clock, tried, 64, None)
+    assert len(agreed) <= 7 + links._pieces - links.left
 
 
 def test_the_largest_size_is_tried_for_which_there_is_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +152,7 @@ def test_the_largest_size_is_tried_for_which_there_is_time(clock: Clock, monkeyp
     assert efforts == [(10, (1, 3)), (1, (3, 5))]
     assert plans.settled == {10: "a plan", 1: "a plan"}
     assert plans.open == [], "what no run has time for is left to the planner"
-    assert spent <= 0.03 * 28 + 28 * 0.001
+    assert spent <= 0.03 * 28 + 0.1
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,6 @@ SAMPLES = 3
 """Layers that count of each schedule; one more before them does not, since its memory is new."""
 MUST_SAVE = 0.02
 """Share of the best one's time that a schedule must save."""
-HOPELESS = 1.25
-"""A schedule that takes so many times as long is dropped when it has been seen twice."""
 _TRIED_SHARE, _LEAST_TRIED = 0.25, 2
 """Of the layers of a kind in a step that run by the schedule that is tried."""
 
@@ -46,6 +44,7 @@ class Trial:
         self._seen = [0 for _ in schedules]
         self._tried = self._best = 0
         """By their numbers."""
+        self._goes_on = False
         self._quota = self._calls = self._tries = 0
         """Layers of this step that may run by the one that is tried; that have run, and that have done so by it."""
         self.cost_seconds = 0.0
@@ -59,7 +58,12 @@ class Trial:
 
     @property
     def _number(self) -> int:
-        return self._tried if self._tries < self._quota else self._best
+        return self._tried if self._tries < self._quota and not self.is_ripe else self._best
+
+    @property
+    def is_ripe(self) -> bool:
+        """Whether enough is known to decide; the same on every rank."""
+        return self.chosen is None and len(self._samples[self._tried]) >= SAMPLES
 
     def took(self, seconds: float) -> None:
         """Tell how long a layer took by :attr:`schedule`."""
@@ -67,8 +71,8 @@ class Trial:
             return
         number = self._number
         self._calls += 1
-        self._tries += self._tried != self._best and number == self._tried
         if number != self._best:
+            self._tries += 1
             self.cost_seconds += max(0.0, seconds - median(self._samples[self._best]))
         self._seen[number] += 1
         if self._seen[number] > 1:
@@ -78,30 +82,30 @@ class Trial:
         """What each schedule took on this rank, in seconds; 0 where that is not known."""
         return [median(samples) if samples else 0.0 for samples in self._samples]
 
-    def end_step(self, seconds: Sequence[float], goes_on: bool) -> None:
-        """A step is over in which layers of this kind may have run.
+    def end_step(self) -> None:
+        """A step is over in which layers of this kind may have run."""
+        self._quota = max(_LEAST_TRIED, int(_TRIED_SHARE * self._calls)) if self._goes_on else 0
+        self._calls = self._tries = 0
+
+    def decide(self, seconds: Sequence[float], goes_on: bool) -> None:
+        """Decide what can be decided.
 
         Args:
             seconds: what all ranks report, taken together.
-            goes_on: whether there is time for trying in the next step.
+            goes_on: whether there is time for trying from now on.
         """
-        if self.chosen:
+        self._goes_on = goes_on
+        if not self.is_ripe:
             return
-        tried, best = seconds[self._tried], seconds[self._best]
-        enough = len(self._samples[self._tried]) >= SAMPLES
-        hopeless = bool(self._samples[self._tried]) and tried > HOPELESS * best
         if self._tried == self._best:  # the first one: there is nothing yet to hold against it
-            if enough:
-                self._tried += 1
-        elif enough or hopeless:
-            better = tried < (1 - MUST_SAVE) * best
-            self._best = self._tried if better else self._best
             self._tried += 1
-            # More groups than those that do not help help less.
-            if self._tried == len(self._schedules) or not (better or self._schedules[self._tried - 1].groups == 1):
-                self.chosen = self._schedules[self._best]
-        self._quota = max(_LEAST_TRIED, int(_TRIED_SHARE * self._calls)) if goes_on else 0
-        self._calls = self._tries = 0
+            return
+        better = seconds[self._tried] < (1 - MUST_SAVE) * seconds[self._best]
+        self._best = self._tried if better else self._best
+        self._tried += 1
+        # More groups than those that do not help help less.
+        if self._tried == len(self._schedules) or not (better or self._schedules[self._tried - 1].groups == 1):
+            self.chosen = self._schedules[self._best]
 
 
 class Allowance:
@@ -113,31 +117,25 @@ class Allowance:
 
     def __init__(self, share: float = 0.03) -> None:
         self.share = share
-        self._step_seconds = deque[float](maxlen=64)
-        self._steps, self._total = 0, None
-        self.spent = 0.0
-        """Seconds in this run."""
+        self.begin_run(None)
 
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
-        self._step_seconds.clear()
-        self._steps, self._total, self.spent = 0, total, 0.0
+        self._total, self._step_seconds, self._steps = total, 0.0, 0
+        self.spent = 0.0
+        """Seconds in this run."""
 
-    def end_step(self, seconds: float, spent: float) -> None:
-        """A step took so many seconds, so many of which trials took."""
-        self._step_seconds.append(seconds)
-        self._steps += 1
+    def learn(self, step_seconds: float, steps: int, spent: float) -> None:
+        """How long a step takes, how many are over, and what trials have taken since this was last known."""
+        self._step_seconds, self._steps = step_seconds, steps
         self.spent += spent
 
     @property
     def left(self) -> float:
         """Seconds that trials may still take in this run: a share of what it has taken and is expected to take."""
-        if not self._step_seconds:
-            return 0.0
-        # The median: between runs that nobody declares, a step may take as long as a user thinks.
-        return self.share * median(self._step_seconds) * max(self._total or 0, self._steps) - self.spent
+        return self.share * self._step_seconds * max(self._total or 0, self._steps) - self.spent
 
     @property
     def whole(self) -> float | None:
         """Seconds that a run like this one has for trials; None where that is not known."""
-        return self.left + self.spent if self._total else None
+        return self.left + self.spent if self._total and self._steps else None

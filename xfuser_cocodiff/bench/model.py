@@ -40,7 +40,7 @@ SHAPES = {
 """At the first, attention is more than half of the computation, as at the paper's 2304 pixels; at the second, 15 %."""
 _TEXT_TOKENS, _TEXT_WIDTH = 64, 64
 _CLOSE, _ATTEMPTS, _TRIALS = 0.02, 6, 3
-_MOST_STEPS = 40
+_MOST_STEPS = 80
 _RUN_STEPS = 50
 """Of the runs that modes with a schedule are judged by."""
 _OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}

@@ -5,9 +5,11 @@ ranks that share a sequence, in one message; what they have found is kept for th
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
+from statistics import median
 
 import torch
 
@@ -46,11 +48,16 @@ class Trials:
         self._schedules, self._mean, self._device, self._found = schedules, mean, device, found
         self.allowance = Allowance()
         self._clock: float | None = None
+        self._step_seconds = deque[float](maxlen=64)
+        """Of this run, less those of the first step, in which much is new."""
         self._own_seconds = 0.0
-        self._piece_seconds = 0.0
-        """The most that a piece of the probe has taken."""
-        self._has_probed = False
-        """Whether one was measured after the step before."""
+        """What learning and trying have taken of this rank's time, and what has not been told to others."""
+        self._steps = self._agreed_at = 0
+        """Of this run; and when ranks have agreed last."""
+        self._asks = True
+        """Whether something was done since, or a run has begun: then they agree before they do more."""
+        self._piece_seconds, self._has_probed = 0.0, False
+        """The most that a piece of the probe has taken, and whether one was measured since."""
 
     @property
     def _open(self) -> list[Trial]:
@@ -69,7 +76,9 @@ class Trials:
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
         self.allowance.begin_run(total)
-        self._clock = time.perf_counter()
+        self._step_seconds.clear()
+        self._steps = self._agreed_at = 0
+        self._clock, self._asks = time.perf_counter(), True
 
     def spend(self, seconds: float) -> None:
         """Something beside these trials has taken time for learning in this step."""
@@ -81,35 +90,53 @@ class Trials:
             self.begin_run(None)
             return
         trials, plans = self._open, self._open_plans[:_CHOICES]
-        if trials or plans or self._planned.probe:
+        self._take_time(self._asks and bool(trials or plans or self._planned.probe))
+        if self._is_due(trials, plans):
             estimates = self._agree(trials, plans)
             if not self._open and self._planned.probe:
                 if self.allowance.left > self._piece_seconds:
-                    self._time(self._planned.go_on)
                     self._has_probed = True
+                    self._do(self._planned.go_on)
             elif not self._open:
                 self._try_a_plan(plans, estimates)
             if len(self._open) < len(trials):
+                self._asks = True
                 self._found()
+        for trial in trials:
+            trial.end_step()
         self._clock = time.perf_counter()
 
+    def _take_time(self, is_wanted: bool) -> None:
+        if is_wanted and devices.of(self._device.type).queues:
+            torch.accelerator.synchronize()  # the step is over when the device is at its end
+        self._steps += 1
+        if self._steps > 1 and (is_wanted or not devices.of(self._device.type).queues):
+            self._step_seconds.append(time.perf_counter() - self._clock)
+
+    def _is_due(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> bool:
+        """Whether ranks are to agree now, which takes as long as a small exchange: when something can be decided, and
+        not before anybody knows how long a step takes. All of them find the same."""
+        if self._steps < 2 or not (trials or plans or self._planned.probe):
+            return False
+        has_time = self._steps >= 2 * self._agreed_at  # in a run of unknown length there is more and more of it
+        return self._asks or any(trial.is_ripe for trial in trials) or (self.allowance.whole is None and has_time)
+
     def _agree(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> list[list[float]]:
-        """Take what the step has shown together with what other ranks have seen. What trials of plans take is agreed on
+        """Take what steps have shown together with what other ranks have seen. What trials of plans take is agreed on
         too: Ulysses groups beside a ring know links of their own, and all must go on alike."""
-        if devices.of(self._device.type).queues:  # the step is over when the device is at its end
-            torch.accelerator.synchronize()
         began = time.perf_counter()
         costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
         reports = [trial.report() for trial in trials]
         estimates = [[_ERROR * trial_seconds(mesh.choose, size, effort) for effort in EFFORTS] for mesh, size in plans]
-        agreed = iter(self._mean([began - self._clock, costs, *chain(*reports), *chain(*estimates)]))
+        agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *chain(*reports), *chain(*estimates)]))
         step, cost = next(agreed), next(agreed)
-        self.allowance.end_step(step, cost)
+        self.allowance.learn(step, self._steps, cost)
         if self._has_probed:
             self._piece_seconds, self._has_probed = max(self._piece_seconds, cost), False
         for trial, report in zip(trials, reports, strict=True):
-            trial.end_step(list(islice(agreed, len(report))), self.allowance.left > 0)
+            trial.decide(list(islice(agreed, len(report))), self.allowance.left > 0)
             trial.cost_seconds = 0.0
+        self._agreed_at, self._asks = self._steps, False
         self._own_seconds = time.perf_counter() - began
         return [list(islice(agreed, len(EFFORTS))) for _ in plans]
 
@@ -120,19 +147,21 @@ class Trials:
             efforts = zip(EFFORTS, seconds, strict=True)
             effort = next((effort for effort, needed in efforts if needed <= self.allowance.left), None)
             if effort:
-                self._time(partial(self._try, mesh, size, effort))
+                self._do(partial(self._try, mesh, size, effort))
                 return
             if self.allowance.whole is not None and min(seconds) > self.allowance.whole:
                 mesh.choose.leave(size)
+                self._asks = True
 
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
         plans, group = mesh.choose, mesh.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
         plans.settled[size] = mesh.lane.run(lambda: tried(mesh, plans, size, effort, group, self._device))
 
-    def _time(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], None]) -> None:
         """Do what finds something, and count its time."""
         began = time.perf_counter()
         work()
         self._own_seconds += time.perf_counter() - began
+        self._asks = True
         self._found()
