@@ -212,7 +212,8 @@ class OnXPU(torch.Tensor):
 
 
 def test_no_other_collective_is_called_where_an_xpu_may_be() -> None:
-    """Data goes by functional collectives, and between two ranks; a barrier carries none."""
+    """Data goes by functional collectives, and between two ranks; a barrier carries none. What lies on the host goes by
+    xDiT's own group for that, which is gloo's."""
     package = Path(platform.__file__).parent.parent
     plain = re.compile(r"\bdist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\(")
     found = {
@@ -220,7 +221,8 @@ def test_no_other_collective_is_called_where_an_xpu_may_be() -> None:
         for file in package.rglob("*.py")
         for call in plain.findall(file.read_text())
     }
-    assert found == {("collectives.py", "all_to_all_single")}
+    on_the_host = {("findings.py", "all_gather_object"), ("findings.py", "broadcast_object_list")}
+    assert found == {("collectives.py", "all_to_all_single"), ("xdit/engine.py", "all_reduce"), *on_the_host}
 
 
 def test_devices_are_translated_wherever_they_stand() -> None:

@@ -236,6 +236,15 @@ def _shifts(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
+ALIGNED = 64
+"""Parts of a message begin at multiples of it, so that values are read from where they lie."""
+
+
+def aligned(size: int) -> int:
+    """Bytes that a part of a message takes with the gap behind it."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
 def choice_bytes(groups: int, tokens: int) -> int:
     """Bytes of a packed choice for one link."""
     return groups * -(-tokens // 8)

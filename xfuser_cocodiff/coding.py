@@ -31,9 +31,6 @@ T = TypeVar("T")
 _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 """In front of a message between CPUs: whether all values of its sender are finite. Nobody reads it on an accelerator,
 where the host would have to wait, and nobody writes it."""
-_ALIGNED = 64
-"""What parts of a message begin at a multiple of, in bytes, so that values can be written and read in their place, and
-many at a time."""
 
 
 @dataclass
@@ -223,8 +220,8 @@ def _message(
 ) -> tuple[torch.Tensor, torch.Tensor, _Rooms]:
     """A message (S, bytes) with nothing in it, which counts as sent, and its flag and rooms."""
     way, sizes = coding.way, _sizes(values, names, used, coding.way)
-    message = values[0].new_empty(way.places, sum(map(_aligned, sizes)), dtype=torch.uint8)
-    coding.account.sent_bytes += len(way.others) * sum(sizes)
+    message = values[0].new_empty(way.places, sum(map(codecs.aligned, sizes)), dtype=torch.uint8)
+    coding.account.sent_bytes += len(way.others) * message.shape[1]
     return message, *_parts(message, sizes)
 
 
@@ -244,13 +241,9 @@ def _sizes(values: list[torch.Tensor], names: str, used: list[Codec], way: SlowW
 
 def _parts(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
     """The flag and the rooms of a message, as views."""
-    with_gaps = [each for size in sizes for each in (size, _aligned(size) - size)]
+    with_gaps = [each for size in sizes for each in (size, codecs.aligned(size) - size)]
     flag, *rooms = message.split(with_gaps, 1)[::2]
     return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _receive(

@@ -128,8 +128,9 @@ def engine_over(
     if known is None:
         from xfuser.core.distributed import get_sp_group
 
-        # Those of all Ulysses groups beside a ring: they try things together, and must begin alike.
-        known = findings.shared(get_sp_group().device_group, _versions(config, group), _rank(), config.cache)
+        # Those of all Ulysses groups beside a ring: they try things together, and must begin alike. By the group for
+        # what lies on the host, which is gloo's wherever the device's may be another one's.
+        known = findings.shared(get_sp_group().cpu_group, _versions(config, group), _rank(), config.cache)
     largest = functools.partial(reduced, operation="max")
     planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
     engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
