@@ -60,7 +60,9 @@ def made(clock: Clock, links: Links, schedules: list[Trial] = []) -> tuple[Trial
         clock.now += 0.03  # what it takes to agree
         return values
 
-    return Trials(links, lambda: schedules, mean, CPU, lambda: found.append(1)), found
+    tried = Trials(links, lambda: schedules, mean, CPU, lambda: found.append(1))
+    tried.allowance.share = 0.03
+    return tried, found
 
 
 def run(clock: Clock, tried: Trials, steps: int, total: int | None, seconds: float = 1.0) -> float:

@@ -115,7 +115,7 @@ class Allowance:
         share: of the run.
     """
 
-    def __init__(self, share: float = 0.03) -> None:
+    def __init__(self, share: float = 0.015) -> None:
         self.share = share
         self.begin_run(None)
 
