@@ -26,13 +26,14 @@ class Link:
     def carry(self, values: torch.Tensor, codec: Codec, seed: int = 0) -> torch.Tensor:
         """What arrives of values; only what an exchange would send goes from one end to the other."""
         links, groups, _, tokens, _ = values.shape
+        of_choice, of_values = codecs.part_bytes(codec, "v", values.shape, values.dtype)
         chosen = unpacked = None
         if codec.share < 1:
             chosen = codecs.choose(values, self.sent, codec, seed)
-            packed = torch.empty(links, codecs.choice_bytes(groups, tokens), dtype=torch.uint8)
+            packed = torch.empty(links, of_choice, dtype=torch.uint8)
             codecs.pack_choice(chosen, packed)
             unpacked = codecs.unpack_choice(packed, groups, tokens, codec.active(tokens))
-        payload = torch.empty(links, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        payload = torch.empty(links, of_values, dtype=torch.uint8)
         codecs.encode(values, self.sent, codec, chosen, payload)
         found = torch.empty_like(values)
         codecs.decode(payload, self.received, codec, unpacked, found)

@@ -245,6 +245,15 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def choice_bytes(groups: int, tokens: int) -> int:
-    """Bytes of a packed choice for one link."""
-    return groups * -(-tokens // 8)
+def part_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes for one link of a tensor's choice of tokens, 0 where it makes none, and of its values.
+
+    Args:
+        codec: of the tensor.
+        name: its letter.
+        shape: (L, G, H, T, D) of what crosses.
+        dtype: of its values.
+    """
+    chooses = codec.share < 1 and name in CHOOSING
+    choice = shape[1] * -(-shape[TOKENS] // 8) if chooses else 0
+    return choice, codec.payload_bytes(shape, dtype)

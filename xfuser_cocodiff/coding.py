@@ -230,12 +230,7 @@ def _sizes(values: list[torch.Tensor], names: str, used: list[Codec], way: SlowW
     of tokens, perhaps none, and its values."""
     sizes = [_FLAG_BYTES]
     for index in _coding_order(names):
-        codec, shape = used[index], _to_others(values[index], way)
-        chooses = codec.share < 1 and names[index] in codecs.CHOOSING
-        sizes += [
-            codecs.choice_bytes(shape[1], shape[codecs.TOKENS]) if chooses else 0,
-            codec.payload_bytes(shape, values[index].dtype),
-        ]
+        sizes += codecs.part_bytes(used[index], names[index], _to_others(values[index], way), values[index].dtype)
     return sizes
 
 
@@ -256,9 +251,8 @@ def _receive(
     for (landing, _), piece in zip(landings, sent.parted, strict=True):
         kernels.move(landing[way.here], piece[way.here].flatten(0, 1))
     rooms = [landing for landing, _ in landings]
-    if not devices.of(received.device.type).queues and bool(
-        received[:, :_FLAG_BYTES].any()
-    ):  # of others, and of this rank
+    flags = received[:, :_FLAG_BYTES]  # of others, and of this rank
+    if not devices.of(received.device.type).queues and bool(flags.any()):
         _repeat(sent, rooms, names, coding, part)
     else:
         _decode(received, sent.codecs, rooms, names, coding, part)

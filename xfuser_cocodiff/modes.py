@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.codec import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, aligned, choice_bytes
+from xfuser_cocodiff.codec import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, aligned, part_bytes
 from xfuser_cocodiff.quantise import STEPS
 
 NOTATION = (
@@ -110,12 +110,10 @@ def coded_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[
     """Bytes of a link for an exchange at one step: a flag, the choices of tokens, and values; see :mod:`coding`."""
     like, size = dict(zip(names, shapes, strict=True)), aligned(1)
     for name, shape in like.items():
-        codec, tokens = codecs[name], shape[TOKENS]
-        if codec.share < 1 and name in CHOOSING:
-            size += aligned(choice_bytes(shape[1], tokens))
-        elif codec.share < 1 and tokens != like["v"][TOKENS]:  # V's choice says nothing of them
-            codec = replace(codec, share=1.0)
-        size += aligned(codec.payload_bytes(shape, dtype))
+        codec = codecs[name]
+        if codec.share < 1 and name not in CHOOSING and shape[TOKENS] != like["v"][TOKENS]:
+            codec = replace(codec, share=1.0)  # V's choice says nothing of its tokens
+        size += sum(map(aligned, part_bytes(codec, name, shape, dtype)))
     return size
 
 

@@ -84,9 +84,10 @@ class VirtualRanks:
         codec = coded_by(coding, name, WHOLE, values.shape, values.dtype)
         reference = coding.wire(name, WHOLE).sent
         active = chosen_of(coding, name, WHOLE, values, codec)
-        payload = values.new_empty(len(values), codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        sizes = codecs.part_bytes(codec, name, values.shape, values.dtype)
+        payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
         loss = codecs.encode(values, reference, codec, active, payload)
-        coding.account.sent_bytes += payload.nbytes
+        coding.account.sent_bytes += len(values) * sum(map(codecs.aligned, sizes))
         coding.account.exact_bytes += values.nbytes
         if loss:
             coding.account.losses.append(loss)
