@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,14 @@ def hub() -> Path:
     folder = Path(os.environ["HF_HOME"])
     hub.write_cache(folder)
     return folder
+
+
+@pytest.fixture
+def uninstalled() -> Iterator[None]:
+    """Without the plugin, which every process that has torch is given; its clock would hear runs beside a test's."""
+    import xfuser_cocodiff
+
+    xfuser_cocodiff.uninstall()
+    yield
+    xfuser_cocodiff.uninstall()
+    xfuser_cocodiff.install()

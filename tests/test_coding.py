@@ -303,5 +303,5 @@ def test_virtual_ranks_get_what_real_ones_get(
                 assert torch.equal(heads_of(rank, found), wanted), (step, rank)
             assert torch.equal(tokens_of(rank, o), real[4 * step + 3]), (step, rank)
     sent, exact = sum(real[-1] for real in results).tolist()
-    flags = codecs.aligned(1) * size * (virtual.places - 1) * 2 * STEPS  # one in each message, of which virtual know none
+    flags = codecs.aligned(1) * size * (virtual.places - 1) * 2 * STEPS  # one in each real message
     assert (account.sent_bytes, account.exact_bytes) == (sent - flags, exact)

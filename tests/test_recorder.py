@@ -12,7 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tqdm import tqdm
 
-from xfuser_cocodiff.xdit import recorder
+from xfuser_cocodiff.xdit import recorder, run_clock
 from xfuser_cocodiff.xdit.engine import Engine
 from xfuser_cocodiff.xdit.run_clock import Clock
 from xfuser_cocodiff.xdit.tracer import Tracer
@@ -33,7 +33,13 @@ def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -
     return latents
 
 
-def test_only_the_pipelines_own_scheduler_ends_steps(watched: recorder.Recorder) -> None:
+@pytest.mark.usefixtures("uninstalled")
+def test_only_the_pipelines_own_scheduler_ends_steps(
+    watched: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    for module in (recorder, run_clock):
+        monkeypatch.setattr(module, "active", lambda: engine)
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     clock, pipeline = Clock([watched]), SimpleNamespace(scheduler=scheduler)

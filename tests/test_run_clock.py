@@ -39,9 +39,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.fixture
-def heard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+def heard(uninstalled: None, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     """What a clock says that is in the place of the plugin's own."""
-    activation.uninstall()
     heard = Heard()
     clock = Clock([heard])
     rows = PatchSet(clock.patches(), "xfuser")
@@ -53,7 +52,6 @@ def heard(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     clock.close()
     rows.uninstall()
     monkeypatch.undo()
-    activation.install()
 
 
 class Derived(FlowMatchEulerDiscreteScheduler):
@@ -153,7 +151,7 @@ def test_nothing_is_left_on_a_scheduler(heard: Heard, engine: Engine) -> None:
         assert all(vars(cls)["step"] is original for cls, original in zip(classes, originals, strict=True))
 
 
-@pytest.mark.usefixtures("engine")
+@pytest.mark.usefixtures("engine", "uninstalled")
 def test_uninstalling_leaves_diffusers_as_it_was() -> None:
     def sites() -> list[Any]:
         loop = vars(LoopSequentialPipelineBlocks)
@@ -163,7 +161,6 @@ def test_uninstalling_leaves_diffusers_as_it_was() -> None:
             vars(FlowMatchEulerDiscreteScheduler)["step"],
         ]
 
-    activation.uninstall()
     before = sites()
     for _ in range(2):
         assert activation.install()
@@ -172,7 +169,6 @@ def test_uninstalling_leaves_diffusers_as_it_was() -> None:
         assert not hasattr(vars(FlowMatchEulerDiscreteScheduler)["step"].__wrapped__, "__wrapped__")
         activation.uninstall()
         assert all(now is then for now, then in zip(sites(), before, strict=True))
-    activation.install()
 
 
 class Loop(LoopSequentialPipelineBlocks):
