@@ -144,9 +144,19 @@ class Probe:
         size = self.mesh.topology.size
         small = self._seconds(stage, direct, _PEER_BYTES * size, _SMALL_CALLS)
         message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
-        while (taken := self._seconds(stage, direct, message, 1)) < enough and message < _LAST_BYTES:
+        # On slow links it is these messages that take long: one call each, and more of the one that is long enough.
+        taken = self._long_enough(stage, direct, message, enough)
+        while taken < enough and message < _LAST_BYTES:
             message *= _GROWTH
+            taken = self._long_enough(stage, direct, message, enough)
         return small, message - _PEER_BYTES * size, max(taken - small, 1e-9)
+
+    def _long_enough(self, stage: Stage, direct: bool, message: int, enough: float) -> float:
+        """Seconds of a message, taken with care where they are enough."""
+        taken = self._seconds(stage, direct, message, 1, rounds=1)
+        if taken < enough or self._rounds == 1:
+            return taken
+        return min(taken, self._seconds(stage, direct, message, 1, rounds=self._rounds - 1))
 
     def _copy_speed(self) -> float:
         """Bytes per second at which a message is reordered between two stages."""
@@ -199,16 +209,17 @@ class Probe:
         hidden = (exchange + computation - together) / min(exchange, computation)
         return min(max(hidden, 0.0), 1.0)
 
-    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int) -> float:
+    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
+        """Of a message; with `rounds`, timed so often right after others along the same stage."""
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
         plan = Plan(topology, (stage,), direct=(direct,))
-        return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls)
+        return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls, rounds)
 
-    def _taken(self, work: Callable[[], object], calls: int) -> float:
+    def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
         # The fastest: what others take longer is the time of something else on the machine.
-        return min(pace(work, calls, self._rounds, self.group, self.device))
+        return min(pace(work, calls, rounds or self._rounds, self.group, self.device, is_warm=rounds is not None))
 
 
 def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:

@@ -40,7 +40,12 @@ def race(
 
 
 def pace(
-    work: Callable[[], object], calls: int, rounds: int, group: dist.ProcessGroup, device: torch.device
+    work: Callable[[], object],
+    calls: int,
+    rounds: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    is_warm: bool = False,
 ) -> list[float]:
     """Seconds of one call of a piece of work, per round, on the slowest rank; the same on every rank.
 
@@ -53,9 +58,11 @@ def pace(
         rounds: how often they are timed.
         group: the ranks.
         device: where they work.
+        is_warm: whether something like it has been timed just before, so that no call need go untimed.
     """
     times = torch.empty(rounds, dtype=torch.float64)
-    work()
+    if not is_warm:
+        work()
     _synchronize(device)
     for turn in range(rounds):
         started = time.perf_counter()
