@@ -11,6 +11,7 @@ import torch
 
 from tests import ranks
 from tests.test_overlap import start
+from tests.test_pipelines import MODELS
 from tests.test_planner import profile_of
 
 
@@ -86,9 +87,37 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
-def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path) -> None:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     check(ranks.run(compile_both, 2, [(2, None)], "inductor", None, None))
+
+
+def compile_a_pipeline(rank: int, model: str) -> list[list[int]]:
+    """As :func:`compile_both`, of a whole pipeline by xDiT's runner."""
+    from torch._dynamo.utils import counters
+
+    from tests.test_approximation import Approximating
+
+    run = Approximating(rank, 2, model, "--num_inference_steps", "2")
+    expected, figures = None, []
+    for mode in (None, "exact", "balanced"):
+        if mode:
+            run.by(mode, "node=2")
+        torch._dynamo.reset()
+        counters.clear()
+        run.runner.model.pipe.transformer.compile(backend="aot_eager")
+        latents = run()
+        expected = latents if expected is None else expected
+        assert torch.equal(latents, expected), mode
+        figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
+        assert figures[-1][0] > 0
+    return figures
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(model: str) -> None:
+    check(ranks.run(compile_a_pipeline, 2, model))
 
 
 def compile_late(rank: int) -> None:

@@ -1,6 +1,8 @@
 """References foretold after one step of xDiT's transformers, on real ranks: they are those that are held afterwards."""
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,6 +153,7 @@ class Held:
                 run.step()
                 if step < STEPS - 1:
                     foretold.append(self.runtime.expected_bytes)
+        self.latents = latents
         return foretold, [report.reference_bytes for report in self.runtime.reports]
 
 
@@ -168,6 +171,33 @@ def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
     for foretold, held, said in ranks.run(foretell, 2, model):
         assert set(foretold) == {held[-1]} and held[-1] > 0
         assert [line for line in said if line.startswith(f"references of {layers} layers take ")], said
+
+
+def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], list[float], list[bool]]:
+    """Wan2.2 A14B in small: the second of two transformers takes over in the middle of a run."""
+    from xfuser_cocodiff.models import weights
+
+    held, second = Held(rank, 2, "Wan"), models()["Wan"]()
+    weights.fill(second.pipeline, seed=1)
+    early, late = held.small.velocity, second.velocity
+    held.small.velocity = lambda latents, time: (early if time[0] > 0.5 else late)(latents, time)
+    held.use(cocodiff_schedule="bits=8,bits_o=8")
+    _, sizes = held.run()
+    coded, reports = held.latents, held.runtime.reports
+    shares = [report.sent_bytes / report.exact_bytes for report in reports]
+    held.use(cocodiff_mode="exact")
+    with mock.patch.object(held, "runtime", SimpleNamespace(expected_bytes=0, reports=[])):
+        held.run()
+    return held.latents, coded, sizes, shares, [report.error == 0 for report in reports]
+
+
+def test_the_second_of_two_transformers_begins_exactly_in_the_room_of_the_first() -> None:
+    for exact, coded, sizes, shares, is_exact in ranks.run(change_experts, 2):
+        assert is_exact == [True, False, True, False]
+        assert shares[1] == shares[3] < 0.7 < 1 <= shares[0] == shares[2]
+        assert sizes[1] == sizes[3], "references of the first are held on"
+        assert not torch.equal(coded, exact)
+        assert (coded - exact).norm() < 0.01 * exact.norm()
 
 
 def on_a_budget(rank: int) -> list[tuple[list[int], list[str], list[int]]]:
