@@ -22,7 +22,8 @@ LAYERS = (
     ),
     *("placement", "options", "config", "effect", "traffic", "roll_call", "lane", "collectives"),
     *("slow_way", "part", "coding"),
-    *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "findings", "probe", "choice"),
+    *("virtual", "exchange", "attention", "schedule", "runtime", "stopwatch", "findings", "probe"),
+    *("plan_trial", "choice", "planned"),
     *("xdit", "models", "bench", "cli"),
 )
 """Top to bottom; a layer may import those before it."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.test_planner import profile_of
-from xfuser_cocodiff import choice, cli, planner
+from xfuser_cocodiff import cli, plan_trial, planner
 from xfuser_cocodiff.bench import a2a, model, survey
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.plan import Plan
@@ -117,7 +117,7 @@ def test_bench_a2a_leaves_a_record(tmp_path: Path) -> None:
             pairs = zip(row["seconds"], rows["stock"]["seconds"], strict=True)
             assert row["ratio_to_stock"] == median(ours / theirs for ours, theirs in pairs)
             assert row["bound_seconds"] > 0
-        tried = choice.contenders(Profile.from_json(record["profile"]), size)
+        tried = plan_trial.contenders(Profile.from_json(record["profile"]), size)
         assert rows["auto"]["plan"] in ["flat", *map(str, tried)]
     a2a.show(record)
     a2a.draw(record, tmp_path / "a2a.svg")

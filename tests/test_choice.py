@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.test_planner import profile_of
-from xfuser_cocodiff import choice, planner
+from xfuser_cocodiff import choice, plan_trial, planned, planner
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.findings import Findings
@@ -36,16 +36,17 @@ def choose(rank: int, machine: Profile, times: list[float] | None, sizes: list[i
     mesh, plans = Mesh.over(dist.group.WORLD, machine.topology), choice.Plans(machine.topology, machine)
     before = [plans(size) for size in sizes]
     assert before == [planner.choose(machine, 1 << round(math.log2(size))) for size in sizes] and races == 0
-    with mock.patch.object(choice, "race", timed) if times else mock.MagicMock():
+    with mock.patch.object(plan_trial, "race", timed) if times else mock.MagicMock():
         while plans.open:
             size = plans.open[0]
-            plans.settled[size] = choice.tried(mesh, plans, size, choice.EFFORTS[-1], dist.group.WORLD, CPU)
+            effort, others = plan_trial.EFFORTS[-1], plans.contenders(size)
+            plans.settled[size] = plan_trial.tried(mesh, others, size, effort, dist.group.WORLD, CPU)
     assert not mesh.traffic.calls  # trials are not the user's traffic
     return [str(plans(size)) for size in sizes], races
 
 
 def test_small_messages_are_tried_by_axis() -> None:
-    assert [str(plan) for plan in choice.contenders(MACHINE, 1000)] == ["hierarchical:gpu,node"]
+    assert [str(plan) for plan in plan_trial.contenders(MACHINE, 1000)] == ["hierarchical:gpu,node"]
 
 
 @pytest.mark.parametrize(
@@ -63,22 +64,22 @@ XPU = torch.device("xpu", 0)
 
 def test_direct_sends_are_for_the_cpu() -> None:
     machine = dataclasses.replace(MACHINE, direct=MACHINE)
-    assert choice.known_of(machine, CPU).direct == MACHINE
-    assert choice.known_of(machine, XPU).direct is None
+    assert planned.known_of(machine, CPU).direct == MACHINE
+    assert planned.known_of(machine, XPU).direct is None
     direct = Plan.parse("hierarchical:gpu*,node", machine.topology)
-    choice.check_fits(direct, CPU, "--cocodiff_a2a")
-    choice.check_fits(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
+    planned.check_fits(direct, CPU, "--cocodiff_a2a")
+    planned.check_fits(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
     with pytest.raises(ValueError, match=r"--cocodiff_a2a: 'hierarchical:gpu\*,node' .*valid on xpu are plans without"):
-        choice.check_fits(direct, XPU, "--cocodiff_a2a")
+        planned.check_fits(direct, XPU, "--cocodiff_a2a")
 
 
 def test_collectives_that_are_known_to_block_hide_nothing() -> None:
     machine = dataclasses.replace(MACHINE, overlap=0.9)
-    assert choice.known_of(machine, XPU).hides == 0.9
-    assert choice.known_of(machine, XPU, synchronous=True).hides == 0
-    assert choice.known_of(machine, CPU, synchronous=True).hides == 0.9  # the variable is oneCCL's
+    assert planned.known_of(machine, XPU).hides == 0.9
+    assert planned.known_of(machine, XPU, synchronous=True).hides == 0
+    assert planned.known_of(machine, CPU, synchronous=True).hides == 0.9  # the variable is oneCCL's
     for synchronous in (False, True):
-        ahead = choice.sends_ahead(None, lambda size: Plan.flat(machine.topology), synchronous)
+        ahead = planned.sends_ahead(None, lambda size: Plan.flat(machine.topology), synchronous)
         assert ahead(1, 3) is not synchronous
 
 
@@ -115,8 +116,8 @@ def test_contenders_are_few_and_worth_it() -> None:
     machine = profile_of([4, 3, 2], [1e7, 1e7, 1e7], latency=1e-4, launch=1e-5)
     for size in (100, 10**4, 10**6):
         best = min(planner.seconds(machine, plan, size) for plan, _ in planner.ranking(machine, size))
-        found = choice.contenders(machine, size)
-        assert len(found) <= choice.CONTENDERS
+        found = plan_trial.contenders(machine, size)
+        assert len(found) <= plan_trial.CONTENDERS
         assert Plan.flat(machine.topology) not in found
         assert len({frozenset(plan.stages) for plan in found}) == len(found)
         for plan in found:
@@ -125,7 +126,7 @@ def test_contenders_are_few_and_worth_it() -> None:
 
 def test_flat_by_direct_sends_is_always_tried() -> None:
     slow = profile_of([2, 2], [1e3, 1e3], latency=1.0, launch=1.0)
-    assert "flat*" in [str(plan) for plan in choice.contenders(dataclasses.replace(MACHINE, direct=slow), 1000)]
+    assert "flat*" in [str(plan) for plan in plan_trial.contenders(dataclasses.replace(MACHINE, direct=slow), 1000)]
 
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
@@ -164,7 +165,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    way = choice.planned_mesh(halves[rank // 4], config, CPU, Findings({}, profile), largest).way
+    way = planned.planned_mesh(halves[rank // 4], config, CPU, Findings({}, profile), largest).way
     return list(profile.slow_axes), [way.slow_dims, way.places]
 
 

@@ -16,6 +16,7 @@ import pytest
 from xfuser_cocodiff.bench import cluster, links, namespaces
 from xfuser_cocodiff.bench.links import Cluster, Link
 from xfuser_cocodiff.bench.presets import PRESETS
+from xfuser_cocodiff.launcher import CLUSTER_VARIABLE
 
 LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.bench.cluster"]
 TWO_RANKS = ["--topology", "flat=2", "--rates", "flat=20"]
@@ -79,12 +80,12 @@ def test_a_port_is_shared_by_all(shape: str) -> None:
 )
 def test_a_cluster_survives_its_variable(shape: str, rates: dict[str, float]) -> None:
     built = described(shape, **rates)
-    assert links.from_environment({links.VARIABLE: built.to_json()}) == built
+    assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
     assert links.from_environment({}) is None
 
 
 def test_outside_of_a_cluster_nothing_is_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(links.VARIABLE, raising=False)
+    monkeypatch.delenv(CLUSTER_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="only a rank of an emulated cluster"):
         links.shape(2)
 

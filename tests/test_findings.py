@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.test_overlap import start
+from tests.test_overlap import odd_by_heads, start
 from tests.test_planner import profile_of
 from xfuser_cocodiff import findings
 from xfuser_cocodiff.findings import Findings
@@ -99,7 +99,9 @@ def run_once(
 
     group, _, step = start(rank, depth=6)
     if odd:
-        change_bits_by_heads()
+        from xfuser.model_executor.layers import usp
+
+        usp._get_attention_function = odd_by_heads(usp._get_attention_function)
     expected, cache = step(), Path(folder) if rank == 0 else None
     slow = ("node",) if mode != "exact" else None
     config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
@@ -134,23 +136,6 @@ def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str, 
     second = ranks.run(run_once, 2, str(tmp_path), mode, topology)
     assert [schedules for schedules, _ in second] == [schedules for schedules, _ in first]
     assert [counts for _, counts in second] == [[0, 0]] * 2
-
-
-def change_bits_by_heads() -> None:
-    from xfuser.model_executor.layers import usp
-
-    get = usp._get_attention_function
-
-    def get_odd(backend: object = None) -> object:
-        function = get(backend=backend)
-
-        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
-            result, *rest = function(query, *args, **kwargs)
-            return result * (1 + query.shape[1] * 2**-10), *rest
-
-        return odd
-
-    usp._get_attention_function = get_odd
 
 
 def test_groups_of_heads_that_were_kept_are_compared_again(tmp_path: Path) -> None:

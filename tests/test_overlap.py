@@ -182,6 +182,21 @@ def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
         assert all(f"heads are not cut into {groups} groups" in status for status in report["FluxAttention"])
 
 
+def odd_by_heads(get: Callable) -> Callable:
+    """What gives attention functions, so that their bits depend on how many heads they are given."""
+
+    def get_odd(backend: object = None) -> Callable:
+        function = get(backend=backend)
+
+        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
+            result, *rest = function(query, *args, **kwargs)
+            return result * (1 + query.shape[1] * 2**-10), *rest
+
+        return odd
+
+    return get_odd
+
+
 def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]]:
     """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
     from xfuser.model_executor.layers import usp as stock
@@ -195,18 +210,7 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
     from xfuser_cocodiff.xdit.engine import Engine
 
     group, _, step = start(rank)
-    get = stock._get_attention_function
-
-    def get_odd(backend: object = None) -> object:
-        function = get(backend=backend)
-
-        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
-            result, *rest = function(query, *args, **kwargs)
-            return result * (1 + query.shape[1] * 2**-10), *rest
-
-        return odd
-
-    with mock.patch.object(stock, "_get_attention_function", get_odd):
+    with mock.patch.object(stock, "_get_attention_function", odd_by_heads(stock._get_attention_function)):
         expected, topology = step(), Topology.flat(2)
         world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, groups)))
         for _ in range(5):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff import choice, planner, probe
+from xfuser_cocodiff import planned, planner, probe
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.exchange import reshard
@@ -78,7 +78,7 @@ def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[l
     """Stages that a small and a large exchange went through."""
     topology = Topology.parse("2x2", 4)
     config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
-    mesh = choice.planned_mesh(dist.group.WORLD, config, CPU).mesh
+    mesh = planned.planned_mesh(dist.group.WORLD, config, CPU).mesh
     found = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)

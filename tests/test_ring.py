@@ -173,11 +173,10 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 
 def agree(rank: int) -> list[float]:
-
-    from xfuser_cocodiff.xdit.engine import active
+    from xfuser_cocodiff.xdit.engine import reduced
 
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
-    return active().reduced([rank, -rank], "max")
+    return reduced([rank, -rank], "max")
 
 
 def test_ulysses_groups_of_a_ring_decide_alike() -> None:

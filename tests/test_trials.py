@@ -35,7 +35,7 @@ class Links:
 
     def __init__(self, clock: Clock, pieces: int, seconds: float, sizes: tuple[int, ...] = ()) -> None:
         self._clock, self._seconds, self.left, self._pieces = clock, seconds, pieces, pieces
-        plans = SimpleNamespace(open=list(sizes), settled={}, profile=None)
+        plans = SimpleNamespace(open=list(sizes), settled={}, profile=None, contenders=lambda size: [])
         plans.leave = plans.open.remove
         group = object()
         lane = SimpleNamespace(run=lambda work: work())
@@ -140,7 +140,7 @@ def test_the_largest_size_is_tried_for_which_there_is_time(clock: Clock, monkeyp
     links = Links(clock, pieces=0, seconds=0, sizes=(1000, 10, 1))  # as many milliseconds; the first never fits
     plans, efforts = links.mesh.choose, []
     monkeypatch.setattr(trials.Plan, "flat", lambda topology: SimpleNamespace(stages=[0]))
-    monkeypatch.setattr(trials, "trial_seconds", lambda _, size, effort: size * 0.01 * (effort[0] * effort[1]))
+    monkeypatch.setattr(trials, "trial_seconds", lambda _, __, size, effort: size * 0.01 * (effort[0] * effort[1]))
 
     def tries(_: object, __: object, size: int, effort: tuple[int, int], *___: object) -> str:
         efforts.append((size, effort))

@@ -26,12 +26,10 @@ class Capabilities:
     """Whether streams have priorities."""
     captures: bool = False
     """Whether work can become part of a graph that repeats it (CUDA graphs)."""
-    reduces_in: torch.dtype = torch.float32
-    """Type of the numbers that ranks agree on."""
 
 
 _KNOWN = {
-    "cpu": Capabilities(queues=False, sends_directly=True, reduces_in=torch.float64),
+    "cpu": Capabilities(queues=False, sends_directly=True),
     "cuda": Capabilities(builds_triton=True, prioritises=True, captures=True),
     "xpu": Capabilities(functional_only=True, builds_triton=True, prioritises=True),
 }

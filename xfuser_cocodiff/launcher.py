@@ -26,7 +26,8 @@ _LOCAL_RANKS = (
     "MPI_LOCALRANKID",
 )
 
-
+CLUSTER_VARIABLE = "COCODIFF_CLUSTER"
+"""Environment variable in which every rank of an emulated cluster finds what it is, as JSON."""
 SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
 """Option by which the user says that several ranks have one device."""
 

@@ -21,7 +21,7 @@ RECORD_VARIABLE = "COCODIFF_RECORD"
 TRACE_VARIABLE = "COCODIFF_TRACE"
 """Environment variable: when set, a trace of the last steps is recorded too."""
 OTHER_VARIABLES = (
-    *(RECORD_VARIABLE, TRACE_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE", "COCODIFF_CLUSTER"),
+    *(RECORD_VARIABLE, TRACE_VARIABLE, launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE"),
     *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
 )
 """Variables that are no options: of the entry point, the emulated cluster and the scripts."""

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
 from xfuser_cocodiff.bench.contest import contest, slowest
-from xfuser_cocodiff.choice import EFFORTS, Plans, check_fits, known_of, tried
+from xfuser_cocodiff.choice import Plans
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan, candidates
+from xfuser_cocodiff.plan_trial import EFFORTS, tried
+from xfuser_cocodiff.planned import check_fits, known_of
 from xfuser_cocodiff.profile import Profile
 from xfuser_cocodiff.topology import Topology
 
@@ -67,7 +69,7 @@ def measure(
         choose(tensor.nbytes)
         if profile_file is None:  # as in a run that has time for it
             for asked in choose.open:
-                choose.settled[asked] = tried(mesh, choose, asked, EFFORTS[0], group, device)
+                choose.settled[asked] = tried(mesh, choose.contenders(asked), asked, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
         contenders = {str(plan): plan for plan in plans or fixed_plans(topology, profile)} | {"auto": chosen}
         works = {"stock": functools.partial(stock, tensor)}

@@ -21,6 +21,7 @@ from xfuser_cocodiff.bench.interruption import Interruption, InterruptionError
 from xfuser_cocodiff.bench.links import Cluster
 from xfuser_cocodiff.bench.presets import PRESETS
 from xfuser_cocodiff.bench.ranks import STDOUT, Failure, Ranks, Write
+from xfuser_cocodiff.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.topology import FLAT, Topology
 
 PROGRAM = "emulated_cluster"
@@ -214,7 +215,7 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
         "MASTER_PORT": str(MASTER_PORT),
         "GLOO_SOCKET_IFNAME": cluster.interface,
         "TP_SOCKET_IFNAME": cluster.interface,
-        links.VARIABLE: cluster.to_json(),
+        CLUSTER_VARIABLE: cluster.to_json(),
     }
 
 

@@ -21,10 +21,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from xfuser_cocodiff.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.topology import FLAT, Topology
 
-VARIABLE = "COCODIFF_CLUSTER"
-"""Environment variable in which every rank finds its cluster."""
 INTERFACE = "eth0"
 
 MIN_RATE, MAX_RATE = 0.1, 10_000.0
@@ -114,7 +113,7 @@ class Cluster:
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Cluster | None:
     """The emulated cluster that this process is a rank of, or None outside of one."""
-    text = environment.get(VARIABLE)
+    text = environment.get(CLUSTER_VARIABLE)
     return Cluster.from_json(text) if text else None
 
 
@@ -138,13 +137,13 @@ def shape(scale: float, packet_seconds: float | None = None) -> Cluster:
     """
     cluster = from_environment()
     if cluster is None:
-        raise RuntimeError(f"only a rank of an emulated cluster can shape its links; {VARIABLE} is not set")
+        raise RuntimeError(f"only a rank of an emulated cluster can shape its links; {CLUSTER_VARIABLE} is not set")
     cluster = dataclasses.replace(cluster, scale=scale, packet_seconds=packet_seconds or cluster.packet_seconds)
     check_rates(cluster)
     rank = int(os.environ["RANK"])
     run_batch("tc", class_commands(cluster, rank, "change"))
     run_batch("ip", route_commands(cluster, rank))
-    os.environ[VARIABLE] = cluster.to_json()
+    os.environ[CLUSTER_VARIABLE] = cluster.to_json()
     return cluster
 
 

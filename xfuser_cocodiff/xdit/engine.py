@@ -4,15 +4,11 @@ counts and holds, another one in the same process never sees."""
 import os
 import zlib
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
-from xfuser_cocodiff import device as devices
-from xfuser_cocodiff import kernels
-from xfuser_cocodiff.choice import Planned
+from xfuser_cocodiff import kernels, roll_call
 from xfuser_cocodiff.coding import Coding
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, Overlap
@@ -21,11 +17,12 @@ from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.options import AUTO, EXACT, RECORD_VARIABLE
 from xfuser_cocodiff.part import Part
+from xfuser_cocodiff.planned import Planned
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.schedule import Schedule, Trial
 from xfuser_cocodiff.traffic import Label, Traffic
 from xfuser_cocodiff.virtual import VirtualRanks
-from xfuser_cocodiff.xdit.layers import Kind, Layer, Layers, Root
+from xfuser_cocodiff.xdit.layers import Kind, Layer, Layers
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.runs import Runs
@@ -57,13 +54,13 @@ class Engine:
     """What is tried of schedules and plans; None without a mesh."""
 
     def __post_init__(self) -> None:
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self._called)
-        self.runs = Runs(lambda: self.runtime, self.layers.end_step, self._all_see, self._run_begins, self._step_ends)
+        self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
-            self.trials = Trials(self.planned, self._schedules, self.mean, compute_device(), self.keep)
+            self.trials = Trials(self.planned, self._schedules, mean, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -110,8 +107,11 @@ class Engine:
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()
 
-    def _called(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.runs.called(root, args, kwargs)
+    def _new_step(self) -> None:
+        self.layers.end_step()
+
+    def _new_step(self) -> None:
+        self.layers.end_step()
 
     def _run_begins(self, total: int | None) -> None:
         if self.trials:
@@ -124,27 +124,13 @@ class Engine:
     def _follows(self) -> bool:
         return self.mesh is not None and self._counts()
 
-    # What all ranks agree on.
-
-    def reduced(self, values: list[float], operation: str) -> list[float]:
-        """:func:`reduced`, in the lane, where it cannot overtake an exchange that is under way."""
-        return self.mesh.lane.run(lambda: reduced(values, operation))
-
-    def mean(self, values: list[float]) -> list[float]:
-        """Their means over the same ranks."""
-        *sums, ranks = self.reduced([*values, 1.0], "sum")
-        return [value / ranks for value in sums]
-
     def all_agree(self, value: object) -> bool:
-        """Whether all ranks that share a sequence pass the same."""
-        # 24 bits are exact in any floating type used here.
-        digest = zlib.crc32(repr(value).encode()) & 0xFFFFFF
-        lowest, highest = self.reduced([digest, -digest], "min")
+        """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
+        if self.mesh is None:
+            return True
+        digest = zlib.crc32(repr(value).encode())
+        lowest, highest = reduced([digest, -digest], "min")
         return lowest == -highest
-
-    def _all_see(self, value: object) -> bool:
-        """:meth:`all_agree`, without waiting for a device; a rank that stands for many has nobody to ask."""
-        return self.mesh is None or _agree_on_the_host(value)
 
     # What travels.
 
@@ -177,25 +163,28 @@ class Engine:
         )
 
 
-def _agree_on_the_host(value: object) -> bool:
-    """Whether all ranks that share a sequence pass the same, by xDiT's own group for values of the host."""
-    from xfuser.core.distributed import get_sp_group
-
-    digest = zlib.crc32(repr(value).encode())
-    found = torch.tensor([digest, -digest])
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=get_sp_group().cpu_group)
-    return found[0].item() == -found[1].item()
-
-
 def reduced(values: list[float], operation: str) -> list[float]:
     """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
-    decide alike too. All of these ranks must call this."""
+    decide alike too. All of these ranks must call this.
+
+    It goes by xDiT's group for values of the host, which is gloo's: no device is waited for, and an exchange that is
+    under way is not in its way.
+    """
     from xfuser.core.distributed import get_sp_group
 
-    group, device = get_sp_group().device_group, compute_device()
-    own = torch.tensor(values, dtype=devices.of(device.type).reduces_in)
-    own = own if dist.get_backend(group) == dist.Backend.GLOO else own.to(device)
-    return functional.wait_tensor(functional.all_reduce(own, operation, group)).tolist()
+    group, found = get_sp_group().cpu_group, torch.tensor(values, dtype=torch.float64)
+    with roll_call.naming_the_lost(group, "agreement"):
+        dist.all_reduce(found, _OPERATIONS[operation], group=group)
+    return found.tolist()
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def mean(values: list[float]) -> list[float]:
+    """Their means over the same ranks."""
+    *sums, ranks = reduced([*values, 1.0], "sum")
+    return [value / ranks for value in sums]
 
 
 _NONE = Engine()

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import findings
-from xfuser_cocodiff.choice import planned_mesh
 from xfuser_cocodiff.config import CocoDiffConfig
 from xfuser_cocodiff.findings import Findings
+from xfuser_cocodiff.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.options import EXACT
+from xfuser_cocodiff.planned import planned_mesh
 from xfuser_cocodiff.runtime import Runtime
 from xfuser_cocodiff.slow_way import SlowWay
 from xfuser_cocodiff.virtual import VirtualRanks
@@ -144,7 +145,7 @@ def engine_over(
 
 def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any]:
     """What findings are of, beside the ranks: the same on all of them."""
-    emulated = json.loads(os.environ.get("COCODIFF_CLUSTER", "{}"))
+    emulated = json.loads(os.environ.get(CLUSTER_VARIABLE, "{}"))
     return {
         "topology": str(config.topology),
         "degree": config.topology.size,
@@ -164,7 +165,7 @@ def _version(name: str) -> str | None:
 
 def _rank() -> dict[str, Any]:
     device = compute_device()
-    name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else machine.machine()
+    name = torch.get_device_module(device).get_device_name() if device != devices.CPU else machine.machine()
     return {"host": machine.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
 
 
@@ -179,7 +180,7 @@ def _runtime_over(engine: Engine) -> Runtime | None:
         return None
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
     _tell(config, ", ".join(moving[dim] for dim in way.slow_dims))
-    return _runtime(config, way, lambda values: engine.reduced(values, "max"), None)
+    return _runtime(config, way, functools.partial(reduced, operation="max"), None)
 
 
 def _lead_through_usp(pipeline: Any) -> None:

@@ -14,9 +14,10 @@ from statistics import median
 import torch
 
 from xfuser_cocodiff import device as devices
-from xfuser_cocodiff.choice import EFFORTS, Planned, trial_seconds, tried
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan
+from xfuser_cocodiff.plan_trial import EFFORTS, trial_seconds, tried
+from xfuser_cocodiff.planned import Planned
 from xfuser_cocodiff.schedule import Allowance, Trial
 
 _ERROR = 1.5
@@ -127,7 +128,7 @@ class Trials:
         began = time.perf_counter()
         costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
         reports = [trial.report() for trial in trials]
-        estimates = [[_ERROR * trial_seconds(mesh.choose, size, effort) for effort in EFFORTS] for mesh, size in plans]
+        estimates = [_estimates(mesh, size) for mesh, size in plans]
         agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *chain(*reports), *chain(*estimates)]))
         step, cost = next(agreed), next(agreed)
         self.allowance.learn(step, self._steps, cost)
@@ -156,7 +157,8 @@ class Trials:
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
         plans, group = mesh.choose, mesh.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
-        plans.settled[size] = mesh.lane.run(lambda: tried(mesh, plans, size, effort, group, self._device))
+        found = mesh.lane.run(lambda: tried(mesh, plans.contenders(size), size, effort, group, self._device))
+        plans.settled[size] = found
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do what finds something, and count its time."""
@@ -165,3 +167,9 @@ class Trials:
         self._own_seconds += time.perf_counter() - began
         self._asks = True
         self._found()
+
+
+def _estimates(mesh: Mesh, size: int) -> list[float]:
+    """Seconds that a trial of a size may take, by effort."""
+    plans = mesh.choose
+    return [_ERROR * trial_seconds(plans.profile, plans.contenders(size), size, effort) for effort in EFFORTS]

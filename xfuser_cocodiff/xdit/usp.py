@@ -17,7 +17,8 @@ from xfuser_cocodiff.lane import Handle
 from xfuser_cocodiff.memory import Share
 from xfuser_cocodiff.part import WHOLE, Part
 from xfuser_cocodiff.schedule import GROUP_COUNTS, Schedule, Trial
-from xfuser_cocodiff.xdit.engine import Engine, active
+from xfuser_cocodiff.xdit.engine import Engine, active, reduced
+from xfuser_cocodiff.xdit.layers import Kind
 from xfuser_cocodiff.xdit.log import note
 from xfuser_cocodiff.xdit.patch import Patch
 from xfuser_cocodiff.xdit.platform import compute_device
@@ -119,10 +120,9 @@ def _attention(
     mesh, layer = engine.mesh, engine.layers.current
     kind = layer.call.kind if layer else None
     share = _share(query, key, value, given.joint_query)
-    if layer:
+    if kind:
         kind.share = share
     coding = engine.coding(layer or engine.layers.running(), share)
-    groups = layer.call.schedule.groups if layer else 1
     try:
         usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
         if given.joint_strategy:
@@ -132,26 +132,16 @@ def _attention(
         if under_way:
             under_way.abandon()
         raise
-    if kind and kind.trial is None and (kind.ready or kind.refusal):
-        began, known = time.perf_counter(), engine.known_schedule(kind)
-        heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-        cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-        asked = [] if cached else _counts_in_question(engine, heads)
-        # What an earlier process found fastest, it may have found with another kind of attention.
-        attend, counts = _comparing(attend, [n for n in asked if n == known.groups] if known else asked)
-        compared = ulysses_attention(query, key, value, attend, mesh, 1, layer.name, under_way, coding)
-        same = engine.reduced([float(same) for same in counts.values()], "min") if counts else []
-        equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
-        kind.unequal = tuple(count for count in counts if count not in equal)
-        all_bytes = query.nbytes + key.nbytes + value.nbytes
-        if known and known.groups in (1, *equal):
-            kind.trial = Trial([known])
-        else:
-            kind.trial = _trial(engine, kind.ready, equal, lambda: mesh.ahead(value.nbytes, all_bytes))
-        if counts:
-            engine.trials.spend(time.perf_counter() - began)
-        return compared
-    return ulysses_attention(query, key, value, attend, mesh, groups, layer.name if layer else "", under_way, coding)
+    name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
+    if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
+        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, coding)
+    cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
+    heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
+    comparing = _Comparing(attend, [] if cached else _counts_in_question(engine, kind, heads))
+    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, coding)
+    sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
+    _settle(kind, engine, comparing, lambda: mesh.ahead(*sizes))
+    return result
 
 
 def _attend(given: _Given) -> Attend:
@@ -189,28 +179,61 @@ def _attend(given: _Given) -> Attend:
     return attend
 
 
-def _counts_in_question(engine: Engine, heads: list[int]) -> list[int]:
+def _counts_in_question(engine: Engine, kind: Kind, heads: list[int]) -> list[int]:
     """Numbers of head groups that may be used if they change no bit; by what is the same on every rank."""
     wanted = engine.overlap.head_groups
     if engine.runtime or (wanted is None and devices.of(compute_device().type).queues):
         return []
     counts = GROUP_COUNTS[1:] if wanted is None else [wanted] if wanted > 1 else []
-    return [count for count in counts if all(number % count == 0 for number in heads)]
+    known = engine.known_schedule(kind)
+    # What an earlier process found fastest, it may have found with another kind of attention.
+    return [n for n in counts if all(number % n == 0 for number in heads) and (known is None or n == known.groups)]
 
 
-def _comparing(attend: Attend, counts: list[int]) -> tuple[Attend, dict[int, bool]]:
-    """Attention that also finds out by which numbers of groups its heads can be cut without changing a bit of it."""
-    same = dict.fromkeys(counts, False)
+class _Comparing:
+    """Attention that also finds out by which numbers of groups its heads can be cut without changing a bit of it.
 
-    def comparing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
-        result = attend(query, key, value, WHOLE)
-        for count in same:
+    Args:
+        attend: the attention.
+        counts: the numbers of groups.
+    """
+
+    def __init__(self, attend: Attend, counts: list[int]) -> None:
+        self._attend = attend
+        self.same = dict.fromkeys(counts, False)
+        """Whether no bit changes, on this rank, by number of groups."""
+        self.seconds = 0.0
+        """That comparing took."""
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+        result, began = self._attend(query, key, value, WHOLE), time.perf_counter()
+        for count in self.same:
             parts = [Part(index, count) for index in range(count)]
-            cut = [attend(*(part.of(each, HEADS) for each in (query, key, value)), part) for part in parts]
-            same[count] = torch.equal(torch.cat(cut, HEADS), result)
+            cut = [self._attend(*(part.of(each, HEADS) for each in (query, key, value)), part) for part in parts]
+            self.same[count] = torch.equal(torch.cat(cut, HEADS), result)
+        self.seconds += time.perf_counter() - began
         return result
 
-    return comparing, same
+
+def _settle(kind: Kind, engine: Engine, comparing: _Comparing, ahead: Callable[[], bool]) -> None:
+    """Settle which schedules a kind of layer may run by, once its heads were cut and compared. All ranks do it alike.
+
+    Args:
+        kind: of layer.
+        engine: whose ranks agree.
+        comparing: what this one has found.
+        ahead: see :func:`_trial`.
+    """
+    began, counts, known = time.perf_counter(), list(comparing.same), engine.known_schedule(kind)
+    same = reduced([float(same) for same in comparing.same.values()], "min") if counts else []
+    equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
+    kind.unequal = tuple(count for count in counts if count not in equal)
+    if known and known.groups in (1, *equal):
+        kind.trial = Trial([known])
+    else:
+        kind.trial = _trial(engine, kind.ready, equal, ahead)
+    if counts:
+        engine.trials.spend(comparing.seconds + time.perf_counter() - began)
 
 
 def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
@@ -239,9 +262,8 @@ def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[],
     schedules = [Schedule(v_first, count) for count in counts]
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
-    if (
-        len(schedules) > 1 and devices.of(compute_device().type).queues
-    ):  # where the host does not see how long things take
+    is_timed = not devices.of(compute_device().type).queues  # else the host does not see how long a layer takes
+    if len(schedules) > 1 and not is_timed:
         schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
     return Trial(schedules)
 
