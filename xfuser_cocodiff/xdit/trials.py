@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain, islice
 from statistics import median
+from typing import cast
 
 import torch
 
 from xfuser_cocodiff import device as devices
-from xfuser_cocodiff.choice import EFFORTS, Planned, trial_seconds, tried
+from xfuser_cocodiff.choice import EFFORTS, Planned, Plans, trial_seconds, tried
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.schedule import Allowance, Trial
@@ -66,7 +67,7 @@ class Trials:
     @property
     def _open_plans(self) -> list[tuple[Mesh, int]]:
         """Meshes and sizes, of which a plan may still be tried."""
-        return [(mesh, size) for mesh in self._planned.meshes for size in mesh.choose.open]
+        return [(mesh, size) for mesh in self._planned.meshes for size in _plans_of(mesh).open]
 
     @property
     def settled(self) -> bool:
@@ -127,7 +128,9 @@ class Trials:
         began = time.perf_counter()
         costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
         reports = [trial.report() for trial in trials]
-        estimates = [[_ERROR * trial_seconds(mesh.choose, size, effort) for effort in EFFORTS] for mesh, size in plans]
+        estimates = [
+            [_ERROR * trial_seconds(_plans_of(mesh), size, effort) for effort in EFFORTS] for mesh, size in plans
+        ]
         agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *chain(*reports), *chain(*estimates)]))
         step, cost = next(agreed), next(agreed)
         self.allowance.learn(step, self._steps, cost)
@@ -150,11 +153,11 @@ class Trials:
                 self._do(partial(self._try, mesh, size, effort))
                 return
             if self.allowance.whole is not None and min(seconds) > self.allowance.whole:
-                mesh.choose.leave(size)
+                _plans_of(mesh).leave(size)
                 self._asks = True
 
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
-        plans, group = mesh.choose, mesh.groups[Plan.flat(mesh.topology).stages[0]]
+        plans, group = _plans_of(mesh), mesh.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
         plans.settled[size] = mesh.lane.run(lambda: tried(mesh, plans, size, effort, group, self._device))
 
@@ -165,3 +168,8 @@ class Trials:
         self._own_seconds += time.perf_counter() - began
         self._asks = True
         self._found()
+
+
+def _plans_of(mesh: Mesh) -> Plans:
+    """Those of a mesh whose plans are tried."""
+    return cast(Plans, mesh.choose)
