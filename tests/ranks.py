@@ -1,4 +1,8 @@
-"""Real gloo ranks for tests: forked from a server that has torch and xDiT loaded, met over a file, one thread each."""
+"""Real gloo ranks for tests: forked from a server that has all imports done, met over a file, one thread each.
+
+A test has ranks of its own, and may leave whatever it likes behind in them: patches, groups, runtime states, variables.
+What is the same for all of them, and takes seconds, is done before the fork (`tests/warm.py`).
+"""
 
 import multiprocessing
 import os
@@ -7,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "xfuser", "xfuser.model_executor.layers.usp", "tests.ranks"])
+_context.set_forkserver_preload(["tests.warm"])
 
 TIMEOUT = 600
 """Seconds after which a hanging case is broken off: a guard against deadlock, not a bound on speed."""
@@ -43,10 +48,12 @@ def outcomes(
     env: dict[str, str] | None = None,
     anew: bool = False,
     hosted: bool = False,
+    lost: int | None = None,
 ) -> list[Any]:
     """As :func:`run`, with the exceptions of ranks in the place of their results.
 
-    Ranks that are `hosted` meet at a store inside rank 0, which goes with it, as mpiexec and the like have it.
+    Ranks that are `hosted` meet at a store inside rank 0, which goes with it, as mpiexec and the like have it. A rank
+    that is `lost` on purpose is not waited for: it ends with the others.
     """
     context = multiprocessing.get_context("spawn") if anew else _context
     env = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if hosted else env
@@ -58,7 +65,7 @@ def outcomes(
         for process in processes:
             process.start()
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
-        _wait(processes, results)
+        _wait([pair for rank, pair in enumerate(zip(processes, results, strict=True)) if rank != lost])
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
@@ -74,17 +81,16 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait(processes: list, results: list[Path]) -> None:
-    """Wait for all ranks; when one has failed, the others have a moment to fail as well."""
+def _wait(ranks: list[tuple[Any, Path]]) -> None:
+    """Wait for processes that leave results; when one has failed, the others have a moment to fail as well."""
     deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-        for process in processes:
-            process.join(0.05)
-        if deadline > time.monotonic() + GRACE and any(
-            not process.is_alive() and isinstance(_read(file, process), Exception)
-            for file, process in zip(results, processes, strict=True)
-        ):
-            deadline = time.monotonic() + GRACE
+    running = {process.sentinel: (process, result) for process, result in ranks}
+    while running and (left := deadline - time.monotonic()) > 0:
+        for ended in wait(list(running), left):
+            process, result = running.pop(ended)
+            process.join()
+            if isinstance(_read(result, process), Exception):
+                deadline = min(deadline, time.monotonic() + GRACE)
 
 
 def _read(file: Path, process: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow, slow_but
 from tests.test_pipelines import MODELS, Run
 from xfuser_cocodiff.memory import Need
 
@@ -90,7 +91,7 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
     return found, stock
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
 def test_more_bytes_are_nearer_to_stock(model: str) -> None:
     (first, stock), *others = ranks.run(approximate, 4, model)
     for other, latents in others:  # in SD3.5 each rank has a part of the picture, else all see the same one
@@ -189,9 +190,9 @@ DBCACHE = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "scm_policy": None, "r
     ("model", "method", "config"),
     [
         ("FLUX.1-dev", "teacache", {"residual_diff_threshold": 0.3}),
-        ("FLUX.2-dev", "fbcache", {"residual_diff_threshold": 0.1}),
-        ("FLUX.1-dev", "dbcache", DBCACHE),
-        ("SD3.5", "dbcache", DBCACHE),
+        slow("FLUX.2-dev", "fbcache", {"residual_diff_threshold": 0.1}),
+        slow("FLUX.1-dev", "dbcache", DBCACHE),
+        slow("SD3.5", "dbcache", DBCACHE),
     ],
 )
 def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict) -> None:
@@ -216,7 +217,7 @@ def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch
     return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
 
 
-@pytest.mark.parametrize("model", ["FLUX.1-dev", "FLUX.2-dev"])
+@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], ["FLUX.1-dev", "FLUX.2-dev"]))
 def test_one_rank_can_stand_for_many(model: str) -> None:
     """As near to stock, for as many bytes; test_coding has the exchange alone, bit for bit.
 

@@ -195,6 +195,7 @@ def test_a_cell_that_says_it_finished_and_left_nothing(tmp_path: Path) -> None:
     assert states == {"nodes-1/probe": "failed", "nodes-1/a2a": "missing"}
 
 
+@pytest.mark.slow  # above, stand-ins do what is done here
 def test_real_ranks(hub: Path, tmp_path: Path) -> None:
     """Two nodes of two gloo ranks, a small model, real commands: what the quick stand-in takes for granted."""
     job = Job(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import slow_but
 from xfuser_cocodiff.bench import cluster, links, namespaces
 from xfuser_cocodiff.bench.links import Cluster, Link
 from xfuser_cocodiff.bench.presets import PRESETS
@@ -290,13 +291,14 @@ print(sorted(os.listdir("/sys/class/net")))
     assert sorted(output) == [f"[{rank}] ['eth0', 'lo']" for rank in range(4)]
 
 
+@pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
     "options",
     [
         ["--preset", "aurora", "--scale", "0.3"],
-        ["--topology", "node=2,tile=2", "--rates", "tile=50,node=1"],
-        ["--topology", "flat=3", "--rates", "flat=10"],
+        pytest.param(["--topology", "node=2,tile=2", "--rates", "tile=50,node=1"], marks=pytest.mark.slow),
+        pytest.param(["--topology", "flat=3", "--rates", "flat=10"], marks=pytest.mark.slow),
     ],
     ids=["aurora", "two levels", "flat"],
 )
@@ -322,6 +324,7 @@ def test_a_check_that_fails_is_no_success() -> None:
     assert "ran" not in done.stdout
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_a_rank_can_reshape_its_links() -> None:
     program = """
@@ -342,6 +345,7 @@ for scale in (0.25, 1.5):
         assert fast == pytest.approx([1.5 * asked] * 4, rel=0.15)
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_a_message_takes_as_long_as_its_bytes() -> None:
     """Nothing is free: 16 KiB at 4 Mbit/s are 33 ms, also after a rest and on a connection that knows its way."""
@@ -368,6 +372,7 @@ else:
     assert min(float(line.split()[1]) for line in output) > 0.85 * (8 << 14) / 4e6
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_ranks_have_equal_shares_of_a_link() -> None:
     """Four connections to rank 1 get together what the one to rank 2 gets."""
@@ -471,7 +476,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_stopped_launcher_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
     launcher = start(TWO_RANKS, WAITING, tmp_path)
     found = pids(tmp_path, 3)
@@ -515,6 +520,7 @@ def test_a_reader_that_goes_away_stops_the_ranks() -> None:
     assert left_by(launcher) == []
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_two_clusters_side_by_side(tmp_path: Path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
@@ -542,6 +548,7 @@ def interfaces() -> str:
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_interfaces_of_the_host_stay_as_they_are(tmp_path: Path) -> None:
     before = interfaces()

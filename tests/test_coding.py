@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.quick import in_turn, slow_but
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention import ulysses_attention
@@ -133,8 +134,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("v_first", [False, True], ids=["together", "V first"])
-@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o", "v_first"),
+    in_turn(CASES, [True, False]),
+    ids=str,
+)
 def test_far_ranks_get_what_a_codec_of_their_own_would_give(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool
 ) -> None:
@@ -160,7 +164,9 @@ def carry_by_triton(rank: int, *case: object) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's interpreter is off where there is a GPU")
-@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), [CASES[2], CASES[5]], ids=str)
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o"), slow_but([CASES[2]], [CASES[2], CASES[5]]), ids=str
+)
 def test_kernels_of_triton_code_what_lies_among_other_values(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:
@@ -277,7 +283,9 @@ def really(rank: int, topology: str, slow: tuple[str, ...], codec: Codec, codec_
 SEGMENTS = [24, 16]
 
 
-@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o"), slow_but([CASES[2], CASES[3], CASES[4]], CASES), ids=str
+)
 def test_virtual_ranks_get_what_real_ones_get(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:

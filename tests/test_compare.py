@@ -15,10 +15,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.quick import slow_but
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.bench import child, compare, report
 from xfuser_cocodiff.models import flux1
 from xfuser_cocodiff.xdit import command
+
+SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
+"""And the exit status that they lead to."""
 
 
 def test_options_are_read_in_every_spelling() -> None:
@@ -98,6 +102,26 @@ def script(tmp_path: Path) -> Callable[..., list[str]]:
     return line
 
 
+@pytest.fixture
+def launcher(tmp_path: Path) -> str:
+    """A command line that starts so many ranks at once, as mpiexec does, and says how many there were."""
+    file = tmp_path / "launch.py"
+    file.write_text(
+        "import os, subprocess, sys\n"
+        "count, program = int(sys.argv[1]), sys.argv[2:]\n"
+        "ranks = [subprocess.Popen(program, env={**os.environ, 'RANK': str(rank)}) for rank in range(count)]\n"
+        "print('launched', count)\n"
+        "sys.exit(max(rank.wait() for rank in ranks))\n"
+    )
+    return f"{sys.executable} '{file}' {{ranks}}"
+
+
+@pytest.fixture
+def quick_script(script: Callable[..., list[str]], launcher: str) -> Callable[..., list[str]]:
+    """The same, started without torchrun, which takes seconds to import."""
+    return lambda *arguments, **more: ["compare", "--launcher", launcher, *script(*arguments, **more)[1:]]
+
+
 def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp_path: Path, capsys) -> None:
     line = script(repeats=2)
     assert cli.main([*line[:1], "--json", str(tmp_path / "copy.json"), *line[1:]]) == 0
@@ -113,8 +137,8 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
     assert "stock 1: run 1" in said
 
 
-def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, capsys) -> None:
-    line = script()
+def test_a_trace_holds_all_ranks_on_one_clock(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    line = quick_script()
     assert cli.main([line[0], "--trace", *line[1:]]) == 0
     said = capsys.readouterr().out
     for side in ("stock", "exact"):
@@ -133,22 +157,8 @@ def test_a_trace_holds_all_ranks_on_one_clock(script: Callable, tmp_path: Path, 
     ]
 
 
-def test_not_bit_equal_is_status_1(script: Callable) -> None:
-    assert cli.main(script("--differ")) == 1
-
-
-@pytest.fixture
-def launcher(tmp_path: Path) -> str:
-    """A command line that starts so many ranks at once, as mpiexec does, and says how many there were."""
-    file = tmp_path / "launch.py"
-    file.write_text(
-        "import os, subprocess, sys\n"
-        "count, program = int(sys.argv[1]), sys.argv[2:]\n"
-        "ranks = [subprocess.Popen(program, env={**os.environ, 'RANK': str(rank)}) for rank in range(count)]\n"
-        "print('launched', count)\n"
-        "sys.exit(max(rank.wait() for rank in ranks))\n"
-    )
-    return f"{sys.executable} '{file}' {{ranks}}"
+def test_not_bit_equal_is_status_1(quick_script: Callable) -> None:
+    assert cli.main(quick_script("--differ")) == 1
 
 
 def test_another_launcher_starts_the_ranks(script: Callable, launcher: str, tmp_path: Path) -> None:
@@ -183,9 +193,9 @@ def test_stock_is_taken_from_an_earlier_comparison(
     assert "nowhere is no folder of a comparison" in capsys.readouterr().err
 
 
-def test_a_side_that_is_finished_is_kept_when_the_other_fails(script: Callable, tmp_path: Path, capsys) -> None:
+def test_a_side_that_is_finished_is_kept_when_the_other_fails(quick_script: Callable, tmp_path: Path, capsys) -> None:
     """It goes on in the same folder, and the side that failed is the one that is launched."""
-    failing, whole = script("--fail-plugin", repeats=2), script(repeats=2)
+    failing, whole = quick_script("--fail-plugin", repeats=2), quick_script(repeats=2)
     kept = f"stock's side is finished and kept: add --stock {tmp_path / 'out'} to go on with it"
     assert cli.main(failing) == 2
     said = capsys.readouterr()
@@ -194,7 +204,7 @@ def test_a_side_that_is_finished_is_kept_when_the_other_fails(script: Callable, 
     assert cli.main([whole[0], "--stock", str(tmp_path / "out"), *whole[1:]]) == 2
     assert "is no folder of a comparison whose stock side is finished" in capsys.readouterr().err
 
-    once = script("--fail-plugin")
+    once = quick_script("--fail-plugin")
     assert cli.main(once) == 2
     assert kept in capsys.readouterr().out.replace("\n", "")
     assert not (tmp_path / "out/report.json").exists()
@@ -211,18 +221,18 @@ def test_a_side_that_is_finished_is_kept_when_the_other_fails(script: Callable, 
     assert kept not in capsys.readouterr().out
 
 
-def test_stock_of_other_versions_is_not_taken(script: Callable, tmp_path: Path, capsys) -> None:
-    assert cli.main(script()) == 0
+def test_stock_of_other_versions_is_not_taken(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    assert cli.main(quick_script()) == 0
     file = tmp_path / "out/records/stock.json"
     manifest = json.loads(file.read_text())
     manifest["host"]["torch"] = "2.0.0"
     file.write_text(json.dumps(manifest))
-    line = script()
+    line = quick_script()
     assert cli.main([line[0], "--stock", str(tmp_path / "out"), *line[1:]]) == 2
     assert "ran with torch 2.0.0; valid here is xfuser 0.7" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("how", "status"), slow_but([(signal.SIGTERM, 143)], SIGNALS))
 def test_a_side_that_is_finished_is_kept_when_the_other_is_interrupted(
     script: Callable, tmp_path: Path, how: signal.Signals, status: int
 ) -> None:
@@ -247,12 +257,12 @@ def test_a_failed_launch_is_status_2_and_says_why(script: Callable, capsys) -> N
     assert 'raise ValueError("no such scheduler")' in said
 
 
-def test_a_launch_without_records_is_status_2(script: Callable, capsys) -> None:
-    assert cli.main(script("--silent")) == 2
+def test_a_launch_without_records_is_status_2(quick_script: Callable, capsys) -> None:
+    assert cli.main(quick_script("--silent")) == 2
     assert "no rank recorded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("how", "status"), slow_but([(signal.SIGINT, 130)], SIGNALS))
 def test_an_interrupt_stops_every_process(script: Callable, tmp_path: Path, how: signal.Signals, status: int) -> None:
     # Shells start what runs in the background with SIGINT ignored, and tests may run there.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -302,8 +312,8 @@ def test_xdits_arguments_without_dashes_are_pointed_out(capsys) -> None:
     assert "-- <xdit arguments" in capsys.readouterr().err
 
 
-def test_degree_one_works_and_says_so(script: Callable, capsys) -> None:
-    line = script()
+def test_degree_one_works_and_says_so(quick_script: Callable, capsys) -> None:
+    line = quick_script()
     assert cli.main([*line[:-1], "1"]) == 0
     said = capsys.readouterr().out
     assert "there is nothing to move" in said

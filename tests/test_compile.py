@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow
 from tests.test_overlap import start
 from tests.test_pipelines import MODELS
 from tests.test_planner import profile_of
@@ -71,9 +72,9 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
 @pytest.mark.parametrize(
     ("degree", "dynamic", "record", "configs"),
     [
-        (4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",)]),
-        (4, True, False, [AUTO, BY_PROFILE, ("hierarchical:node,gpu/2",)]),
-        (2, None, False, [BY_PROFILE, ("flat*",)]),
+        slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",)]),
+        slow(4, True, False, [AUTO, BY_PROFILE, ("hierarchical:node,gpu/2",)]),
+        slow(2, None, False, [BY_PROFILE, ("flat*",)]),
         (2, True, True, [AUTO, BALANCED, ("flat",)]),
     ],
 )
@@ -86,6 +87,7 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
         check(ranks.run(compile_both, degree, configs, "aot_eager", dynamic, folder if record else None))
 
 
+@pytest.mark.slow  # traced, the same is tested above
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

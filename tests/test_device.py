@@ -13,6 +13,7 @@ import torch
 
 from tests import ranks
 from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
+from tests.quick import in_turn, pairwise
 from xfuser_cocodiff import codec as codecs
 from xfuser_cocodiff import quantise, roll_call
 from xfuser_cocodiff.attention import ulysses_attention
@@ -121,9 +122,7 @@ def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
                 wire.squeeze(way)
 
 
-@pytest.mark.parametrize("fused", BOTH, ids=["", "fused"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("slow", ["node", "all"])
+@pytest.mark.parametrize(("slow", "codec", "fused"), pairwise(itertools.product(["node", "all"], CODECS, BOTH)))
 def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
     ranks.run(coded, 1, slow, CODECS[codec], fused)
 
@@ -261,9 +260,7 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
         return kernels, made.launched.total() - kernels
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5], ids=["all tokens", "by drift"])
-@pytest.mark.parametrize("v_first", BOTH, ids=["together", "V first"])
-@pytest.mark.parametrize("slow", ["node", "all"])
+@pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(["node", "all"], BOTH, [1.0, 0.5])))
 def test_a_coded_layer_takes_few_launches(slow: str, v_first: bool, share: float) -> None:
     [(kernels, others)] = ranks.run(launches, 1, slow, v_first, share)
     assert kernels == 8 + (share < 1)  # an encoder and a decoder for each tensor, and the scores of V
@@ -297,8 +294,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
     return found
 
 
-@pytest.mark.parametrize("heads", [24, 40])
-@pytest.mark.parametrize("video", TOKENS)
+@pytest.mark.parametrize(("video", "heads"), in_turn([(video,) for video in TOKENS], [24, 40]))
 def test_grids_of_long_videos_lie_within_cudas_limits(video: str, heads: int) -> None:
     [found] = ranks.run(grids, 1, TOKENS[video], heads)
     assert {name for name, _ in found} == {f"_{name}_kernel" for name in ("scores", "encode", "decode", "move")}

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import ranks
+from tests.quick import slow_but
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
 from xfuser_cocodiff.plan import Plan, candidates
@@ -83,7 +84,7 @@ def test_reshard_equals_its_definition(world: tuple, dtype: torch.dtype, data: s
     ranks.run(check_reshard, size, sizes, chosen, shapes, dtype)
 
 
-@pytest.mark.parametrize("sizes", [[2, 2, 2], [2, 3, 2]], ids=str)
+@pytest.mark.parametrize("sizes", slow_but([[2, 2, 2]], [[2, 2, 2], [2, 3, 2]]), ids=str)
 def test_every_plan_reshards_alike(sizes: list[int]) -> None:
     size = math.prod(sizes)
     ranks.run(check_reshard, size, sizes, [], [(2, size, 2 * size, 3), (2, 2 * size, size, 1)], torch.bfloat16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow
 from tests.test_overlap import odd_by_heads, start
 from tests.test_planner import profile_of
 from xfuser_cocodiff import findings
@@ -125,7 +126,7 @@ def run_once(
     return sorted(str(kind.trial.chosen) for kind in engine.layers.kinds), [len(tried), len(probed)]
 
 
-@pytest.mark.parametrize(("mode", "topology"), [("exact", "flat"), ("exact", "2x1"), ("balanced", "2x1")])
+@pytest.mark.parametrize(("mode", "topology"), [slow("exact", "flat"), slow("exact", "2x1"), ("balanced", "2x1")])
 def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str, topology: str) -> None:
     first = ranks.run(run_once, 2, str(tmp_path), mode, topology)
     assert first[0] == first[1]

@@ -3,10 +3,12 @@
 import argparse
 import os
 import time
+from unittest import mock
 
 import pytest
 
 from tests import ranks
+from tests.quick import in_turn
 
 
 def parse(arguments: list[str], runner: bool) -> object:
@@ -60,21 +62,27 @@ def settings_of(rank: int, arguments: list[str], environments: list[dict[str, st
     return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}|{config.detected}"
 
 
+def settings_in_turn(rank: int, cases: list[tuple], runner: bool) -> list[str]:
+    """Settings of one case after the other, each with its own variables."""
+    found = []
+    for arguments, environment, _ in cases:
+        with mock.patch.dict(os.environ):
+            found.append(settings_of(rank, ["--ulysses_degree", "4", *arguments], [environment], runner))
+    return found
+
+
 @pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
-@pytest.mark.parametrize(
-    ("arguments", "environment", "expected"),
-    [
+def test_settings_reach_every_rank(runner: bool) -> None:
+    cases = [
         ([], {}, "none"),
         (["--use_cocodiff"], {}, "flat|None|exact|True"),
         (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|exact|False"),
         (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
         (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced|True"),
         ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|exact|False"),
-    ],
-)
-def test_settings_reach_every_rank(runner: bool, arguments: list, environment: dict, expected: str) -> None:
-    arguments = ["--ulysses_degree", "4", *arguments]
-    assert ranks.run(settings_of, 4, arguments, [environment], runner) == [expected] * 4
+    ]
+    expected = [expected for *_, expected in cases]
+    assert ranks.run(settings_in_turn, 4, cases, runner) == [expected] * 4
 
 
 def start_engine(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> str:
@@ -102,24 +110,24 @@ def assert_all_say(results: list, *words: str) -> None:
 ENABLED, BAD = {"COCODIFF_ENABLE": "1"}, {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "ring"}
 
 
-@pytest.mark.parametrize("hosted", [True, False], ids=["rank 0 hosts the store", "nobody does"])
-@pytest.mark.parametrize(
-    ("environments", "words"),
-    [
-        ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"]),
-        ([BAD, ENABLED, ENABLED], ["on rank 0: COCODIFF_A2A: 'ring'"]),
-        ([BAD, {}, {}], ["on rank 0: COCODIFF_A2A: 'ring'"]),
-        ([ENABLED, ENABLED, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
-        ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
-        ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"]),
-        ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"]),
-        ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE='si' is not valid; valid are 1, true"]),
-        (
-            [ENABLED, {**ENABLED, "COCODIFF_A2A": "flat"}, ENABLED],
-            ["differ between ranks: --cocodiff_a2a: ranks 0, 2: not given; rank 1: 'flat'"],
-        ),
-    ],
-)
+WRONG = [
+    ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"]),
+    ([BAD, ENABLED, ENABLED], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+    ([BAD, {}, {}], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+    ([ENABLED, ENABLED, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+    ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+    ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"]),
+    ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"]),
+    ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE='si' is not valid; valid are 1, true"]),
+    (
+        [ENABLED, {**ENABLED, "COCODIFF_A2A": "flat"}, ENABLED],
+        ["differ between ranks: --cocodiff_a2a: ranks 0, 2: not given; rank 1: 'flat'"],
+    ),
+]
+"""What ranks are told, and words of the error."""
+
+
+@pytest.mark.parametrize(("environments", "words", "hosted"), in_turn(WRONG, [True, False]))
 def test_all_ranks_hear_of_what_is_wrong_on_one(environments: list, words: list[str], hosted: bool) -> None:
     arguments = ["--ulysses_degree", "3"]
     assert_all_say(ranks.outcomes(start_engine, 3, arguments, environments, hosted=hosted), *words)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow_but
 from xfuser_cocodiff.bench import inpainting
 from xfuser_cocodiff.models import slices
 from xfuser_cocodiff.xdit.solo import Solo
@@ -67,7 +68,7 @@ def inpaint(rank: int, model: str) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(["Qwen-Image"], MODELS))
 def test_known_pixels_are_kept(model: str) -> None:
     ranks.run(inpaint, 1, model)
 

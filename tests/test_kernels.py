@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import Codec
 from xfuser_cocodiff.kernels import Active, reference
@@ -107,13 +108,14 @@ def same_but_for_scales(case: Case, ours: Pair, theirs: Pair, rows: int, bits: i
         torch.testing.assert_close(ours[1].held, theirs[1].held, rtol=0, atol=0, equal_nan=True)
 
 
-CASES = list(
-    itertools.product((torch.float32, torch.bfloat16, torch.float16), (None, 0, 1), (None, 8, 4, 2, 1), (None, 5))
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "here", "bits", "active", "predictor"),
+    pairwise(itertools.product(DTYPES, (None, 0, 1), (None, 8, 4, 2, 1), (None, 5), (0.0, 0.5))),
+    ids=str,
 )
-
-
-@pytest.mark.parametrize(("dtype", "here", "bits", "active"), CASES, ids=str)
-@pytest.mark.parametrize("predictor", [0.0, 0.5])
 def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor) -> None:
     case = Case(dtype, here)
     known = case.held, case.before if predictor else None, predictor, bits, case.active(active)
@@ -134,8 +136,10 @@ def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor
     assert torch.equal(case.target, landed) and torch.equal(found, landed)
 
 
-@pytest.mark.parametrize("dim", [8, 24, 72, 80, 128])
-@pytest.mark.parametrize("tokens", [1, 7, 65])
+@pytest.mark.parametrize(
+    ("dim", "tokens"),
+    slow_but([(8, 7), (24, 65), (80, 1), (128, 7)], itertools.product([8, 24, 72, 80, 128], [1, 7, 65])),
+)
 def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens) -> None:
     case = Case(torch.float32, 1, dim=dim, tokens=tokens)
     known = case.held, case.before, 0.5, 2, None
@@ -166,8 +170,7 @@ def test_values_land_between_any_strides(fused) -> None:
         assert torch.equal(across[1:], coded.held) and not across[0].any()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("bits", [8, 2, 1])
+@pytest.mark.parametrize(("bits", "bad"), in_turn([(8,), (2,), (1,)], [float("nan"), float("inf"), -float("inf")]))
 def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits) -> None:
     case = Case(torch.float32, None)
     case.values[1, 0, 2, 4, 3] = bad
@@ -179,9 +182,10 @@ def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits
     assert wrong.sum() == 1 and wrong[1, 0, 2, 4]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("here", [None, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "here", "bad"),
+    in_turn(itertools.product([torch.float32, torch.bfloat16], [None, 0]), [float("nan"), float("inf"), -float("inf")]),
+)
 def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, here, dtype) -> None:
     case = Case(dtype, here)
     case.values[1, 0, 2, 4, 3] = bad

@@ -159,10 +159,15 @@ def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
 # The emulated cluster.
 
 
+@pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
     "options",
-    [["--preset", "aurora", "--scale", "0.5"], ["--topology", "4x2", "--preset", "aurora"], ["--preset", "flat"]],
+    [
+        ["--preset", "aurora", "--scale", "0.5"],
+        pytest.param(["--topology", "4x2", "--preset", "aurora"], marks=pytest.mark.slow),
+        pytest.param(["--preset", "flat"], marks=pytest.mark.slow),
+    ],
     ids=["2x2x2", "4x2", "flat"],
 )
 def test_the_emulated_topology_is_found(options: list[str]) -> None:

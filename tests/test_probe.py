@@ -66,6 +66,7 @@ def overlap_with(rank: int, blocking: bool) -> float:
         return probe.Probe(mesh, group, CPU).overlap()
 
 
+@pytest.mark.alone
 def test_the_overlap_that_a_probe_measures() -> None:
     """Collectives that wait for their end, as under CCL_OP_SYNC=1, are told from those that do not."""
     for blocking, low, high in ((False, 0.5, 1.0), (True, 0.0, 0.3)):

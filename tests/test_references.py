@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow_but
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
@@ -165,7 +166,10 @@ def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
 
 @pytest.mark.parametrize(
     ("model", "layers"),
-    [("Flux2", 6), ("Krea2", 2), ("MiniMaxH3", 2), ("Wan", 2), ("HunyuanVideo", 4), ("LTX2", 2), ("ZImage", 4)],
+    slow_but(
+        [("Flux2", 6), ("MiniMaxH3", 2), ("LTX2", 2)],
+        [("Flux2", 6), ("Krea2", 2), ("MiniMaxH3", 2), ("Wan", 2), ("HunyuanVideo", 4), ("LTX2", 2), ("ZImage", 4)],
+    ),
 )
 def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
     for foretold, held, said in ranks.run(foretell, 2, model):

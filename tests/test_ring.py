@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from tests import ranks
+from tests.quick import slow_but
 from tests.test_approximation import STEPS, Approximating, decibels
 from tests.test_pipelines import MODELS, SIZE, Run, moved
 from tests.test_placement import profile
@@ -244,7 +245,9 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # text that is sharded, and text that every rank has
+@pytest.mark.parametrize(
+    "model", slow_but(["SD3.5"], ["FLUX.1-dev", "SD3.5"])
+)  # text that is sharded, and text that every rank has
 def test_pipelines_in_a_ring(model: str) -> None:
     outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
     for (here, qualities), (there, others) in zip(outer, inner, strict=True):
@@ -279,6 +282,7 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     return exact
 
 
+@pytest.mark.slow  # test_flags has the groups, and test_pipelines each without a ring
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_ring_beside(other: str) -> None:

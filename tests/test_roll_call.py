@@ -1,8 +1,8 @@
 """A rank that dies or stops: every other rank says which one it was, and none of them hangs."""
 
+import itertools
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from tests.quick import slow_but
 from xfuser_cocodiff import probe, roll_call
 from xfuser_cocodiff.bench import survey
 from xfuser_cocodiff.collectives import Mesh
@@ -22,9 +23,9 @@ from xfuser_cocodiff.roll_call import LostRankError
 from xfuser_cocodiff.topology import Topology
 
 CULPRIT = 2
-STOPPED_SECONDS = 12
 ABSENT = 0
 """Instead of a signal that ends the rank: it is somewhere else."""
+ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
 
 
 def exchange_until_lost(rank: int, text: str, end: int) -> str:
@@ -52,18 +53,22 @@ def _said(rank: int, end: int, work: Callable[[], object]) -> str:
     for number in range(1000):
         if number == 2 and rank == CULPRIT:
             if end == ABSENT:
-                time.sleep(STOPPED_SECONDS)
-            # A stopped process must not keep the test waiting once the others have given it up.
-            subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SECONDS}; kill -KILL {os.getpid()}"])
+                time.sleep(ranks.TIMEOUT)
             os.kill(os.getpid(), end)
         work()
     return "no error"
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
-@pytest.mark.parametrize("plan", ["flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"])
+@pytest.mark.parametrize(
+    ("plan", "end"),
+    slow_but(
+        [("flat*", signal.SIGKILL), ("hierarchical", signal.SIGSTOP)],
+        itertools.product(["flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"], ENDS),
+    ),
+    ids=ENDS.get,
+)
 def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: int) -> None:
-    results = ranks.outcomes(exchange_until_lost, 4, plan, end)
+    results = ranks.outcomes(exchange_until_lost, 4, plan, end, lost=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, LostRankError), result
@@ -71,7 +76,7 @@ def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: i
 
 
 def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
-    results = ranks.outcomes(exchange_until_lost, 4, "hierarchical", ABSENT)
+    results = ranks.outcomes(exchange_until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
     said = [str(result) for rank, result in enumerate(results) if rank != CULPRIT]
     assert all(isinstance(result, LostRankError) for rank, result in enumerate(results) if rank != CULPRIT), results
     # Who waits for it in the same stage can tell; the others know that nobody is gone.
@@ -79,10 +84,13 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
     assert not any("gone" in text for text in said), said
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
-@pytest.mark.parametrize("case", [probe_until_lost, survey_until_lost])
+@pytest.mark.parametrize(
+    ("case", "end"),
+    slow_but([(survey_until_lost, signal.SIGKILL)], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
+    ids=ENDS.get,
+)
 def test_every_rank_names_the_one_that_was_lost_in_a_probe(case: Callable, end: int) -> None:
-    results = ranks.outcomes(case, 4, end)
+    results = ranks.outcomes(case, 4, end, lost=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, LostRankError), result
@@ -117,9 +125,9 @@ def gather_until_lost(rank: int, method: str, end: int) -> str:
     return _said(rank, end, lambda: getattr(get_sp_group(), method)(tensor))
 
 
-@pytest.mark.parametrize("method", ["all_gather", "broadcast", "all_to_all"])
+@pytest.mark.parametrize("method", slow_but(["all_gather"], ["all_gather", "broadcast", "all_to_all"]))
 def test_every_rank_names_the_one_that_was_lost_in_a_collective_of_xdits(method: str) -> None:
-    results = ranks.outcomes(gather_until_lost, 4, method, signal.SIGKILL)
+    results = ranks.outcomes(gather_until_lost, 4, method, signal.SIGKILL, lost=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, LostRankError), result

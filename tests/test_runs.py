@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests import ranks
+from tests.quick import slow
 from tests.test_engine import config_of
 from tests.test_overlap import start
 from tests.test_runtime import SHARE, held, hold, runtime
@@ -442,7 +443,7 @@ def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tenso
     return [(loops.run(*run), loops.coded if loops.engine.runtime else []) for run in runs]
 
 
-@pytest.mark.parametrize(("branches", "ways"), [(1, WAYS), (2, ("by_hand", "declared"))])
+@pytest.mark.parametrize(("branches", "ways"), [slow(1, WAYS), (2, ("by_hand", "declared"))])
 def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...]) -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", branches), (1, "by_diffusers", branches)])
     fresh = ranks.run(all_loops, 2, "balanced", [(2, "declared", branches)])

@@ -53,6 +53,7 @@ def test_example_script(hub: Path, tmp_path: Path, torchrun: list[str]) -> None:
     assert topology(tmp_path / "variable") == "node=2,gpu=1"
 
 
+@pytest.mark.slow  # test_compare has the command with the flag and without
 def test_xdit_command(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", *ARGUMENTS]
     launch([*xdit, "--master_port=29611"], tmp_path / "stock", **WITHOUT_PLUGIN)

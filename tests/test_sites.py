@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow_but
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4"]}
@@ -91,7 +92,7 @@ def moved(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
     return bool(active().traffic.calls)
 
 
-@pytest.mark.parametrize("degree", TOPOLOGIES)
+@pytest.mark.parametrize("degree", slow_but([2, 4, 6], TOPOLOGIES))
 def test_usp_helpers_equal_stock(degree: int) -> None:
     ranks.run(check_usp, degree, TOPOLOGIES[degree])
 
@@ -118,7 +119,7 @@ def check_yunchang(rank: int, topologies: list[str]) -> None:
             assert not moved(SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
 
 
-@pytest.mark.parametrize("degree", [2, 4, 8])
+@pytest.mark.parametrize("degree", slow_but([4], [2, 4, 8]))
 def test_yunchang_equals_stock(degree: int) -> None:
     ranks.run(check_yunchang, degree, TOPOLOGIES[degree])
 

@@ -5,6 +5,7 @@ with an exchange that is wrong on purpose, and as stock again. Only ranks import
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
 
 
-RUNS = [(model, degree) for model in CASES for degree in WAYS]
+QUICK = [*zip(CASES, itertools.cycle([2, 4])), ("CogVideoX", 8)]
+RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in itertools.product(CASES, WAYS)]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="{0[0]}-{0[1]}".format)

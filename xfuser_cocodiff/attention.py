@@ -8,6 +8,7 @@ Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -63,16 +64,18 @@ def ulysses_attention(
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for part, handle in zip(parts, coming, strict=True):
             received = handle.wait()
-            attended = attend(*received, *(first_value if len(received) == 2 else ()), part)
+            its_query, its_key, its_value = received if len(received) == 3 else (*received, *first_value)
+            attended = attend(its_query, its_key, its_value, part)
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
             going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part, coding))
-        for handle in going:
-            handle.wait()
+        for sending in going:
+            sending.wait()
         return result
     finally:  # after an error, peers still have to get what they were promised
-        for handle in (*coming, *going, *filter(None, [early])):
-            handle.abandon()
+        under_way: list[Handle[Any]] = [*coming, *going, *([early] if early else [])]
+        for one in under_way:
+            one.abandon()
 
 
 def _at_once(

@@ -9,6 +9,7 @@ come later do nothing.
 import os
 import sys
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 _decided = False
 """Whether the plugin has been installed or kept out."""
@@ -17,7 +18,7 @@ _decided = False
 class XDiTWatch:
     """Sits first in sys.meta_path until xDiT is looked for, installs the plugin, and leaves."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] == "xfuser":
             unwatch()
             _install()

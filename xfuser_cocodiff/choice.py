@@ -69,6 +69,8 @@ class Plans:
 
     def contenders(self, size: int) -> list[Plan]:
         """Plans worth a trial for a size; see :func:`contenders`."""
+        if self.profile is None:
+            return []
         if size not in self._contenders:
             self._contenders[size] = contenders(self.profile, size)
         return self._contenders[size]

@@ -57,7 +57,7 @@ class Codec:
         """How many of so many tokens are sent."""
         return math.ceil(self.share * tokens)
 
-    def payload_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of a link for a tensor (L, G, H, T, D), without the choice of tokens."""
         _, groups, heads, tokens, dim = shape
         rows = groups * heads * self.active(tokens)

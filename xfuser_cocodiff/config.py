@@ -198,11 +198,12 @@ def _profile(text: str, topology: Topology, ranks: Ranks) -> Profile:
 
 
 def _schedule(text: str, mode: str) -> str:
-    if mode == EXACT:
+    usual = modes.usual(mode, None)
+    if usual is None:
         raise ValueError(
             f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
         )
-    CodecSchedule.parse(text, modes.usual(mode, None))
+    CodecSchedule.parse(text, usual)
     return text
 
 

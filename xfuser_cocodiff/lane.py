@@ -129,7 +129,12 @@ class Lane:
                 return queue()
 
         future = self._last = self._executor.submit(run)
-        return Handle(name, lambda: self._joined(*future.result(), work), finish, holds)
+
+        def join() -> Any:
+            result, end = future.result()
+            return self._joined(result, end, work)
+
+        return Handle(name, join, finish, holds)
 
     def run(self, work: Callable[[], T]) -> T:
         """Run work when all that was started before is done or queued, and return what it returns."""

@@ -8,8 +8,8 @@ import torch
 class Part(NamedTuple):
     """One of several equal parts of the heads that each rank holds between two exchanges."""
 
-    index: int = 0
-    count: int = 1
+    index: int = 0  # type: ignore[assignment]  # a tuple's own index and count are of no use here
+    count: int = 1  # type: ignore[assignment]
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This part of a dim, as a view."""

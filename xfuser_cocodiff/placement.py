@@ -103,6 +103,7 @@ def settle(
     """
     if ranks.ring == 1:
         return Ground(given or ranks.detected, ranks.detected)
+    assert ranks.detected_whole  # there is a ring
     whole = given if given and given.size == ranks.whole else ranks.detected_whole
     known = profile if profile and profile.topology == whole and given in (None, whole) else None
     if ranks.ulysses == 1:  # nothing moves
@@ -146,7 +147,7 @@ def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> 
     if split.ulysses > 1:
         part = profile.along(split.ulysses_topology(profile.topology))
         for names in ("qkv", "o"):
-            payload = schedule and _coded(names, schedule)
+            payload = _coded(names, schedule) if schedule else None
             total += planner.exchange_seconds(part, len(names) * one, payload)
     if split.ring > 1:
         total += planner.gather_seconds(profile.along(split.ring_topology(profile.topology)), 2 * one)

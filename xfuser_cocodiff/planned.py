@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -52,9 +53,14 @@ class Planned:
         self.mesh.lane.run(self.probe.go_on)
         profile = self.probe.profile
         for mesh in self.meshes if profile else ():
-            mesh.choose.learn(known_of(profile, mesh.lane.device, self.synchronous).along(mesh.topology))
+            plans_of(mesh).learn(known_of(profile, mesh.lane.device, self.synchronous).along(mesh.topology))
         if not self.probe.missing:
             self.known.profile, self.probe = profile, None
+
+
+def plans_of(mesh: Mesh) -> Plans:
+    """Those of a mesh that chooses plans."""
+    return cast(Plans, mesh.choose)
 
 
 def planned_mesh(
@@ -96,7 +102,7 @@ def planned_mesh(
         probe = _begun(Probe(every, group, device, known.samples, ROUNDS if at_once else FEW_ROUNDS), config, at_once)
         if not probe.missing:
             known.profile, probe = probe.profile, None
-    profile = config.profile or known.profile or (probe and probe.profile)
+    profile = config.profile or known.profile or (probe.profile if probe else None)
     profile = profile and known_of(profile, device, config.synchronous)
 
     def choosing(mesh: Mesh) -> Mesh:

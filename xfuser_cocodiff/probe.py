@@ -56,7 +56,9 @@ def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profi
     probe = Probe(mesh, group, device)
     while probe.missing:
         probe.go_on()
-    return probe.profile
+    profile = probe.profile
+    assert profile is not None  # nothing is missing
+    return profile
 
 
 class Probe:
@@ -117,23 +119,29 @@ class Probe:
         only when all is known."""
         if any(piece not in self.found for piece in (*self._stages, COPY, CODEC)):
             return None
-        profile = dataclasses.replace(self._profile(""), overlap=self.found.get(OVERLAP))
+        profile = dataclasses.replace(self._profile(""), overlap=self._speeds.get(OVERLAP))
         if self.missing or not devices.of(self.device.type).sends_directly:
             return profile
         return dataclasses.replace(profile, direct=self._profile(DIRECT))
 
     def _profile(self, kind: str) -> Profile:
         topology = self.mesh.topology
-        axes = [self.found.get(kind + axis.name) for axis in topology.axes]
+        samples = {name: found for name, found in self.found.items() if isinstance(found, tuple)}
+        axes = [samples.get(kind + axis.name) for axis in topology.axes]
         flat = Plan.flat(topology).stages[0]
-        whole = self.found[kind + "+".join(self._axis_names)] if len(flat) > 1 else None
+        whole = samples[kind + "+".join(self._axis_names)] if len(flat) > 1 else None
         launch = _launch_seconds(topology.shape, axes, whole)
         links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
-        profile = Profile(topology, links, launch, self.found[COPY], self.found[CODEC])
+        profile = Profile(topology, links, launch, self._speeds[COPY], self._speeds[CODEC])
         if whole is None:
             return profile
         _, more_bytes, more_seconds = whole
         return dataclasses.replace(profile, contention=more_seconds / stage_cost(profile, flat, more_bytes).wire)
+
+    @property
+    def _speeds(self) -> dict[str, float]:
+        """Of the pieces that are no samples."""
+        return {name: found for name, found in self.found.items() if not isinstance(found, tuple)}
 
     @property
     def _axis_names(self) -> list[str]:

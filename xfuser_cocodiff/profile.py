@@ -85,7 +85,7 @@ class Profile:
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             direct = values["direct"] and cls.from_json(values["direct"])
             overlap = values.get("overlap")  # which profiles of earlier versions lack
-            figures["overlap"] = None if overlap is None else float(overlap)
+            overlap = None if overlap is None else float(overlap)
         except KeyError as error:
             raise ValueError(f"not a profile: {error} is missing") from None
         except TypeError as error:
@@ -100,9 +100,9 @@ class Profile:
         times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a profile: speeds must be positive, and times not negative")
-        if figures["overlap"] is not None and not 0 <= figures["overlap"] <= 1:
-            raise ValueError(f"not a profile: overlap {figures['overlap']} is not valid; valid are shares from 0 to 1")
-        return cls(topology, links, **figures, direct=direct)
+        if overlap is not None and not 0 <= overlap <= 1:
+            raise ValueError(f"not a profile: overlap {overlap} is not valid; valid are shares from 0 to 1")
+        return cls(topology, links, **figures, direct=direct, overlap=overlap)
 
     @classmethod
     def read(cls, file: Path) -> "Profile":

@@ -146,7 +146,12 @@ def attend() -> None:
         listener = threading.Thread(target=_listen, args=(own, rank, _attended), name="roll call", daemon=True)
         listener.start()
         # It must not be inside the store when the interpreter ends, or the process would crash then.
-        atexit.register(lambda: (_leaving.set(), listener.join(1)))
+        atexit.register(_leave, listener)
+
+
+def _leave(listener: threading.Thread) -> None:
+    _leaving.set()
+    listener.join(1)
 
 
 def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | None]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from xfuser_cocodiff import device as devices
 from xfuser_cocodiff import modes
-from xfuser_cocodiff.codec import Loss
+from xfuser_cocodiff.codec import EXACT, Loss
 from xfuser_cocodiff.coding import Account, Coding, Wire
 from xfuser_cocodiff.memory import GIB, Budget, Need, Share
 from xfuser_cocodiff.modes import CodecSchedule
@@ -112,7 +112,7 @@ class Runtime:
         """Why it has understood a layer of this run not."""
         self._way, self.mode, self._changes = way, mode, changes
         self._max_error, self._agreed = max_error, agreed
-        self._states: dict[Hashable, _State] = {}
+        self._states: dict[tuple[Hashable, int], _State] = {}
         self.is_running = False
         self._refreshing = self._mends = False
         self.schedule = self._schedule(None)
@@ -217,7 +217,7 @@ class Runtime:
         if self._refreshing:
             # Where a reference is not finite, its change is not either: what is held now is all that is kept.
             codecs = {
-                name: replace(modes.EXACT, predictor=0.0 if self._mends else codec.predictor)
+                name: replace(EXACT, predictor=0.0 if self._mends else codec.predictor)
                 for name, codec in codecs.items()
             }
         return Coding(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)

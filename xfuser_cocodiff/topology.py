@@ -139,9 +139,9 @@ def _sizes(text: str) -> dict[str, int]:
         pairs = list(zip(AXIS_NAMES, sizes, strict=False))
     else:
         matches = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
-        if not all(matches):
+        pairs = [(match[1], int(match[2])) for match in matches if match]
+        if len(pairs) < len(matches):
             raise ValueError(f"topology {text!r} is not understood; valid are {NOTATION}")
-        pairs = [(match[1], int(match[2])) for match in matches]
     for name, size in pairs:
         if name not in AXIS_NAMES:
             raise ValueError(f"topology {text!r} names the unknown axis {name!r}; known are {', '.join(AXIS_NAMES)}")

@@ -1,7 +1,7 @@
 """Accounting: what moved along which axes, and how long it took."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -45,16 +45,22 @@ class Span:
         """How long of that the caller computed."""
         return max(0.0, self.seconds - self.held_seconds)
 
-    @contextmanager
-    def travels(self) -> Iterator[None]:
+    def travels(self) -> AbstractContextManager[None]:
         """Around the exchange, where it runs; it may have begun before."""
+        return self._travels()
+
+    @contextmanager
+    def _travels(self) -> Iterator[None]:
         with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.exchange"):
             yield
         self.end = time.perf_counter()
 
-    @contextmanager
-    def holds(self) -> Iterator[None]:
+    def holds(self) -> AbstractContextManager[None]:
         """Around the wait for it, where the caller is."""
+        return self._holds()
+
+    @contextmanager
+    def _holds(self) -> Iterator[None]:
         started = time.perf_counter()
         with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.wait"):
             yield
@@ -95,7 +101,7 @@ class Traffic:
         self.calls: Counter[str] = Counter()
         self.spans: list[Span] = []
         """Of each exchange, in the order of their starts, while `timed` and on a CPU."""
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._pending: list[tuple[str, torch.Event, torch.Event]] = []
 
     def count(self, stage: str, ranks: int, buffer: torch.Tensor) -> None:
@@ -168,7 +174,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Forget everything counted."""
-        self.__init__(self.timed)
+        vars(self).update(vars(type(self)(self.timed)))
 
 
 def _profiled() -> bool:

@@ -72,12 +72,12 @@ def measure(
                 choose.settled[asked] = tried(mesh, choose.contenders(asked), asked, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
         contenders = {str(plan): plan for plan in plans or fixed_plans(topology, profile)} | {"auto": chosen}
-        works = {"stock": functools.partial(stock, tensor)}
+        works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
         _check_bits(works, tensor.nbytes)
         times = contest(works, repeats, device)
         for name, seconds in times.items():
-            plan = contenders.get(name)
+            its = contenders.get(name)  # stock has none
             rows.append(
                 {
                     "bytes_per_rank": tensor.nbytes,
@@ -85,8 +85,8 @@ def measure(
                     "seconds": seconds,
                     "ratio_to_stock": median(a / b for a, b in zip(seconds, times["stock"], strict=True)),
                     "bound_seconds": _bound(tensor.nbytes, cluster, profile),
-                    "predicted_seconds": plan and planner.seconds(profile, plan, tensor.nbytes),
-                    "plan": plan and str(plan),
+                    "predicted_seconds": its and planner.seconds(profile, its, tensor.nbytes),
+                    "plan": its and str(its),
                 }
             )
     return {
@@ -184,7 +184,8 @@ def draw(record: dict[str, Any], file: Path) -> None:
     axes = figure.subplots()
     for name in dict.fromkeys(row["algorithm"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["algorithm"] == name]
-        style = {"auto": {"linewidth": 3, "color": "black"}, "stock": {"linestyle": ":"}}.get(name, {"linewidth": 1})
+        styles: dict[str, dict[str, Any]] = {"auto": {"linewidth": 3, "color": "black"}, "stock": {"linestyle": ":"}}
+        style = styles.get(name, {"linewidth": 1})
         axes.plot([row["bytes_per_rank"] for row in rows], [row["ratio_to_stock"] for row in rows], label=name, **style)
     axes.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="time over stock's", title=record["topology"])
     axes.legend(fontsize="x-small", ncols=2)

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from xfuser_cocodiff.bench import link_check, links, namespaces
 from xfuser_cocodiff.bench.interruption import Interruption, InterruptionError
@@ -54,7 +55,7 @@ def _say(message: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
@@ -146,10 +147,11 @@ def _rates(text: str, topology: Topology) -> dict[str, float]:
     pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\S+)\s*", part) for part in text.split(",")]
     axes = _axes(topology)
     valid = f"Mbit/s of {', '.join(axes)}, each once, or of flat alone, such as {','.join(f'{a}=10' for a in axes)}"
-    names = [pair[1] for pair in pairs if pair]
-    if not all(pairs) or sorted(names) not in (sorted(axes), [FLAT]):
+    found = [(pair[1], pair[2]) for pair in pairs if pair]
+    names = [name for name, _ in found]
+    if len(found) < len(pairs) or sorted(names) not in (sorted(axes), [FLAT]):
         raise ValueError(f"--rates {text!r} does not fit the topology {topology}; valid are {valid}")
-    return {pair[1]: _number(f"--rates {pair[1]}", pair[2]) for pair in pairs}
+    return {name: _number(f"--rates {name}", rate) for name, rate in found}
 
 
 def _number(option: str, text: str) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from typing import Any
 
 
 class InterruptionError(Exception):
@@ -25,7 +26,7 @@ class Interruption:
     def __init__(self) -> None:
         self._number: int | None = None
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
         for number in self.SIGNALS:

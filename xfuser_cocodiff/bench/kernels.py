@@ -191,7 +191,8 @@ def _exchanges(
         torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     wires: dict = {}
-    codecs = None if mode == EXACT else modes.usual(mode, STEPS).codecs(STEPS - 1, STEPS)
+    usual = modes.usual(mode, STEPS)
+    codecs = usual.codecs(STEPS - 1, STEPS) if usual else None
 
     def call() -> None:
         coding = Coding(way, codecs, wires, Account(), seed=0) if codecs else None

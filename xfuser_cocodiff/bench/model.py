@@ -9,7 +9,7 @@ wait in them for each other's computation.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -202,7 +202,7 @@ def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profil
     """A side that runs over a mesh and counts its messages."""
     engine = start.engine_over(group, config, Findings({}, profile))
     engine.trials.allowance.share = math.inf
-    plan, messages = engine.mesh.choose, Counter()
+    plan, messages = engine.mesh.choose, Counter[int]()
 
     def choose(message_bytes: int) -> Plan:
         messages[message_bytes] += 1
@@ -286,7 +286,7 @@ def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.
 
 
 def _seconds_of_exchanges(
-    contenders: dict[str, Contender], runs: dict[str, Callable[[], object]], device: torch.device
+    contenders: dict[str, Contender], runs: Mapping[str, Callable[[], object]], device: torch.device
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each side's all-to-alls, and of those that were hidden, in steps that are not timed themselves."""
     for timed in (True, False):

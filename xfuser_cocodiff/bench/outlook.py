@@ -199,12 +199,12 @@ class _Run:
 
     def sent_bytes(self) -> dict[str, float]:
         """By all-to-alls, along each axis."""
-        sent: Counter[str] = Counter({axis.name: 0.0 for axis in self.group.axes if self._split.ulysses > 1})
+        sent = {axis.name: 0.0 for axis in self.group.axes if self._split.ulysses > 1}
         for payloads, count in self._payloads.items():
             for leg in (leg for name in "qkvo" if sent for leg in self._legs(name, payloads)):
                 for axis, size in leg.plan.sent_bytes(leg.message_bytes).items():
                     sent[axis] += count * size * self._case.layer_calls / self._case.steps
-        return dict(sent)
+        return sent
 
     def ring_bytes(self) -> dict[str, float]:
         """By the ring, along each axis."""

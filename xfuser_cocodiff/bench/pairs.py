@@ -64,7 +64,10 @@ class Pairs:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Pairs":
         """Read what :meth:`to_json` made."""
-        return cls(**{name: None if rows is None else np.array(rows, dtype=float) for name, rows in values.items()})
+        matrices: dict[str, Any] = {
+            name: None if rows is None else np.array(rows, dtype=float) for name, rows in values.items()
+        }
+        return cls(**matrices)
 
 
 def measure_pairs(
@@ -269,12 +272,12 @@ def plot(pairs: Pairs, file: Path | str) -> None:
     """Draw the matrices as heat maps, side by side, in a format that the file's suffix names."""
     from matplotlib.figure import Figure
 
-    panels = [
+    every = [
         ("latency / ms", pairs.latency_seconds, 1e3),
         ("bandwidth of a pair / MB/s", pairs.bytes_per_second, 1e-6),
         ("bandwidth while all send to all / MB/s", pairs.loaded_bytes_per_second, 1e-6),
     ]
-    panels = [(title, matrix * unit) for title, matrix, unit in panels if matrix is not None]
+    panels = [(title, matrix * unit) for title, matrix, unit in every if matrix is not None]
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
     for axes, (title, matrix) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         image = axes.imshow(matrix, norm="log", cmap="viridis")

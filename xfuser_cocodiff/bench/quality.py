@@ -169,7 +169,7 @@ def measure(
     return {**host.header(), "seeds": len(stock[""].values), "rows": found}, gallery
 
 
-def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
+def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float | None]:
     """To stock's pictures, over all seeds."""
     decibels = _decibels(wanted, found)
     return {

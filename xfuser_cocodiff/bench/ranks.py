@@ -91,6 +91,7 @@ class Ranks:
         )
         self._running[rank] = process
         self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, rank)
+        assert process.stdout and process.stderr
         for descriptor, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, _Stream(rank, descriptor, pipe))

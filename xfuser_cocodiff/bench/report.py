@@ -60,8 +60,8 @@ def _draw(record: dict[str, Any], out: Path) -> int | None:
         picture.draw_layers(layers, out / LAYERS)
     if codecs := record["runs"][1]["codecs"]:
         picture.draw_errors(codecs["errors"], out / ERRORS)
-    paths = [run["image"]["path"] for run in record["runs"]]
-    return picture.draw_difference(*(out / path for path in paths), out / DIFFERENCE) if all(paths) else None
+    stock, plugin = (run["image"]["path"] for run in record["runs"])
+    return picture.draw_difference(out / stock, out / plugin, out / DIFFERENCE) if stock and plugin else None
 
 
 def embed(file: Path) -> str:
@@ -88,10 +88,10 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
             "which the picture is decoded), on every rank.",
         )
     places = latents["differs_at"]
-    ranks, runs = {place["rank"] for place in places}, {place["repeat"] for place in places}
+    ranks, differing = {place["rank"] for place in places}, {place["repeat"] for place in places}
     text = (
-        f"The final latents, from which the picture is decoded, differ from stock xDiT's in {len(runs)} of {repeats} "
-        f"runs, on {_count(len(ranks), 'rank')}"
+        f"The final latents, from which the picture is decoded, differ from stock xDiT's in {len(differing)} of "
+        f"{repeats} runs, on {_count(len(ranks), 'rank')}"
     )
     if latents["max_abs"] is not None:
         text += f"; the largest difference is {latents['max_abs']:.3g}, PSNR {decibels(latents['psnr_db'])}"

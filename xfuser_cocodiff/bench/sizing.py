@@ -74,7 +74,7 @@ class Wish:
             ValueError: an option is not valid, or they do not go together.
         """
         workload = self.workload
-        common = {"resolution": self.resolution, "batch": self.batch, "steps": self.steps}
+        common: dict[str, Any] = {"resolution": self.resolution, "batch": self.batch, "steps": self.steps}
         flops = self.teraflops and 1e12 * self.teraflops
         if self.profile:
             profile = Profile.read(self.profile)
@@ -152,7 +152,8 @@ def record(wish: Wish) -> dict[str, Any]:
     known = theirs and theirs.step_seconds
 
     def row(each: Outlook) -> dict[str, Any]:
-        return {**dataclasses.asdict(each), "speedup": theirs.step_seconds / each.step_seconds if known else None}
+        speedup = known / each.step_seconds if known and each.step_seconds else None
+        return {**dataclasses.asdict(each), "speedup": speedup}
 
     return {
         **host.header(),
@@ -168,7 +169,7 @@ def record(wish: Wish) -> dict[str, Any]:
         "tokens_per_rank": {"image": held.image, "text": held.text},
         "remarks": list(held.remarks),
         "problem": held.problem,
-        "stock": theirs and {**row(theirs), "share": theirs.a2a_seconds / theirs.step_seconds if known else None},
+        "stock": theirs and {**row(theirs), "share": theirs.a2a_seconds / known if known else None},
         "splits": [row(each) for each in found],
         "modes": [row(outlook(case, split, mode)) for mode in MODES],
         "flags": flags(best, case.topology),

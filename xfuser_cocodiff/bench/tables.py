@@ -31,8 +31,8 @@ class Cell:
     """FINISHED, FAILED or MISSING."""
     status: int | None
     """Exit status; None where it has not ended."""
-    record: dict[str, Any] | None
-    """What it found, if it finished."""
+    record: dict[str, Any]
+    """What it found; nothing where it did not finish."""
 
     @classmethod
     def read(cls, out: Path, name: str) -> "Cell":
@@ -40,13 +40,13 @@ class Cell:
         try:
             status = int((out / name / "status").read_text())
         except (OSError, ValueError):
-            return cls(name, MISSING, None, None)
+            return cls(name, MISSING, None, {})
         if status:
-            return cls(name, FAILED, status, None)
+            return cls(name, FAILED, status, {})
         try:
             return cls(name, FINISHED, 0, json.loads((out / name / "result.json").read_text()))
         except (OSError, ValueError):  # it said that all was well, and left nothing
-            return cls(name, FAILED, 0, None)
+            return cls(name, FAILED, 0, {})
 
     @property
     def nodes(self) -> int:

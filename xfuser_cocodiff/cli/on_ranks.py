@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    options: argparse.Namespace, work: Callable[[Any, Topology], dict[str, Any]], show: Callable, draw: Callable
+    options: argparse.Namespace, work: Callable[[Any, Topology], dict[str, Any]], show: Callable, draw: Callable | None
 ) -> int:
     """Start this rank, let all ranks work, and let the first one tell the outcome.
 
@@ -31,7 +31,7 @@ def run(
         options: those of :func:`add_arguments`.
         work: takes the group of all ranks and their topology, and returns the record.
         show: prints a record.
-        draw: takes a record and a file.
+        draw: takes a record and a file; None where there is nothing to draw.
     """
     import torch.distributed as dist
 
@@ -52,7 +52,7 @@ def run(
         show(record)
         if options.json:
             write_json(options, record)
-        if options.plot:
+        if draw and options.plot:
             options.plot.parent.mkdir(parents=True, exist_ok=True)
             draw(record, options.plot)
     return 0

@@ -262,7 +262,7 @@ def encode(
         values, _or(held, now), _or(before, now), _or(active and active.numbers, now),
         quantise.scale_table(values.device), form.payload, now, _or(sums, now),
         *sizes[:3], form.active, _skipped(here, links), *values.stride()[:4], form.payload.stride(0), form.scales_at,
-        predictor, quantise.STEPS.get(bits, 0.0), sizes[-1] ** -0.5,
+        predictor, quantise.STEPS.get(bits or 0, 0.0), sizes[-1] ** -0.5,
         sizes[-1], form.block_dim, form.block_rows, bits or 0, before is not None, active is not None,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -289,7 +289,7 @@ def decode(
         form.payload, _or(held, now), _or(before, now), _or(active and active.numbers, now),
         quantise.scale_table(target.device), now, landing,
         *sizes[:3], form.active, _skipped(here, links), *landing.stride()[:4], form.payload.stride(0), form.scales_at,
-        predictor, quantise.STEPS.get(bits, 0.0),
+        predictor, quantise.STEPS.get(bits or 0, 0.0),
         sizes[-1], form.block_dim, form.block_rows, bits or 0, before is not None, active is not None,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def _values_in(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _coded_in(payload: torch.Tensor, like: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels (P, ..., D * bits / 8) and scales (P, ..., 1) in bytes (P, n), in their place, for values (L, ..., D)."""
-    *rows, width = *like.shape[1:-1], like.shape[-1] * bits // 8
+    rows, width = like.shape[1:-1], like.shape[-1] * bits // 8
     levels, scales = payload.split([math.prod(rows) * width, math.prod(rows)], 1)
     return levels.view(len(payload), *rows, width), scales.view(len(payload), *rows, 1)
 

@@ -2,7 +2,7 @@
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from xfuser_cocodiff.models import tokenizers
 
@@ -45,7 +45,7 @@ def autoencoder() -> AutoencoderKL:
     )
 
 
-def clip_encoder(tokenizer) -> CLIPTextModel:
+def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
     """A two-layer CLIP text encoder over `tokenizer`, 64 wide."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -61,7 +61,7 @@ def clip_encoder(tokenizer) -> CLIPTextModel:
     return CLIPTextModel(config)
 
 
-def t5_encoder(tokenizer) -> T5EncoderModel:
+def t5_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
     """A two-layer T5 encoder over `tokenizer`, 64 wide."""
     config = T5Config(
         vocab_size=len(tokenizer),

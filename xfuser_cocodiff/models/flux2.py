@@ -1,7 +1,7 @@
 """A small FLUX.2-dev: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
 
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedTokenizerBase
 
 from xfuser_cocodiff.models import tokenizers, weights
 
@@ -45,7 +45,7 @@ def autoencoder() -> AutoencoderKLFlux2:
     )
 
 
-def text_encoder(tokenizer) -> Mistral3ForConditionalGeneration:
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Mistral3ForConditionalGeneration:
     """A Mistral 3 over `tokenizer`, 32 wide and 30 layers deep; its vision tower is there but never runs."""
     text = dict(
         model_type="mistral",

@@ -6,7 +6,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from xfuser_cocodiff.models import tokenizers, weights
 
@@ -40,7 +40,7 @@ def autoencoder() -> AutoencoderKLQwenImage:
     )
 
 
-def text_encoder(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
     """A two-layer Qwen 2.5-VL over `tokenizer`, 64 wide; its vision tower is there but never runs."""
     text = dict(
         vocab_size=len(tokenizer),

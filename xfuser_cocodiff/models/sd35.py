@@ -1,7 +1,7 @@
 """A small SD 3.5: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
 
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from xfuser_cocodiff.models import flux1, tokenizers, weights
 
@@ -27,12 +27,12 @@ def transformer() -> SD3Transformer2DModel:
     )
 
 
-def clip_encoder(tokenizer) -> CLIPTextModelWithProjection:
+def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
     """FLUX.1's small CLIP text encoder with a projection, 64 wide."""
     return CLIPTextModelWithProjection(flux1.clip_encoder(tokenizer).config)
 
 
-def t5_encoder(tokenizer) -> T5EncoderModel:
+def t5_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
     """A two-layer T5 encoder over `tokenizer`, 128 wide."""
     config = T5Config(
         vocab_size=len(tokenizer),

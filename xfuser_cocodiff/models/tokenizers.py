@@ -1,6 +1,7 @@
 """Small real tokenizers, built locally: the classes that the pipelines load, over a vocabulary of our own."""
 
 import json
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
@@ -52,12 +53,13 @@ def _train_bpe(
         )
     if lowercase:
         backend.normalizer = normalizers.Lowercase()
+    suffix: dict[str, Any] = {"end_of_word_suffix": end_of_word} if end_of_word else {}
     trainer = trainers.BpeTrainer(
         vocab_size=2048,
         special_tokens=specials + [letter + end_of_word for letter in _BYTES if end_of_word],
         initial_alphabet=_BYTES,
         show_progress=False,
-        **({"end_of_word_suffix": end_of_word} if end_of_word else {}),
+        **suffix,
     )
     backend.train_from_iterator(lines, trainer)
     state = json.loads(backend.to_str())["model"]

@@ -90,7 +90,7 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *lost.patches(),
         *used.patches(),
         *clock.patches(),
-        *(row for each in clock.listeners for row in recorder.patches(each)),
+        *(row for each in clock.listeners if isinstance(each, recorder.Recorder) for row in recorder.patches(each)),
     ]
 
 

@@ -49,7 +49,7 @@ def agree(propose: Callable[[], dict]) -> list[dict]:
         RuntimeError: a rank did not answer; names those that did not.
     """
     try:
-        mine = {"value": propose()}
+        mine: dict[str, Any] = {"value": propose()}
     except Exception as error:  # whatever it is, the others must hear of it
         mine = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
     if not mine.get("value", True):

@@ -110,9 +110,6 @@ class Engine:
     def _new_step(self) -> None:
         self.layers.end_step()
 
-    def _new_step(self) -> None:
-        self.layers.end_step()
-
     def _run_begins(self, total: int | None) -> None:
         if self.trials:
             self.trials.begin_run(total)

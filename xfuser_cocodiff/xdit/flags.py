@@ -51,8 +51,10 @@ def _with_flags(original: staticmethod) -> staticmethod:
         for option in OPTIONS:
             # Choices are checked with the settings, where the error names every source alike and is the same on all
             # ranks; a store_true flag defaults to False, the others to None, so that variables can fill in.
-            kind = {"action": "store_true"} if option.default is False else {"type": str, "default": None}
-            metavar = {"metavar": "{" + ",".join(option.choices) + "}"} if option.choices else {}
+            kind: dict[str, Any] = (
+                {"action": "store_true"} if option.default is False else {"type": str, "default": None}
+            )
+            metavar: dict[str, Any] = {"metavar": "{" + ",".join(option.choices) + "}"} if option.choices else {}
             group.add_argument(option.flag, help=option.help, **kind, **metavar)
         return parser
 
@@ -73,7 +75,7 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
     extra = dataclasses.make_dataclass(
         "Options", [(option.field, Any, dataclasses.field(default=option.default)) for option in OPTIONS]
     )
-    return {**original, **extra.__dataclass_fields__}
+    return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
 
 def _with_settings(original: Callable) -> Callable:

@@ -221,7 +221,8 @@ class Layer:
         self._stop_watching()
         self.meet()
         call, self._around, self._layers.current = self.call, self._layers.current, self
-        call.arguments = {key: value for key, value in [*enumerate(args), *kwargs.items()] if torch.is_tensor(value)}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        call.arguments = {key: value for key, value in given.items() if torch.is_tensor(value)}
         call.kind = self._layers.kind(self._module, call.arguments)
         if call.kind is not self._kind:
             call.abandon()
@@ -360,7 +361,8 @@ class Layer:
         call, kind = self.call, self.call.kind
         self._stop_watching()
         recipe = find_recipe(value, call.parts)
-        arguments, trigger, refusal = {}, None, "V does not come from parts of the module in a way that is known"
+        arguments: dict = {}
+        trigger, refusal = None, "V does not come from parts of the module in a way that is known"
         if recipe:
             arguments, trigger = self._ways_ahead(recipe)
             refusal = None if arguments or trigger else "V's projections are given what is made inside the module"
@@ -491,8 +493,10 @@ class Layers:
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
-        for followed in (*self._layers.values(), *self._roots.values()):
-            followed.remove()
+        for layer in self._layers.values():
+            layer.remove()
+        for root in self._roots.values():
+            root.remove()
         self._layers.clear()
         self._roots.clear()
         self._kinds.clear()

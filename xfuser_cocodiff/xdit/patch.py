@@ -140,10 +140,11 @@ class PatchSet:
         return None
 
     def _apply_after_execution(self, spec: ModuleSpec) -> None:
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             self.apply(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module

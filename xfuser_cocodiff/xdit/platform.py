@@ -192,6 +192,10 @@ PLATFORMS: Mapping[str, Callable[[], Platform]] = {"xpu": _xpu}
 """Accelerators that the plugin adds to xDiT, by PyTorch's name for the device type."""
 
 
+def _always(stand_in: Any) -> Callable[[Any], Any]:
+    return lambda original: stand_in
+
+
 def patches(platform: Platform) -> list[Patch]:
     """Rows that make xDiT run on a platform."""
     # These serve scripts, which name CUDA themselves, whatever xDiT knows.
@@ -200,10 +204,7 @@ def patches(platform: Platform) -> list[Patch]:
             "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
         ),
         Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
-        *(
-            Patch("torch.cuda", name, _FACADE_WHY, lambda _, stand_in=stand_in: stand_in)
-            for name, stand_in in platform.cuda.items()
-        ),
+        *(Patch("torch.cuda", name, _FACADE_WHY, _always(stand_in)) for name, stand_in in platform.cuda.items()),
     ]
     if platform.device_type == "cuda":
         return [*_sharing(platform), *naming]

@@ -6,7 +6,7 @@ pipeline's loop. Whose runs they are, the engine in force knows.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,7 @@ class Clock:
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = listeners
-        self._watched: dict[type, Callable] = {}
+        self._watched: dict[Any, Callable] = {}
         """Classes of schedulers, and their own `step`."""
         self._stepping: list[Any] = []
         """Schedulers whose `step` runs."""
@@ -90,7 +90,7 @@ class Clock:
                 # Pipelines count timesteps, at each of which a scheduler of a higher order steps more often.
                 run = self.begin(by, total and total * getattr(by, "order", 1))
                 return _closing(original(owner, total=total), lambda: self.end(run))
-            run = self.begin(by, len(iterable) if hasattr(iterable, "__len__") else total)
+            run = self.begin(by, len(iterable) if isinstance(iterable, Sized) else total)
             return original(owner, _Steps(iterable, lambda: self.end(run)), total)
 
         return progress_bar
@@ -109,7 +109,7 @@ class Clock:
     def _watch_scheduler(self, cls: type) -> None:
         """Have a class of schedulers say when a step has ended."""
         # On the class: pipelines copy their scheduler, and a copy must not end steps of the one that it is a copy of.
-        owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
+        owner: Any = next((base for base in cls.__mro__ if "step" in vars(base)), None)
         if owner and owner not in self._watched:
             self._watched[owner] = owner.step
             owner.step = self._watch_step(owner.step)
@@ -135,7 +135,7 @@ class Clock:
 class _Steps:
     """What a progress bar goes over, and word when that is over or left early."""
 
-    def __init__(self, given: Iterable, over: Callable[[], None]) -> None:
+    def __init__(self, given: Any, over: Callable[[], None]) -> None:
         self._given, self._over = given, over
 
     def __len__(self) -> int:
@@ -150,12 +150,13 @@ class _Steps:
 
 def _closing(bar: Any, over: Callable[[], None]) -> Any:
     """A progress bar that says when it is closed, also where it is not displayed, as on most ranks."""
-    bar.__class__, bar.over = _closing_class(type(bar)), over
+    kind: Any = type(bar)
+    bar.__class__, bar.over = _closing_class(kind), over
     return bar
 
 
 @functools.cache
-def _closing_class(cls: type) -> type:
+def _closing_class(cls: Any) -> type:
     class Closing(cls):
         def close(self) -> None:
             self.over()

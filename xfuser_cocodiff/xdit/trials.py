@@ -17,7 +17,7 @@ from xfuser_cocodiff import device as devices
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.plan import Plan
 from xfuser_cocodiff.plan_trial import EFFORTS, trial_seconds, tried
-from xfuser_cocodiff.planned import Planned
+from xfuser_cocodiff.planned import Planned, plans_of
 from xfuser_cocodiff.schedule import Allowance, Trial
 
 _ERROR = 1.5
@@ -67,7 +67,7 @@ class Trials:
     @property
     def _open_plans(self) -> list[tuple[Mesh, int]]:
         """Meshes and sizes, of which a plan may still be tried."""
-        return [(mesh, size) for mesh in self._planned.meshes for size in mesh.choose.open]
+        return [(mesh, size) for mesh in self._planned.meshes for size in plans_of(mesh).open]
 
     @property
     def settled(self) -> bool:
@@ -151,11 +151,11 @@ class Trials:
                 self._do(partial(self._try, mesh, size, effort))
                 return
             if self.allowance.whole is not None and min(seconds) > self.allowance.whole:
-                mesh.choose.leave(size)
+                plans_of(mesh).leave(size)
                 self._asks = True
 
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
-        plans, group = mesh.choose, mesh.groups[Plan.flat(mesh.topology).stages[0]]
+        plans, group = plans_of(mesh), mesh.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
         found = mesh.lane.run(lambda: tried(mesh, plans.contenders(size), size, effort, group, self._device))
         plans.settled[size] = found
@@ -171,5 +171,5 @@ class Trials:
 
 def _estimates(mesh: Mesh, size: int) -> list[float]:
     """Seconds that a trial of a size may take, by effort."""
-    plans = mesh.choose
+    plans = plans_of(mesh)
     return [_ERROR * trial_seconds(plans.profile, plans.contenders(size), size, effort) for effort in EFFORTS]

@@ -1,0 +1,19 @@
+"""What ranks are forked with: imported once, by the server that they come from, since it takes seconds."""
+
+import gc
+import importlib
+import os
+from unittest import mock
+
+for name in (
+    "tests.ranks",
+    "tests.small_transformers",
+    "xfuser_cocodiff.bench.quality",
+    *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
+):
+    importlib.import_module(name)
+with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port
+    importlib.import_module("xfuser.runner")
+
+gc.collect()
+gc.freeze()  # a collection in a rank would copy every page on which an object lies
