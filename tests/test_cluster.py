@@ -314,6 +314,7 @@ def test_links_carry_what_was_asked(options: list[str], tmp_path: Path) -> None:
         assert re.search(rf"^{row['axis']} +{row['links']} +{row['asked']:.2f} ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_a_check_that_fails_is_no_success() -> None:
     program = "from xfuser_cocodiff.bench import cluster, links; import sys; links.BURST_SECONDS = 3; "

@@ -164,9 +164,8 @@ def carry_by_triton(rank: int, *case: object) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's interpreter is off where there is a GPU")
-@pytest.mark.parametrize(
-    ("topology", "slow", "codec", "codec_of_o"), slow_but([CASES[2]], [CASES[2], CASES[5]]), ids=str
-)
+@pytest.mark.slow  # test_device has these exchanges by the same kernels, test_kernels their bits
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), [CASES[2], CASES[5]], ids=str)
 def test_kernels_of_triton_code_what_lies_among_other_values(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:

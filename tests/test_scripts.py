@@ -66,6 +66,7 @@ def test_xdit_command(hub: Path, tmp_path: Path) -> None:
         assert ImageChops.difference(picture, pictures["stock"]).getbbox() is None, name
 
 
+@pytest.mark.slow  # test_flags has the errors of bad options on all ranks
 def test_a_bad_option_ends_the_xdit_command(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", "--master_port=29614", *ARGUMENTS]
     done = subprocess.run(
