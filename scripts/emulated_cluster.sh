@@ -2,7 +2,7 @@
 # Runs a command once per rank of a cluster that this machine emulates, in network namespaces with shaped links.
 #   scripts/emulated_cluster.sh --preset aurora -- python program.py
 #   scripts/emulated_cluster.sh --topology node=2,gpu=2,tile=2 --rates tile=148,gpu=12,node=13.3 --check
-# Needs root and iproute2; --help has the options.
+# Needs iproute2, and root or permission to make user namespaces; --help has the options.
 set -euo pipefail
 caller="$PWD"
 . "$(dirname "$0")/environment.sh"

@@ -13,11 +13,11 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from xfuser_cocodiff.bench import link_check, links, namespaces
+from xfuser_cocodiff.bench import link_check, links, namespaces, user_namespace
 from xfuser_cocodiff.bench.interruption import Interruption, InterruptionError
 from xfuser_cocodiff.bench.links import Cluster
 from xfuser_cocodiff.bench.presets import PRESETS
@@ -33,21 +33,34 @@ MASTER_PORT = 29500
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is that of the first rank that failed, or 2 where nothing could be run."""
     argv = list(sys.argv[1:] if argv is None else argv)
+
+    def start() -> int:
+        options = _options(argv)
+        cluster = _cluster(options)
+        _check_tools()
+        return user_namespace.as_root(lambda: _told(lambda: _emulate(cluster, options, shlex.join([PROGRAM, *argv]))))
+
+    return _told(start)
+
+
+def _told(work: Callable[[], int]) -> int:
+    """Do work, and say what keeps it from its end."""
+    try:
+        return work()
+    except (ValueError, RuntimeError) as error:
+        _say(str(error))
+        return USAGE_STATUS
+    except InterruptionError as error:
+        _say(str(error))
+        return error.status
+
+
+def _emulate(cluster: Cluster, options: argparse.Namespace, command_line: str) -> int:
     with Interruption() as interruption:
-        try:
-            options = _options(argv)
-            cluster = _cluster(options)
-            _check_machine()
-            namespaces.sweep()
-            with namespaces.joined(cluster):
-                interruption.check()
-                return _run(cluster, options, interruption, shlex.join([PROGRAM, *argv]))
-        except (ValueError, RuntimeError) as error:
-            _say(str(error))
-            return USAGE_STATUS
-        except InterruptionError as error:
-            _say(str(error))
-            return error.status
+        namespaces.sweep()
+        with namespaces.joined(cluster):
+            interruption.check()
+            return _run(cluster, options, interruption, command_line)
 
 
 def _say(message: str) -> None:
@@ -164,12 +177,10 @@ def _number(option: str, text: str) -> float:
     return number
 
 
-def _check_machine() -> None:
-    """Raise RuntimeError where no cluster can be emulated."""
+def _check_tools() -> None:
+    """Raise RuntimeError where this machine lacks what makes namespaces and shapes links."""
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise RuntimeError(f"an emulated cluster needs {' and '.join(missing)} of the package iproute2")
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        raise RuntimeError("an emulated cluster needs root, which makes network namespaces and shapes their links")
 
 
 def _run(cluster: Cluster, options: argparse.Namespace, interruption: Interruption, command_line: str) -> int:

@@ -31,6 +31,8 @@ class Interruption:
     def __enter__(self) -> "Interruption":
         for number in self.SIGNALS:
             self._before[number] = signal.signal(number, lambda number, _: self.note(number))
+        # Whoever started us with these blocked had them wait for handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
