@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,26 @@ def test_stock_has_none_of_the_plugins_options_but_shares_the_device() -> None:
     assert stock.environment == {"COCODIFF_SHARE_DEVICE": "1"}
 
 
+def test_each_mode_is_a_side(tmp_path: Path) -> None:
+    line = ["--ulysses_degree=2", "--cocodiff_a2a", "flat"]
+    stock, exact, fast = compare.contend(line, {"COCODIFF_MODE": "paper"}, tmp_path, 1, modes=("exact", "fast"))
+    assert (stock.name, exact.name, fast.name) == ("stock", "exact", "fast")
+    assert stock.arguments[:2] == ["--ulysses_degree=2", "--num_iterations=1"]
+    for side in (exact, fast):
+        assert side.arguments[:5] == [*line, f"--cocodiff_mode={side.name}", "--use_cocodiff"]
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "name"),
+    [([], {}, "balanced"), (["--cocodiff_mode=fast"], {}, "fast"), ([], {"COCODIFF_MODE": "paper"}, "paper")],
+)
+def test_a_side_is_called_as_the_mode_that_it_has(
+    line: list[str], environment: dict[str, str], name: str, tmp_path: Path
+) -> None:
+    _, side = compare.contend([*line, "--ulysses_degree=2"], environment, tmp_path, 1, usual="balanced")
+    assert side.name == name
+
+
 SCRIPT = """
     import gzip, json, os, pathlib, sys, time
     folder, rank = pathlib.Path(os.environ["COCODIFF_RECORD"]), int(os.environ["RANK"])
@@ -72,7 +93,8 @@ SCRIPT = """
     if "--fail" in sys.argv or is_plugin and "--fail-plugin" in sys.argv:
         raise ValueError("no such scheduler")
     steps = [{"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "hidden_seconds": 0.0, "sent_bytes": {"flat": 10}}]
-    digest = "plugin" if is_plugin and "--differ" in sys.argv else "stock"
+    is_other = "--differ" in sys.argv or {"--differ-if-fast", "--cocodiff_mode=fast"} <= {*sys.argv}
+    digest = "plugin" if is_plugin and is_other else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
     time.sleep(0.5)
@@ -135,6 +157,43 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
     order = [said.index(f"{turn}: started") for turn in ("stock 1", "exact 1", "exact 2", "stock 2")]
     assert order == sorted(order)
     assert "stock 1: run 1" in said
+
+
+def test_many_modes_are_compared_with_one_stock(script: Callable, tmp_path: Path, capsys) -> None:
+    line = script("--differ-if-fast")
+    assert cli.main([line[0], "--modes", "exact,fast", *line[1:]]) == 1  # fast differs, and coded nothing
+    said = capsys.readouterr().out
+    assert [said.count(f"{side} 1: started") for side in ("stock", "exact", "fast")] == [1, 1, 1]
+    runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]
+    assert [(run["name"], run["latents"]["bit_equal"]) for run in runs] == [
+        ("stock", True),
+        ("exact", True),
+        ("fast", False),
+    ]
+    assert "--cocodiff_mode=fast" in runs[2]["command"]
+    # One table, a row each, and what is wrong with the one that differs.
+    assert re.search(r"^stock +100 ms +1 +10 B +- +-$", said, re.MULTILINE)
+    assert re.search(r"^exact +100 ms +as fast +10 B +equal +same, bit for bit$", said, re.MULTILINE)
+    assert re.search(r"^fast +100 ms +as fast +10 B +- +differs$", said, re.MULTILINE)
+    assert "Not the same result." in said and "Same result" not in said
+
+
+def test_another_comparison_is_shown_beside(script: Callable, tmp_path: Path, capsys) -> None:
+    line = script()
+    assert cli.main([line[0], "--title", "Equal links", *line[1:]]) == 0
+    capsys.readouterr()
+    line[line.index("--out") + 1] = str(tmp_path / "second")
+    options = ["--beside", str(tmp_path / "out"), "--title", "Slow <links>"]
+    assert cli.main([line[0], *options, "--modes", "fast", *line[1:]]) == 0
+    said = capsys.readouterr().out
+    html = (tmp_path / "second/report.html").read_text()
+    for text in (said, html.replace("&lt;", "<").replace("&gt;", ">")):
+        titles = [text.index(title) for title in ("Equal links", "Slow <links>")]
+        assert titles == sorted(titles)
+    assert [run["name"] for run in json.loads((tmp_path / "second/report.json").read_text())["runs"]] == [
+        "stock",
+        "fast",
+    ]
 
 
 def test_a_trace_holds_all_ranks_on_one_clock(quick_script: Callable, tmp_path: Path, capsys) -> None:
@@ -296,6 +355,16 @@ def assert_nothing_runs(tmp_path: Path) -> None:
         (["compare", "--launcher", "mpiexec 'rank", "--", "--ulysses_degree=2"], '"mpiexec \'rank" is not valid: No c'),
         (["compare", "--launcher", " ", "--", "--ulysses_degree=2"], "--launcher ' ' is not valid: No command"),
         (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "there is no script nowhere.py"),
+        (
+            ["compare", "--modes", "exact,mad", "--", "--ulysses_degree=2"],
+            "--modes 'exact,mad' is not valid; valid are",
+        ),
+        (["compare", "--modes", "fast,fast", "--", "--ulysses_degree=2"], "each once"),
+        (
+            ["compare", "--modes", "exact,fast", "--", "--ulysses_degree=2", "--cocodiff-mode=fast"],
+            "--modes exact,fast and --cocodiff_mode fast both say what to compare; give one",
+        ),
+        (["compare", "--beside", "nowhere", "--", "--ulysses_degree=2"], "nowhere is no folder of a comparison that"),
     ],
 )
 def test_bad_usage_is_status_2(arguments: list[str], words: str, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -343,7 +412,7 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
     line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 2 --prompt cat"
     out = tmp_path / "out"
     options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on"
-    found = compare.compare([*line.split(), *options.split()], out, 2, Console(quiet=True), traced=True)
+    found = compare.compare([*line.split(), *options.split()], out, Console(quiet=True), compare.How(2, traced=True))
     stock, exact = found["runs"]
     assert exact["latents"] == stock["latents"]
     assert exact["latents"]["bit_equal"]

@@ -170,7 +170,7 @@ def test_codecs_are_told_of(tmp_path: Path) -> None:
     html = report.write(whole, tmp_path).read_text()
     for words in ("20.0 %", "5.00 kB", "4 exchanges had values", "1 of its steps were exact"):
         assert words in html
-    assert (tmp_path / "errors.svg").exists()
+    assert (tmp_path / "errors-fast.svg").exists()
 
 
 def test_what_was_coded_or_why_not(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_reports(tmp_path: Path, other: dict) -> None:
         assert words in text
     assert ("Difference: none" in html) == (not other)
     assert ("85 times amplified" in html) == bool(other)
-    assert Image.open(tmp_path / "difference.png").getextrema()[0] == ((255, 255) if other else (0, 0))
+    assert Image.open(tmp_path / "difference-exact.png").getextrema()[0] == ((255, 255) if other else (0, 0))
 
 
 def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:

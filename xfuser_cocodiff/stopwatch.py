@@ -12,7 +12,12 @@ from xfuser_cocodiff import roll_call
 
 
 def race(
-    works: Sequence[Callable[[], object]], calls: int, rounds: int, group: dist.ProcessGroup, device: torch.device
+    works: Sequence[Callable[[], object]],
+    calls: int,
+    rounds: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    after: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
     """Seconds of one call of each piece of work, per round, on the slowest rank; the same on every rank.
 
@@ -24,6 +29,7 @@ def race(
         rounds: how often all of them have their turn.
         group: the ranks.
         device: where they work.
+        after: called after each turn, when no clock runs.
     """
     times = torch.empty(len(works), rounds, dtype=torch.float64)
     order = list(range(len(works)))
@@ -36,6 +42,7 @@ def race(
                 works[number]()
             _synchronize(device)
             times[number, turn] = (time.perf_counter() - started) / calls
+            after()
     return _of_all(times.to(device), group).amax(0).tolist()
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
-from xfuser_cocodiff.bench.contest import contest, slowest
+from xfuser_cocodiff.bench.contest import TARGET_SECONDS, contest, slowest, turns
+from xfuser_cocodiff.bench.progress import Teller
 from xfuser_cocodiff.choice import Plans
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.exchange import reshard
@@ -57,25 +58,30 @@ def measure(
     """
     for plan in plans or ():
         check_fits(plan, device, "--plans")
+    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    told.say("probing the links")
     mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())], device=device)
     started = time.perf_counter()
     profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
     choose = Plans(topology, profile)
     cluster = links.from_environment()
+    plans = plans or fixed_plans(topology, profile)
+    told.foresee(_foreseen(sizes, turns(len(plans) + 2, repeats), profile))
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
+        told.begin(str(size), f"{_bytes(tensor.nbytes)} per rank")
         choose(tensor.nbytes)
         if profile_file is None:  # as in a run that has time for it
             for asked in choose.open:
                 choose.settled[asked] = tried(mesh, choose.contenders(asked), asked, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
-        contenders = {str(plan): plan for plan in plans or fixed_plans(topology, profile)} | {"auto": chosen}
+        contenders = {str(plan): plan for plan in plans} | {"auto": chosen}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
         _check_bits(works, tensor.nbytes)
-        times = contest(works, repeats, device)
+        times = contest(works, repeats, device, told.advance)
         for name, seconds in times.items():
             its = contenders.get(name)  # stock has none
             rows.append(
@@ -89,6 +95,7 @@ def measure(
                     "plan": its and str(its),
                 }
             )
+    told.end()
     return {
         **host.header(),
         "topology": str(topology),
@@ -97,6 +104,12 @@ def measure(
         "probe_seconds": None if profile_file else probe_seconds,
         "rows": rows,
     }
+
+
+def _foreseen(sizes: Sequence[int], turns_of_size: int, profile: Profile) -> dict[str, tuple[float, float]]:
+    """For each size its turns, and the seconds of one, by what the planner knows."""
+    flat = Plan.flat(profile.topology)
+    return {str(size): (turns_of_size, max(planner.seconds(profile, flat, size), TARGET_SECONDS)) for size in sizes}
 
 
 def _check_bits(works: dict[str, Callable], size: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from xfuser_cocodiff.bench.launches import Launches
 from xfuser_cocodiff.options import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
@@ -29,7 +30,13 @@ class LaunchError(RuntimeError):
 
 
 def run(
-    name: str, command: Sequence[str], environment: Mapping[str, str], record: Path, log: Path, console: Console
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    record: Path,
+    log: Path,
+    console: Console,
+    launches: Launches,
 ) -> None:
     """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
 
@@ -39,7 +46,8 @@ def run(
         environment: of the command; the variable that turns on recording is added.
         record: folder for the records of its ranks.
         log: file for its output.
-        console: where progress is shown: a live line on a terminal, and a line per run anywhere.
+        console: where its start and end are told.
+        launches: where its steps are told.
 
     Raises:
         LaunchError: it failed; holds its error and the end of its log.
@@ -57,9 +65,10 @@ def run(
             start_new_session=True,
         )
         try:
-            _follow(name, process, record / "progress.json", console)
+            _follow(name, process, record / "progress.json", launches)
         finally:
             stop(process)
+            launches.end()
     if process.returncode != 0:
         raise LaunchError(_explain(name, process.returncode, log))
     console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
@@ -85,17 +94,12 @@ def stop(process: subprocess.Popen) -> None:
                 process.wait(patience)
 
 
-def _follow(name: str, process: subprocess.Popen, file: Path, console: Console) -> None:
-    run_shown = 0
-    with console.status(f"{name}: starting") as status:
-        while process.poll() is None:
-            if progress := read_progress(file):
-                place = f"{name}: run {progress['run']}"
-                status.update(f"{place}, step {progress['step']} of {progress['total_steps'] or '?'}")
-                if progress["run"] > run_shown:
-                    run_shown = progress["run"]
-                    console.print(place)
-            time.sleep(POLL_SECONDS)
+def _follow(name: str, process: subprocess.Popen, file: Path, launches: Launches) -> None:
+    launches.begin(name)
+    while process.poll() is None:
+        if progress := read_progress(file):
+            launches.stands(progress["run"], progress["step"], progress["total_steps"])
+        time.sleep(POLL_SECONDS)
 
 
 def read_progress(file: Path) -> dict | None:

@@ -109,19 +109,38 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _cluster(options: argparse.Namespace) -> Cluster:
     if (options.rates is None) == (options.preset is None):
         raise ValueError("give either --rates or --preset")
-    if options.preset is not None and options.preset not in PRESETS:
-        raise ValueError(f"--preset {options.preset!r} is not known; valid are {', '.join(PRESETS)}")
-    if options.topology is None and options.preset is None:
+    if options.preset is not None:
+        return of_preset("--preset", options.preset, options.topology, options.scale)
+    if options.topology is None:
         raise ValueError("--rates needs --topology, such as --topology node=2,gpu=2,tile=2")
-    topology = _topology(options.topology or PRESETS[options.preset].topology)
-    rates = _preset_rates(options.preset, topology) if options.preset else _rates(options.rates, topology)
-    cluster = Cluster(
-        topology=topology,
-        rates=rates,
-        addresses=tuple(map(namespaces.address, range(topology.size))),
-        preset=options.preset,
-        scale=_number("--scale", options.scale),
-    )
+    topology = _topology(options.topology)
+    return _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
+
+
+def of_preset(option: str, name: str, topology: str | None, scale: str) -> Cluster:
+    """A cluster with the rates of a machine.
+
+    Args:
+        option: that names the machine.
+        name: of the machine.
+        topology: of all ranks; the preset's own where there is none.
+        scale: multiplies all rates.
+
+    Raises:
+        ValueError: one of them is not valid; says which, and what is.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"{option} {name!r} is not known; valid are {', '.join(PRESETS)}")
+    ranks = _topology(topology or PRESETS[name].topology)
+    axes = [FLAT] if name == FLAT else _axes(ranks)
+    if missing := set(axes) - set(PRESETS[name].gigabytes):
+        raise ValueError(f"{option} {name} has no links {', '.join(missing)}; a flat topology goes with {option} flat")
+    return _with_addresses(ranks, PRESETS[name].rates(axes), name, scale)
+
+
+def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str | None, scale: str) -> Cluster:
+    addresses = tuple(map(namespaces.address, range(topology.size)))
+    cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale))
     links.check_rates(cluster)
     return cluster
 
@@ -146,13 +165,6 @@ def _topology(text: str) -> Topology:
 def _axes(topology: Topology) -> list[str]:
     """Axes along which there is somebody to send to."""
     return [axis.name for axis in topology.axes if axis.size > 1]
-
-
-def _preset_rates(name: str, topology: Topology) -> dict[str, float]:
-    axes = [FLAT] if name == FLAT else _axes(topology)
-    if missing := set(axes) - set(PRESETS[name].gigabytes):
-        raise ValueError(f"--preset {name} has no links {', '.join(missing)}; a flat topology goes with --preset flat")
-    return PRESETS[name].rates(axes)
 
 
 def _rates(text: str, topology: Topology) -> dict[str, float]:

@@ -11,13 +11,16 @@ from typing import Any
 
 from rich.console import Console
 
-from xfuser_cocodiff.bench import child, host, trace
+from xfuser_cocodiff.bench import child, emulate, host, trace
 from xfuser_cocodiff.bench.figures import Outcome, figures
+from xfuser_cocodiff.bench.launches import Launches
+from xfuser_cocodiff.bench.progress import Line
 from xfuser_cocodiff.launcher import SHARE_FIELD
-from xfuser_cocodiff.options import ASKED, EXACT, OPTIONS, TRACE_VARIABLE
+from xfuser_cocodiff.options import ACROSS_NODES, ASKED, EXACT, MODES, OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit import command
 
 STOCK = "stock"
+_MODE = "cocodiff_mode"
 _VARIABLES = {option.field: option.variable for option in OPTIONS}
 _BEARING = ("xfuser", "torch", "diffusers")
 """Packages whose versions stock's results depend on."""
@@ -44,17 +47,18 @@ class Contender:
     trace: Path | None = None
     """Of all ranks."""
 
-    def launch(self, out: Path, console: Console) -> None:
+    def launch(self, out: Path, console: Console, launches: Launches) -> None:
         """Run once more, recording into a fresh folder of `out`."""
         label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
         self.launched = command.launch(self.arguments, self.launcher)
-        self.folders.append(self._run(label, self.launched, self.environment, out, console))
+        self.folders.append(self._run(label, self.launched, self.environment, out, console, launches))
 
-    def launch_traced(self, out: Path, console: Console) -> None:
+    def launch_traced(self, out: Path, console: Console, launches: Launches) -> None:
         """Run once more for a trace; a launch of its own, since tracing takes time."""
         arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
         environment = {**self.environment, TRACE_VARIABLE: "1"}
-        folder = self._run(f"{self.name} traced", command.launch(arguments, self.launcher), environment, out, console)
+        launched = command.launch(arguments, self.launcher)
+        folder = self._run(f"{self.name} traced", launched, environment, out, console, launches)
         self.trace = out / f"trace-{self.name}.json.gz"
         trace.merge(sorted(folder.glob("trace*.json.gz"), key=_rank), self.trace)
 
@@ -100,10 +104,17 @@ class Contender:
             shutil.copyfile(_manifest(earlier, self.name), _manifest(out, self.name))
 
     @staticmethod
-    def _run(label: str, launched: list[str], environment: dict[str, str], out: Path, console: Console) -> Path:
+    def _run(
+        label: str,
+        launched: list[str],
+        environment: dict[str, str],
+        out: Path,
+        console: Console,
+        launches: Launches,
+    ) -> Path:
         folder = out / "records" / label.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
-        child.run(label, launched, environment, folder, out / "logs" / f"{folder.name}.log", console)
+        child.run(label, launched, environment, folder, out / "logs" / f"{folder.name}.log", console, launches)
         return folder
 
 
@@ -115,25 +126,34 @@ def _rank(file: Path) -> int:
     return int("".join(filter(str.isdigit, file.name)))
 
 
-def compare(
-    arguments: Sequence[str],
-    out: Path,
-    repeats: int,
-    console: Console,
-    traced: bool = False,
-    launcher: str | None = None,
-    earlier: Path | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class How:
+    """How a comparison is made."""
+
+    repeats: int = 3
+    """Runs to measure on each side, unless the arguments say ``--num_iterations``."""
+    modes: tuple[str, ...] = ()
+    """Of the plugin, each a side of its own; when there are none, the one that arguments or environment ask for."""
+    traced: bool = False
+    """Whether to launch each side once more for a trace of its last steps."""
+    launcher: str | None = None
+    """What starts the ranks, see :func:`command.launch`; torchrun when not given."""
+    emulated: emulate.Wish | None = None
+    """The emulated cluster that they run on, if they do."""
+    title: str | None = None
+    """What the report is to call the links."""
+    earlier: Path | None = None
+    """Folder of a comparison with the same stock side, which then is not run again."""
+
+
+def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> dict[str, Any]:
     """Run a command stock and with the plugin.
 
     Args:
         arguments: of the xdit command, or an example script and its arguments.
         out: folder for records, logs and pictures; created if missing.
-        repeats: runs to measure on each side, unless the arguments say ``--num_iterations``.
         console: where progress is shown.
-        traced: whether to launch each side once more for a trace of its last steps.
-        launcher: what starts the ranks, see :func:`command.launch`; torchrun when not given.
-        earlier: folder of a comparison with the same stock side, which then is not run again.
+        how: to do it.
 
     Returns:
         The record; paths in it are relative to `out`.
@@ -144,43 +164,83 @@ def compare(
         RecordError: xDiT ran, but not as expected.
     """
     degree, script = check(arguments), command.is_script(arguments)
-    repeats = repeats if script else _number(arguments, "num_iterations", repeats)
+    repeats = how.repeats if script else _number(arguments, "num_iterations", how.repeats)
     if repeats < 1:
         raise UsageError(f"{repeats} repeats leave nothing to compare")
+    _check_modes(how.modes, arguments)
+    arguments, launcher, environment, cluster = _where(arguments, how)
     if degree == 1:
         console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
-    _check_launcher(arguments, launcher)
-    contenders = contend(arguments, os.environ, out, repeats, launcher)
+    usual = ACROSS_NODES if cluster and cluster["nodes"] > 1 else EXACT
+    contenders = contend(arguments, environment, out, repeats, launcher, how.modes, usual)
     with child.stopped_by_sigterm():
         (out / "records").mkdir(parents=True, exist_ok=True)
-        if earlier:
-            contenders[0].take(earlier, out, repeats)
+        if how.earlier:
+            contenders[0].take(how.earlier, out, repeats)
         console.print(f"{' and '.join(contender.name for contender in contenders)}, repeats of each: {repeats}")
+        to_run = contenders[1 if how.earlier else 0 :]
         try:
-            to_run = contenders[1 if earlier else 0 :]
-            _launch(to_run, out, repeats, script, console)
-            for contender in to_run if traced else ():
-                contender.launch_traced(out, console)
+            _launch(to_run, out, repeats, how.traced, console)
             runs = _runs(contenders, arguments, out, repeats)
         except BaseException:
             if _manifest(out, STOCK).exists():
                 console.print(f"{STOCK}'s side is finished and kept: add --stock {out} to go on with it")
             raise
-    return {**host.header(), "repeats": repeats, "launches": "one per repeat" if script else "one", "runs": runs}
+    known = {"repeats": repeats, "launches": "one per repeat" if script else "one"}
+    return {**host.header(), **known, "title": how.title, "cluster": cluster, "runs": runs}
 
 
-def _launch(to_run: Sequence[Contender], out: Path, repeats: int, script: bool, console: Console) -> None:
+def _check_modes(modes: Sequence[str], arguments: Sequence[str]) -> None:
+    for mode in modes:
+        if mode not in MODES or list(modes).count(mode) > 1:
+            valid = f"some of {', '.join(MODES)}, each once"
+            raise UsageError(f"--modes {','.join(modes)!r} is not valid; valid are {valid}")
+    if modes and (asked := command.option(arguments, _MODE)):
+        raise UsageError(f"--modes {','.join(modes)} and --{_MODE} {asked} both say what to compare; give one")
+
+
+def _where(
+    arguments: Sequence[str], how: How
+) -> tuple[Sequence[str], str | None, Mapping[str, str], dict[str, Any] | None]:
+    """Arguments, launcher and environment of the ranks, and what the record says of the cluster that they run on."""
+    if how.emulated is None:
+        _check_launcher(arguments, how.launcher)
+        return arguments, how.launcher, os.environ, None
+    if how.launcher is not None:
+        raise UsageError(f"--launcher and {emulate.OPTION} both start the ranks; give one")
+    try:
+        built = emulate.cluster_for(how.emulated, arguments)
+        emulate.check(built)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    environment = {**os.environ, **emulate.NO_DEVICES}
+    return emulate.on_cluster(arguments, built), emulate.launcher(built), environment, emulate.record(built)
+
+
+def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, console: Console) -> None:
     """Run each side as often as it takes; one whose records are complete is finished."""
     for contender in to_run:
         _manifest(out, contender.name).unlink(missing_ok=True)
-    launches = repeats if script else 1
-    for turn in range(launches):
+    script = command.is_script(to_run[0].arguments)
+    turns = repeats if script else 1
+    launches = _foreseen(to_run, turns + traced, repeats, console)
+    for turn in range(turns):
         # Turns change, so that neither side always runs first.
         for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
-            contender.launch(out, console)
-            if turn == launches - 1:
-                Outcome.read(contender.folders, repeats // launches)
+            contender.launch(out, console, launches)
+            if turn == turns - 1:
+                Outcome.read(contender.folders, repeats // turns)
                 contender.finish(out, repeats)
+    for contender in to_run if traced else ():
+        contender.launch_traced(out, console, launches)
+
+
+def _foreseen(to_run: Sequence[Contender], launches: int, repeats: int, console: Console) -> Launches:
+    """What is to be done: scripts make a run each, as far as one knows, and xDiT's command all repeats."""
+    arguments = to_run[0].arguments
+    runs = 1 if command.is_script(arguments) else repeats + _number(arguments, "warmup_calls", 0)
+    line = Line(None if console.quiet else console.file)
+    return Launches(line, len(to_run) * launches, runs, _number(arguments, "num_inference_steps", 0))
 
 
 def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:
@@ -235,17 +295,28 @@ def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:
 
 
 def contend(
-    arguments: Sequence[str], environment: Mapping[str, str], out: Path, repeats: int, launcher: str | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    out: Path,
+    repeats: int,
+    launcher: str | None = None,
+    modes: Sequence[str] = (),
+    usual: str = EXACT,
 ) -> list[Contender]:
-    """Stock, and the plugin in the mode asked for: the same command, but for the plugin's options."""
+    """Stock, and the plugin in each mode: the same command, but for the plugin's options.
+
+    Without modes, it is the one that arguments or environment ask for, or the one that is usual where these ranks run.
+    """
     shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
     ours = {variable for field, variable in _VARIABLES.items() if field != SHARE_FIELD}
     off = {name: value for name, value in shared.items() if name not in ours}
     plain = command.without(arguments, ASKED)
-    mode = command.option(arguments, "cocodiff_mode") or environment.get(_VARIABLES["cocodiff_mode"]) or EXACT
+    asked = {mode: [*plain, f"--{_MODE}={mode}"] for mode in modes}
+    if not asked:
+        asked[command.option(arguments, _MODE) or environment.get(_VARIABLES[_MODE]) or usual] = plain
     sides = [
         Contender(STOCK, command.of_stock(arguments), off, launcher),
-        Contender(mode, [*plain, f"--{ASKED}"], shared, launcher),
+        *(Contender(mode, [*line, f"--{ASKED}"], shared, launcher) for mode, line in asked.items()),
     ]
     if not command.is_script(arguments):
         for side in sides:

@@ -9,24 +9,37 @@ import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff.stopwatch import race
 
-_TARGET_SECONDS = 0.15
+TARGET_SECONDS = 0.15
 """A repeat of a short piece of work runs it as often as this takes, less what the clock and the barrier add."""
 _MAX_CALLS = 50
+_WARMING_TURNS = 2
+"""Which open connections and allocate, and tell how long a call takes."""
 
 
-def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def turns(works: int, repeats: int) -> int:
+    """How many turns so many pieces of work have in a contest."""
+    return works * (_WARMING_TURNS + repeats)
+
+
+def contest(
+    works: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: torch.device,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
     """Seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
 
     Args:
         works: by name; every rank must pass the same ones, in the same order.
         repeats: how often each is timed, in turns.
         device: where they work.
+        after: called after each turn.
     """
     group, calls = dist.group.WORLD, list(works.values())
-    first, second = zip(*race(calls, 1, 2, group, device), strict=True)  # opens connections, allocates
+    first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device, after), strict=True)
     slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
-    in_a_row = min(_MAX_CALLS, max(1, math.ceil(_TARGET_SECONDS / slowest_call)))
-    return dict(zip(works, race(calls, in_a_row, repeats, group, device), strict=True))
+    in_a_row = min(_MAX_CALLS, max(1, math.ceil(TARGET_SECONDS / slowest_call)))
+    return dict(zip(works, race(calls, in_a_row, repeats, group, device, after), strict=True))
 
 
 def slowest(seconds: float, device: torch.device) -> float:

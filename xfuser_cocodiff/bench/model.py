@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff import planner, probe
 from xfuser_cocodiff.bench import host, links
-from xfuser_cocodiff.bench.contest import contest, mean
+from xfuser_cocodiff.bench.contest import TARGET_SECONDS, contest, mean, turns
+from xfuser_cocodiff.bench.progress import Teller
 from xfuser_cocodiff.collectives import Mesh
 from xfuser_cocodiff.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.findings import Findings
@@ -41,6 +42,8 @@ SHAPES = {
 _TEXT_TOKENS, _TEXT_WIDTH = 64, 64
 _CLOSE, _ATTEMPTS, _TRIALS = 0.02, 6, 3
 _MOST_STEPS = 80
+_USUAL_ATTEMPTS, _USUAL_STEPS = 3, 10
+"""What is foreseen of them."""
 _RUN_STEPS = 50
 """Of the runs that modes with a schedule are judged by."""
 _OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}
@@ -169,18 +172,36 @@ def measure(
     if links.from_environment() is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = _step(shape)
+    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    told.say("timing steps that do not communicate")
     alone = _alone(step, Contender())
+    told.foresee(_foreseen(asked_shares, len(modes), repeats, alone))
     rows = []
-    for asked in asked_shares:
+    for number, asked in enumerate(asked_shares):
         stock = Contender()
-        cluster = _find_scale(asked, step, stock, alone)
+        told.begin(str(number), f"share {asked:g}: finding the speed of the links")
+        cluster = _find_scale(asked, step, stock, alone, told)
         contenders = {"stock": stock}
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
         for mode, config in settings.items():
             contenders[mode] = _contender(group, config, profile)
-        rows += _compare(contenders, profile, step, repeats, alone, {"share_asked": asked, "scale": cluster.scale})
+        known = {"share_asked": asked, "scale": cluster.scale}
+        rows += _compare(contenders, profile, step, repeats, alone, known, told)
+    told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
+
+
+def _foreseen(asked_shares: Sequence[float], modes: int, repeats: int, alone: float) -> dict[str, tuple[float, float]]:
+    """For each share its turns, and the seconds of one."""
+    pieces = _USUAL_ATTEMPTS * turns(1, _TRIALS) + _turns_of_sides(modes, repeats)
+    seconds = [max(alone / (1 - asked), TARGET_SECONDS) for asked in asked_shares]
+    return {str(number): (pieces, expected) for number, expected in enumerate(seconds)}
+
+
+def _turns_of_sides(modes: int, repeats: int) -> int:
+    """Turns at one share that are foreseen once its links are found."""
+    return modes * _USUAL_STEPS + turns(modes + 1, repeats) + turns(modes + 1, _TRIALS)
 
 
 def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
@@ -256,12 +277,15 @@ def _alone(step: Callable[[], torch.Tensor], stock: Contender) -> float:
         return median(contest({"alone": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["alone"])
 
 
-def _find_scale(share: float, step: Callable[[], torch.Tensor], stock: Contender, alone: float) -> links.Cluster:
+def _find_scale(
+    share: float, step: Callable[[], torch.Tensor], stock: Contender, alone: float, told: Teller
+) -> links.Cluster:
     """Shape the links so that stock's all-to-alls take a share of its step, as near as the machine allows."""
     cluster = links.shape(links.from_environment().scale, _PACKET_SECONDS)
     dist.barrier()
     for _ in range(_ATTEMPTS):
-        whole = median(contest({"stock": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["stock"])
+        times = contest({"stock": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"), told.advance)
+        whole = median(times["stock"])
         if abs(1 - alone / whole - share) < _CLOSE:
             break
         wanted = alone * share / (1 - share)  # computation stays, what is added to it goes with the links' speed
@@ -275,25 +299,26 @@ def _find_scale(share: float, step: Callable[[], torch.Tensor], stock: Contender
     return cluster
 
 
-def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.Tensor) -> bool:
+def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.Tensor, told: Teller) -> bool:
     """Run steps until nothing is tried any more; whether all of them had the bits that are expected."""
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(_run(step, side), expected)
+        told.advance()
         if side.engine.trials is None or side.engine.trials.settled:
             break
     return equal
 
 
 def _seconds_of_exchanges(
-    contenders: dict[str, Contender], runs: Mapping[str, Callable[[], object]], device: torch.device
+    contenders: dict[str, Contender], runs: Mapping[str, Callable[[], object]], device: torch.device, told: Teller
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each side's all-to-alls, and of those that were hidden, in steps that are not timed themselves."""
     for timed in (True, False):
         for side in contenders.values():
             side.engine.traffic.timed = timed
         if timed:
-            contest(runs, _TRIALS, device)
+            contest(runs, _TRIALS, device, told.advance)
     a2a = {mode: mean(median(side.a2a_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
     return a2a, {mode: mean(median(side.hidden_seconds[-_TRIALS:]), device) for mode, side in contenders.items()}
 
@@ -305,13 +330,19 @@ def _compare(
     repeats: int,
     alone: float,
     known: dict[str, float],
+    told: Teller,
 ) -> list[dict[str, Any]]:
     device = torch.device("cpu")
+    told.expect(_turns_of_sides(len(contenders) - 1, repeats))
+    told.say(f"share {known['share_asked']:g}: trials of {', '.join(contenders)}")
     expected = _run(step, contenders["stock"])
-    equal = {mode: _settled(step, side, expected) for mode, side in contenders.items()}
+    equal = {mode: _settled(step, side, expected, told) for mode, side in contenders.items()}
+    told.expect(_turns_of_sides(0, repeats) * len(contenders))
+    told.say(f"share {known['share_asked']:g}: measuring {', '.join(contenders)}")
     runs = {mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}
-    times = contest(runs, repeats, device)
-    a2a, hidden = _seconds_of_exchanges(contenders, runs, device)
+    times = contest(runs, repeats, device, told.advance)
+    a2a, hidden = _seconds_of_exchanges(contenders, runs, device, told)
+    told.expect(0)
     rows = []
     for mode, coded in times.items():
         # Steps of a run that are exact count as stock's, which is no better than they are.

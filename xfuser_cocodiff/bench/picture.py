@@ -35,17 +35,25 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
     return factor
 
 
-def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
+def draw_step(groups: Mapping[str, Sequence[dict[str, Any]]], out: Path) -> None:
     """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
 
     Args:
-        runs: of a compare record.
+        groups: runs of compare records, by what stands above them.
         out: an SVG file.
     """
-    with _figure((7.2, 1.1 + 0.55 * len(runs)), out) as (figure, axes):
-        for position, run in enumerate(runs):
-            _draw_bar(axes, position, run)
-        axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
+    bars = sum(map(len, groups.values())) + len(groups) - 1
+    with _figure((7.2, 1.1 + 0.45 * bars), out) as (figure, axes):
+        places, position = {}, 0
+        for name, runs in groups.items():
+            for run in runs:
+                _draw_bar(axes, position, run)
+                places[position] = run["name"]
+                position += 1
+            if name:
+                axes.annotate(name, (0, position - len(runs) - 0.45), color=INK, fontweight="bold", va="bottom")
+            position += 1  # room for the next name
+        axes.set_yticks(list(places), list(places.values()))
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per step")
         axes.spines[["top", "right", "left"]].set_visible(False)

@@ -70,12 +70,20 @@ class Judge:
         steps: of each run.
         size: of the pictures, in pixels.
         dtype: of weights and activations.
+        after_step: called after each step of a run.
     """
 
     def __init__(
-        self, model: str, config: CocoDiffConfig, seeds: int, steps: int, size: int, dtype: torch.dtype
+        self,
+        model: str,
+        config: CocoDiffConfig,
+        seeds: int,
+        steps: int,
+        size: int,
+        dtype: torch.dtype,
+        after_step: Callable[[], object] = lambda: None,
     ) -> None:
-        self._solo, self._config = Solo(model, dtype), config
+        self._solo, self._config, self._after_step = Solo(model, dtype), config, after_step
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
         self._of_slices = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
@@ -92,22 +100,27 @@ class Judge:
 
     def generate(self, row: Row) -> Pictures:
         """Pictures from noise."""
-        return self._run(row, self._prompts, {})
+        return self._run(row, self._prompts)
 
     def inpaint(self, row: Row, mask: str) -> Pictures:
         """Pictures of which what the mask leaves is known."""
         keep = inpainting.keep_known(self._solo.pipe, *self.truth(mask))
-        return self._run(row, self._of_slices, {"callback_on_step_end": keep})
+        return self._run(row, self._of_slices, keep)
 
     def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
         """The true pictures, and where they are to be found."""
         return self._truth, inpainting.mask(mask, self._size)
 
-    def _run(self, row: Row, prompts: list[str], more: dict[str, Any]) -> Pictures:
+    def _run(self, row: Row, prompts: list[str], keep: Callable[..., dict[str, Any]] | None = None) -> Pictures:
+        def after_step(*step: Any) -> dict[str, Any]:
+            self._after_step()
+            return keep(*step) if keep else {}
+
         coded = replace(self._config, mode=row.mode, schedule=row.schedule)
         self._solo.use(None if row.mode == EXACT else coded)
         generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
         size = {"height": self._size, "width": self._size}
+        more = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
         output = self._solo(prompts, self._steps, _TEXT_TOKENS, generator=generators, output_type="np", **size, **more)
         pictures = output.images
         reports = self._solo.reports

@@ -4,17 +4,21 @@ import base64
 import importlib.util
 import json
 import math
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.bench import picture
+from xfuser_cocodiff.bench.overview import Setting, columns
+from xfuser_cocodiff.bench.words import decibels, percent, size, time, total
 from xfuser_cocodiff.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 INSTALL = "pip install 'xfuser-cocodiff[report]'"
-NOTHING = "-"
-"""Stands for a figure that cannot be had."""
-DIFFERENCE, STEP, LAYERS, ERRORS = "difference.png", "step.svg", "layers.svg", "errors.svg"
+STEP = "step.svg"
+_DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
+"""Pictures of each side beside stock, and their kinds."""
 _MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
@@ -23,8 +27,20 @@ def missing_libraries() -> list[str]:
     return [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 
 
-def write(record: dict[str, Any], out: Path) -> Path:
-    """Write report.json, report.md, report.html and their pictures into `out`, and return the HTML file."""
+def pairs(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each side but stock, the record of a comparison of these two alone."""
+    stock, *others = record["runs"]
+    return [{**record, "runs": [stock, other]} for other in others]
+
+
+def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> Path:
+    """Write report.json, report.md, report.html and their pictures into `out`, and return the HTML file.
+
+    Args:
+        record: of the comparison.
+        out: folder, to which paths in the record are relative.
+        beside: other comparisons, which the report shows first.
+    """
     import jinja2
 
     (out / "report.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
@@ -36,32 +52,43 @@ def write(record: dict[str, Any], out: Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "time": time, "size": size, "total": total, "decibels": decibels}
-    stock, plugin = record["runs"]
+    settings = [*beside, Setting(record, out)]
+    names = [setting.title for setting in settings] if beside else [""]
+    picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
     content = {
         "record": record,
-        "stock": stock,
-        "plugin": plugin,
-        "verdict": verdict(record),
-        "speed": speed(record),
-        "notes": notes(record),
-        "axes": axes(record),
-        "factor": _draw(record, out),
-        "embed": lambda path: embed(out / path),
+        "settings": settings,
+        "columns": columns(settings),
+        "pairs": [_pair(pair, setting.folder) for setting in settings for pair in pairs(setting.record)],
+        "passed": all(passed(setting.record) for setting in settings),
+        "embed": embed,
+        "link": lambda file: os.path.relpath(file, out),
+        "step": out / STEP,
     }
     for name in ("report.md", "report.html"):
         (out / name).write_text(environment.get_template(name).render(content))
     return out / "report.html"
 
 
-def _draw(record: dict[str, Any], out: Path) -> int | None:
-    """Draw the pictures and return the amplification of the difference."""
-    picture.draw_step(record["runs"], out / STEP)
-    if layers := record["runs"][1]["a2a_by_layer"]:
-        picture.draw_layers(layers, out / LAYERS)
-    if codecs := record["runs"][1]["codecs"]:
-        picture.draw_errors(codecs["errors"], out / ERRORS)
-    stock, plugin = (run["image"]["path"] for run in record["runs"])
-    return picture.draw_difference(out / stock, out / plugin, out / DIFFERENCE) if stock and plugin else None
+def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a report says of one side beside stock, with its pictures drawn."""
+    stock, plugin = record["runs"]
+    files = {what: folder / f"{what}-{plugin['name']}.{kind}" for what, kind in _DRAWN.items()}
+    if layers := plugin["a2a_by_layer"]:
+        picture.draw_layers(layers, files["layers"])
+    if codecs := plugin["codecs"]:
+        picture.draw_errors(codecs["errors"], files["errors"])
+    ours, theirs = (run["image"]["path"] for run in (stock, plugin))
+    shown = ours and theirs
+    factor = picture.draw_difference(folder / ours, folder / theirs, files["difference"]) if shown else None
+    return {
+        **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
+        "title": Setting(record, folder).title,
+        "verdict": verdict(record),
+        "speed": speed(record),
+        "notes": notes(record),
+        "axes": axes(record),
+    }
 
 
 def embed(file: Path) -> str:
@@ -69,11 +96,10 @@ def embed(file: Path) -> str:
     return f"data:{_MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def passed(record: dict[str, Any]) -> bool:
-    """Whether the plugin kept its promise: without codecs it is stock, bit for bit; with them it promises no such
-    thing."""
-    plugin = record["runs"][1]
-    return plugin["latents"]["bit_equal"] or plugin["codecs"] is not None
+def passed(record: Mapping[str, Any]) -> bool:
+    """Whether the plugin kept its promise on all sides: without codecs it is stock, bit for bit; with them it promises
+    no such thing."""
+    return all(side["latents"]["bit_equal"] or side["codecs"] is not None for side in record["runs"][1:])
 
 
 def verdict(record: dict[str, Any]) -> tuple[str, str]:
@@ -161,35 +187,3 @@ def axes(record: dict[str, Any]) -> list[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def time(seconds: float | None) -> str:
-    """A duration in a unit that suits it."""
-    if seconds is None:
-        return NOTHING
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
-def size(count: float | None) -> str:
-    """A number of bytes in a decimal unit that suits it."""
-    if count is None:
-        return NOTHING
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            return f"{count / 10**power:.2f} {unit}"
-    return f"{count:.0f} B"
-
-
-def total(by_axis: dict[str, int] | None) -> int | None:
-    """The sum over axes of a figure that may not be had."""
-    return None if by_axis is None else sum(by_axis.values())
-
-
-def percent(share: float) -> str:
-    """A share as a percentage."""
-    return f"{share * 100:.1f} %"
-
-
-def decibels(value: float | None) -> str:
-    """A PSNR; a dash where it is infinite or cannot be had."""
-    return NOTHING if value is None else f"{value:.1f} dB"

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from xfuser_cocodiff.bench.paper import LESS, MORE, Finding
 from xfuser_cocodiff.bench.picture import INK
-from xfuser_cocodiff.bench.report import INSTALL, percent, size, time
+from xfuser_cocodiff.bench.report import INSTALL
+from xfuser_cocodiff.bench.words import percent, size, time
 
 CHART_FORMATS = (".svg", ".png", ".pdf")
 _COLUMNS = (

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from xfuser_cocodiff.bench.report import percent, size, time
+from xfuser_cocodiff.bench.words import percent, size, time
 from xfuser_cocodiff.memory import GIB
 
 

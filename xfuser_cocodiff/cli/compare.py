@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from xfuser_cocodiff.bench.presets import PRESETS
 from xfuser_cocodiff.cli.answer import fail
 
 INTERRUPTED_STATUS = 130
@@ -16,7 +17,8 @@ def add_parser(subparsers: Any) -> None:
         "compare",
         help="run a command with stock xDiT and with the plugin, and report",
         description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
-        usage="%(prog)s [--out DIR] [--repeats N] [--launcher COMMAND] [--stock DIR] [--trace] [--json FILE] "
+        usage="%(prog)s [--out DIR] [--repeats N] [--modes MODES] [--launcher COMMAND | --emulate PRESET "
+        "[--topology T] [--scale S | --share S]] [--stock DIR] [--beside DIR] [--title TEXT] [--trace] [--json FILE] "
         "-- <xdit arguments | script and arguments>",
         epilog="Exit status: 1 when nothing was approximated and the result is not stock's bit for bit, 2 when nothing "
         "was compared.",
@@ -24,27 +26,56 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")
     parser.add_argument(
+        "--modes", help="of the plugin, as exact,balanced,fast: a side each (default: the mode that the arguments name)"
+    )
+    parser.add_argument(
         "--launcher",
         metavar="COMMAND",
         help="what starts the ranks in place of torchrun, such as 'mpiexec -n {ranks} --ppn 12 rank.sh'; it gives each "
         "one RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all of them see the folder of the report",
     )
+    _add_emulation(parser)
     parser.add_argument(
         "--stock",
         type=Path,
         metavar="DIR",
         help="take stock's side from an earlier comparison there, which need not have come to its end",
     )
+    parser.add_argument(
+        "--beside", type=Path, metavar="DIR", help="show the comparison there in the report too, before this one"
+    )
+    parser.add_argument("--title", metavar="TEXT", help="what the report is to call the links")
     parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.set_defaults(run=run, parser=parser)
+
+
+def _add_emulation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--emulate",
+        metavar="PRESET",
+        help=f"run the ranks on a cluster that this machine emulates, with the links of {', '.join(PRESETS)}: each in "
+        "a network namespace of its own, on the CPU",
+    )
+    parser.add_argument(
+        "--topology",
+        help="of all emulated ranks, such as node=2,gpu=2 (default: that of --cocodiff_topology, else the preset's, "
+        "else two nodes)",
+    )
+    parser.add_argument("--scale", help="multiplies the rates of the preset, 1/10000 of the real ones (default: 1)")
+    parser.add_argument(
+        "--share",
+        type=float,
+        help="in place of --scale: links so slow that those between nodes take about this share of stock's step, by "
+        "what the comparison of --beside says of steps without them",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.bench import child, compare, record, report
+    from xfuser_cocodiff.bench import child, compare, overview, record, report
 
     if options.json:  # before anything runs for minutes
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -52,30 +83,72 @@ def run(options: argparse.Namespace) -> int:
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {report.INSTALL}")
     try:
-        figures = compare.compare(
-            options.xdit_arguments,
-            options.out,
-            options.repeats,
-            console,
-            options.trace,
-            options.launcher,
-            options.stock,
-        )
+        beside = [overview.Setting.read(options.beside)] if options.beside else []
+        how = _how(options, beside)
+    except ValueError as error:
+        return fail(str(error))
+    try:
+        found = compare.compare(options.xdit_arguments, options.out, console, how)
     except (compare.UsageError, child.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
         print("cocodiff: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
-    figures["command"] = options.command
-    page = report.write(figures, options.out)
+    found["command"] = options.command
+    page = report.write(found, options.out, beside)
     if options.json:
         options.json.write_text((options.out / "report.json").read_text())
-    title, text = report.verdict(figures)
-    for line in (f"\n{title}. {text}", report.speed(figures), *report.notes(figures), f"\nReport: {page}"):
-        console.print(line)
-    for side in figures["runs"]:
+    _tell(found, [*beside, overview.Setting(found, options.out)], console)
+    console.print(f"\nReport: {page}")
+    return 0 if report.passed(found) else 1
+
+
+def _how(options: argparse.Namespace, beside: list[Any]) -> Any:
+    """What the options say.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    from xfuser_cocodiff.bench.compare import How
+    from xfuser_cocodiff.bench.emulate import Wish
+
+    lone = {name: getattr(options, name) for name in ("topology", "scale", "share")}
+    given = {name: value for name, value in lone.items() if value is not None}
+    if given and options.emulate is None:
+        name = next(iter(given))
+        raise ValueError(f"--{name} {given[name]} is of an emulated cluster: give --emulate as well")
+    if "scale" in given and "share" in given:
+        raise ValueError(f"--scale {options.scale} and --share {options.share:g} both say how fast links are; give one")
+    return How(
+        repeats=options.repeats,
+        modes=tuple(options.modes.split(",")) if options.modes else (),
+        traced=options.trace,
+        launcher=options.launcher,
+        emulated=Wish(options.emulate, unslowed=next(iter(beside), None), **given) if options.emulate else None,
+        title=options.title,
+        earlier=options.stock,
+    )
+
+
+def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
+    """Say what came of a comparison; its table, with those beside it, comes last."""
+    from xfuser_cocodiff.bench import overview, report
+
+    pairs, said = report.pairs(found), []
+    for pair in pairs:
+        if len(pairs) == 1 or not report.passed(pair):
+            said += ["{}. {}".format(*report.verdict(pair)), report.speed(pair)]
+        said += [note for note in report.notes(pair) if note not in said]
+    for side in found["runs"]:
         if side["trace"]:
-            console.print(f"Trace, for https://ui.perfetto.dev: {options.out / side['trace']}")
+            said.append(f"Trace, for https://ui.perfetto.dev: {settings[-1].folder / side['trace']}")
         for what, share in side["overlap"].items():
-            console.print(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
-    return 0 if report.passed(figures) else 1
+            said.append(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
+    console.print()
+    for line in said:
+        console.print(line)
+    console.print()
+    console.print(overview.table(settings))
+    console.print()
+    for setting in settings:
+        console.print(setting.sentence())

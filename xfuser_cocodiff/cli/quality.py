@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from xfuser_cocodiff.bench import inpainting, quality
+    from xfuser_cocodiff.bench.progress import Teller
 
     try:
         config, rows = _config(options), quality.rows(options.mode.split(","), options.sweep)
@@ -46,9 +48,13 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     dtype = quality.DTYPES[options.dtype]
-    judge = quality.Judge(options.model, config, options.seeds, options.steps, options.size, dtype)
+    told = Teller(sys.stderr)
+    told.say(f"loading {options.model}")
+    judge = quality.Judge(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance)
     masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
-    record, gallery = quality.measure(judge, rows, masks, lambda what: print(what, flush=True))
+    told.foresee({"step": ((1 + len(rows)) * (1 + len(masks)) * options.steps, 1.0)}, is_relative=True)
+    record, gallery = quality.measure(judge, rows, masks, lambda what: told.begin("step", what))
+    told.end()
     quality.show(record)
     if options.json:
         write_json(options, record)

@@ -83,19 +83,19 @@ def launch(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
     """
     if launcher is not None:
         program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
-        start = shlex.split(launcher.replace("{ranks}", str(_num_ranks(arguments))))
+        start = shlex.split(launcher.replace("{ranks}", str(num_ranks(arguments))))
         if not start:
             raise ValueError("No command")
         return [*start, sys.executable, *program, *arguments]
     if is_script(arguments):
-        ranks = f"--nproc_per_node={_num_ranks(arguments)}"
+        ranks = f"--nproc_per_node={num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
     # xDiT's default port is fixed, and would let no two runs share a machine.
     port = [] if option(arguments, "master_port") else [f"--master_port={_free_port()}"]
     return [sys.executable, "-m", "xfuser.cli", *port, *arguments]
 
 
-def _num_ranks(arguments: Sequence[str]) -> int:
+def num_ranks(arguments: Sequence[str]) -> int:
     """By xDiT's own rule, whose file is read past its package: importing that takes seconds."""
     package = importlib.util.find_spec("xfuser")
     if package is None or not package.submodule_search_locations:

@@ -39,6 +39,10 @@ class Solo:
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
+    def takes(self, argument: str) -> bool:
+        """Whether the pipeline has an argument of this name."""
+        return argument in inspect.signature(self.pipe.__call__).parameters
+
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
         """Run the pipeline and return its output.
 
@@ -53,7 +57,7 @@ class Solo:
         get_runtime_state().set_input_parameters(
             batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
         )
-        if "max_sequence_length" in inspect.signature(self.pipe.__call__).parameters:
+        if self.takes("max_sequence_length"):
             more["max_sequence_length"] = text_tokens
         return self.pipe(prompt=prompts, num_inference_steps=steps, **more)
 
