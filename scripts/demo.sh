@@ -33,7 +33,7 @@ cocodiff compare --out "$out/equal-links" --title "Equal links" --repeats 3 \
 
 if [ "$status" -gt 1 ]; then
     exit "$status"
-elif why="$(python -m xfuser_cocodiff.bench.cluster --preset flat --topology flat=2 -- true 2>&1)"; then
+elif why="$(python -m xfuser_cocodiff.emulation.cluster --preset flat --topology flat=2 -- true 2>&1)"; then
     echo "Part 2 of 2: slow links between two nodes, stock xDiT against three modes; about three minutes"
     cocodiff compare --out "$out" --beside "$out/equal-links" --title "Slow links between two nodes" \
         --emulate ethernet --share 0.8 "${modes[@]}" --repeats 3 -- "$@" || status=$?

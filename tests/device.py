@@ -25,7 +25,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xfuser_cocodiff import collectives, lane
+from xfuser_cocodiff.exchange import collectives, lane
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"

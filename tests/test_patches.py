@@ -245,7 +245,7 @@ def with_plugin() -> list:
 
     autoload.plug_in = watched
     importlib.import_module("xfuser.runner")
-    from xfuser_cocodiff.xdit import activation
+    from xfuser_cocodiff.xdit.door import activation
 
     installed = activation._installed
     plug_in()
@@ -255,7 +255,8 @@ def with_plugin() -> list:
 
 @pytest.mark.parametrize("autoload", ["0", "1"])
 def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
-    from xfuser_cocodiff.xdit import activation, platform
+    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.xdit.platform import platform
 
     (before, states), printed = answer(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
@@ -273,7 +274,7 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
 @torch.no_grad()
 def same_bits(rank: int) -> list[bool]:
     """Whether models that pad give with the plugin in use what they give without."""
-    from xfuser_cocodiff.xdit.engine import active
+    from xfuser_cocodiff.xdit.engine.engine import active
 
     same = []
     for model in (flux(tokens=7)[0], qwen(text=5, rows=1, lengths=(2, 5))[0]):

@@ -8,7 +8,7 @@ from unittest import mock
 for name in (
     "tests.ranks",
     "tests.small_transformers",
-    "xfuser_cocodiff.bench.quality",
+    "xfuser_cocodiff.comparison.quality",
     *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)

@@ -7,7 +7,7 @@ before and after xDiT is imported. :func:`run` is for samplers that show their s
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.xdit.run_clock import Sampling
+    from xfuser_cocodiff.xdit.clock.run_clock import Sampling
 
 __version__ = "0.1.0"
 
@@ -20,14 +20,14 @@ def install() -> bool:
     Returns:
         Whether the plugin is in place; False, after one warning, where xDiT is missing or not a supported version.
     """
-    from xfuser_cocodiff.xdit import activation
+    from xfuser_cocodiff.xdit.door import activation
 
     return activation.install()
 
 
 def uninstall() -> None:
     """Give every patched site of xDiT its original back."""
-    from xfuser_cocodiff.xdit import activation
+    from xfuser_cocodiff.xdit.door import activation
 
     activation.uninstall()
 
@@ -54,6 +54,6 @@ def run(steps: int | None = None) -> "Sampling":
     Raises:
         ValueError: `steps` is no whole number from 1.
     """
-    from xfuser_cocodiff.xdit import activation
+    from xfuser_cocodiff.xdit.door import activation
 
     return activation.run(steps)

@@ -1,1 +1,4 @@
-"""Measuring the plugin against stock xDiT, and telling what came of it."""
+"""Measurements of parts of the plugin: the all-to-all, steps of a model, kernels, and the cost of its import.
+In: ranks under torchrun or on an emulated cluster, or one device.
+Out: `a2a.measure`, `model.measure`, `kernels.measure`, `import_cost.measure`.
+"""

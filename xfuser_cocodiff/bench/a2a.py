@@ -12,18 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import planner, probe
-from xfuser_cocodiff.bench import host, links
-from xfuser_cocodiff.bench.contest import TARGET_SECONDS, contest, slowest, turns
-from xfuser_cocodiff.bench.progress import Teller
-from xfuser_cocodiff.choice import Plans
-from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.exchange import reshard
-from xfuser_cocodiff.plan import Plan, candidates
-from xfuser_cocodiff.plan_trial import EFFORTS, tried
-from xfuser_cocodiff.planned import check_fits, known_of
-from xfuser_cocodiff.profile import Profile
-from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff.attention.reshard import reshard
+from xfuser_cocodiff.emulation import links
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.machine import planner
+from xfuser_cocodiff.machine.plan import Plan, candidates
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring import probe
+from xfuser_cocodiff.measuring.choice import Plans
+from xfuser_cocodiff.measuring.contest import TARGET_SECONDS, contest, slowest, turns
+from xfuser_cocodiff.measuring.plan_trial import EFFORTS, tried
+from xfuser_cocodiff.measuring.planned import check_fits, known_of
+from xfuser_cocodiff.reporting import host
+from xfuser_cocodiff.reporting.progress import Teller
 
 SIZES = (*(4**power for power in range(6, 13)), 2**25)
 """Bytes per rank: 4 KB to 32 MB."""

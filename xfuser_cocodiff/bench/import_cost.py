@@ -5,7 +5,7 @@ import sys
 from statistics import median
 from typing import Any
 
-from xfuser_cocodiff.bench import host
+from xfuser_cocodiff.reporting import host
 
 _MEASURE = """
 import importlib.metadata, os, time

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch.utils import benchmark
 
-from xfuser_cocodiff import kernels, modes
-from xfuser_cocodiff.attention import ulysses_attention
-from xfuser_cocodiff.bench import host
-from xfuser_cocodiff.bench.workloads import WORKLOADS, Workload
-from xfuser_cocodiff.codec import Codec
-from xfuser_cocodiff.coding import Account, Coding
-from xfuser_cocodiff.collectives import InFlight, Mesh
-from xfuser_cocodiff.kernels import Active
-from xfuser_cocodiff.lane import Lane
-from xfuser_cocodiff.options import EXACT
-from xfuser_cocodiff.plan import Plan
-from xfuser_cocodiff.slow_way import SlowWay
-from xfuser_cocodiff.topology import Topology
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.codec.codec import Codec
+from xfuser_cocodiff.codec.coding import Account, Coding
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.exchange.collectives import InFlight, Mesh
+from xfuser_cocodiff.exchange.lane import Lane
+from xfuser_cocodiff.kernels.rows import Active
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.reporting import host
+from xfuser_cocodiff.settings.options import EXACT
+from xfuser_cocodiff.simulation.workloads import WORKLOADS, Workload
 
 CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
 """Models and pixels."""

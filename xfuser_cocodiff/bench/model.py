@@ -18,21 +18,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff import planner, probe
-from xfuser_cocodiff.bench import host, links
-from xfuser_cocodiff.bench.contest import TARGET_SECONDS, contest, mean, turns
-from xfuser_cocodiff.bench.progress import Teller
-from xfuser_cocodiff.collectives import Mesh
-from xfuser_cocodiff.config import CocoDiffConfig, resolve
-from xfuser_cocodiff.findings import Findings
-from xfuser_cocodiff.options import OFF
-from xfuser_cocodiff.placement import Ranks
-from xfuser_cocodiff.plan import Plan
-from xfuser_cocodiff.profile import Profile
-from xfuser_cocodiff.runtime import Runtime
-from xfuser_cocodiff.topology import Topology
-from xfuser_cocodiff.xdit import start, world
-from xfuser_cocodiff.xdit.engine import Engine
+from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.emulation import links
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.machine import planner
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring import probe
+from xfuser_cocodiff.measuring.contest import TARGET_SECONDS, contest, mean, turns
+from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.reporting import host
+from xfuser_cocodiff.reporting.progress import Teller
+from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.settings.options import OFF
+from xfuser_cocodiff.settings.placement import Ranks
+from xfuser_cocodiff.xdit.engine import start
+from xfuser_cocodiff.xdit.engine.engine import Engine
+from xfuser_cocodiff.xdit.launching import world
 
 SHAPES = {
     "high-resolution": {"tokens": 4096, "heads": 32, "head": 16, "depth": 3},

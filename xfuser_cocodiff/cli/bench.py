@@ -59,9 +59,9 @@ def _a2a(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench import a2a
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.plan import Plan
-        from xfuser_cocodiff.xdit import world
-        from xfuser_cocodiff.xdit.platform import compute_device
+        from xfuser_cocodiff.machine.plan import Plan
+        from xfuser_cocodiff.xdit.launching import world
+        from xfuser_cocodiff.xdit.platform.platform import compute_device
 
         sizes = on_ranks.sizes(options.sizes) if options.sizes else a2a.SIZES
         plans = [Plan.parse(text, topology) for text in options.plans.split(";")] if options.plans else None
@@ -123,7 +123,7 @@ def _add_kernels(subjects: Any) -> None:
 def _kernels(options: argparse.Namespace) -> int:
     from xfuser_cocodiff import kernels
     from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.xdit.platform import compute_device
+    from xfuser_cocodiff.xdit.platform.platform import compute_device
 
     if options.repeats < 1:
         return fail(f"--repeats {options.repeats} is not valid; it starts at 1")

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.bench.presets import PRESETS
 from xfuser_cocodiff.cli.answer import fail
+from xfuser_cocodiff.emulation.presets import PRESETS
 
 INTERRUPTED_STATUS = 130
 
@@ -75,13 +75,14 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.bench import child, compare, overview, record, report
+    from xfuser_cocodiff.comparison import compare, launch, overview, record, report
+    from xfuser_cocodiff.reporting import words
 
     if options.json:  # before anything runs for minutes
         options.json.parent.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
-        return fail(f"the report needs {', '.join(missing)}: {report.INSTALL}")
+        return fail(f"the report needs {', '.join(missing)}: {words.INSTALL}")
     try:
         beside = [overview.Setting.read(options.beside)] if options.beside else []
         how = _how(options, beside)
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         return fail(str(error))
     try:
         found = compare.compare(options.xdit_arguments, options.out, console, how)
-    except (compare.UsageError, child.LaunchError, record.RecordError) as error:
+    except (compare.UsageError, launch.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
         print("cocodiff: interrupted", file=sys.stderr)
@@ -109,8 +110,8 @@ def _how(options: argparse.Namespace, beside: list[Any]) -> Any:
     Raises:
         ValueError: they contradict each other.
     """
-    from xfuser_cocodiff.bench.compare import How
-    from xfuser_cocodiff.bench.emulate import Wish
+    from xfuser_cocodiff.comparison.compare import How
+    from xfuser_cocodiff.comparison.emulate import Wish
 
     lone = {name: getattr(options, name) for name in ("topology", "scale", "share")}
     given = {name: value for name, value in lone.items() if value is not None}
@@ -132,7 +133,7 @@ def _how(options: argparse.Namespace, beside: list[Any]) -> Any:
 
 def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
     """Say what came of a comparison; its table, with those beside it, comes last."""
-    from xfuser_cocodiff.bench import overview, report
+    from xfuser_cocodiff.comparison import overview, report
 
     pairs, said = report.pairs(found), []
     for pair in pairs:

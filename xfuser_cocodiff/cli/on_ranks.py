@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli.answer import fail, write_json
-from xfuser_cocodiff.topology import NOTATION, Topology
+from xfuser_cocodiff.machine.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
@@ -35,7 +35,7 @@ def run(
     """
     import torch.distributed as dist
 
-    from xfuser_cocodiff.xdit import world
+    from xfuser_cocodiff.xdit.launching import world
 
     try:
         topology = _topology(options)
@@ -59,9 +59,9 @@ def run(
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    from xfuser_cocodiff import launcher
-    from xfuser_cocodiff.bench import links
-    from xfuser_cocodiff.xdit import platform
+    from xfuser_cocodiff.emulation import links
+    from xfuser_cocodiff.machine import launcher
+    from xfuser_cocodiff.xdit.platform import platform
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.topology:

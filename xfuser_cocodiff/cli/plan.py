@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _for_sizes(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import forecast
+    from xfuser_cocodiff.simulation import forecast
 
     def predict(profile: Any) -> dict[str, Any]:
         return forecast.forecast(profile, on_ranks.sizes(options.sizes))
 
     if options.profile is None:
         return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show, None)
-    from xfuser_cocodiff.profile import Profile
+    from xfuser_cocodiff.machine.profile import Profile
 
     try:
         record = predict(Profile.read(options.profile))
@@ -68,7 +68,7 @@ def _for_sizes(options: argparse.Namespace) -> int:
 
 
 def _for_model(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import sizing, sizing_report
+    from xfuser_cocodiff.simulation import sizing, sizing_report
 
     if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
         return fail(f"--model needs {' and '.join(missing)}")
@@ -88,8 +88,8 @@ def _for_model(options: argparse.Namespace) -> int:
 
 
 def _probe(group: Any, topology: Any) -> Any:
-    from xfuser_cocodiff import probe
-    from xfuser_cocodiff.collectives import Mesh
-    from xfuser_cocodiff.xdit.platform import compute_device
+    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.measuring import probe
+    from xfuser_cocodiff.xdit.platform.platform import compute_device
 
     return probe.measure(Mesh.over(group, topology, device=compute_device()), group, compute_device())

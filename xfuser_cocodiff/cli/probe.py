@@ -20,10 +20,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.bench import survey
+    from xfuser_cocodiff.measuring import survey
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.xdit.platform import compute_device
+        from xfuser_cocodiff.xdit.platform.platform import compute_device
 
         return survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
 

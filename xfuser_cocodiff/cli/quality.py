@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.bench import inpainting, quality
-    from xfuser_cocodiff.bench.progress import Teller
+    from xfuser_cocodiff.comparison import inpainting, quality
+    from xfuser_cocodiff.reporting.progress import Teller
 
     try:
         config, rows = _config(options), quality.rows(options.mode.split(","), options.sweep)
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> Any:
     """What is the same for all codecs."""
-    from xfuser_cocodiff.config import CocoDiffConfig
-    from xfuser_cocodiff.memory import GIB
-    from xfuser_cocodiff.topology import Topology
+    from xfuser_cocodiff.codec.memory import GIB
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
 
     virtual = Topology.parse(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.bench import host, paper, simulate, simulate_report
+    from xfuser_cocodiff.reporting import host
+    from xfuser_cocodiff.simulation import paper, simulate, simulate_report
 
     if options.plot and options.validate:
         return fail("--plot draws predictions; it does not go with --validate")

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.bench import tables
+    from xfuser_cocodiff.comparison import tables
 
     try:
         record = tables.collect(options.folder)

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff import quantise
-from xfuser_cocodiff.kernels import Active, Coded, away, put_away, typed
+from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.kernels.layout import merged
+from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away, typed
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantise.NOT_FINITE))

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from xfuser_cocodiff.kernels import Active, Coded, away, put_away, typed
-from xfuser_cocodiff.quantise import dequantise, quantise
+from xfuser_cocodiff.kernels.quantise import dequantise, quantise
+from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away, typed
 
 _TOKENS = 3
 

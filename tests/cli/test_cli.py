@@ -1,0 +1,61 @@
+"""The commands around the plugin; `compare` has files of its own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.xdit.door import activation
+
+
+def test_env_shows_versions_platform_topology_and_every_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    assert cli.main(["env", "--degree", "12", "--json", str(tmp_path / "env.json")]) == 0
+    shown = capsys.readouterr().out
+    for word in ("xfuser", "0.7", "cpu (added by the plugin)", "gloo", "node=2,gpu=6", "installed"):
+        assert word in shown
+    record = json.loads((tmp_path / "env.json").read_text())
+    assert [row["site"] for row in record["patches"]] == [row.name for row in activation.table()]
+    assert all(row["why"] in shown for row in record["patches"])
+    assert (record["schema"], record["topology"], record["ranks_per_node"]) == (1, "node=2,gpu=6", 6)
+    assert {row["state"] for row in record["patches"]} <= {"applied", "ready", "used"}
+
+
+def test_env_tells_why_the_plugin_is_not_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "_installed", None)
+    monkeypatch.setattr(activation, "xdit_version", lambda: "0.9.1")
+    assert cli.main(["env"]) == 1
+    assert "xfuser 0.9.1 is not supported" in capsys.readouterr().out
+
+
+def test_models_writes_one_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["models", "--out", str(tmp_path), "SD3.5"]) == 0
+    assert "HF_HOME=" in capsys.readouterr().out
+    assert [folder.name for folder in (tmp_path / "hub").iterdir()] == [
+        "models--stabilityai--stable-diffusion-3.5-large"
+    ]
+
+
+def test_models_rejects_an_unknown_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["models", "--out", str(tmp_path), "SD9"]) == 2
+    assert "'SD9'" in (said := capsys.readouterr().err)
+    assert "FLUX.1-dev" in said
+
+
+def test_bench_import_writes_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["bench", "import", "--repeats", "2", "--json", str(tmp_path / "record.json")]) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["seconds"]) == 2
+    assert min(record["seconds"]) > 0
+    assert " ms of import torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["bench", "import", "--repeats", "0"], ["env", "--degree", "0"]])
+def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert arguments[-2] in capsys.readouterr().err

@@ -1,0 +1,314 @@
+"""The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.quick import in_turn, slow_but
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
+from xfuser_cocodiff.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.codec import codec as codecs
+from xfuser_cocodiff.codec.codec import EXACT, Codec, Reference
+from xfuser_cocodiff.codec.coding import Account, Coding, chosen_of, coded_by
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.codec.virtual import VirtualRanks
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.part import Part
+from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+
+BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
+STEPS = 5
+
+
+def whole(name: str, step: int) -> torch.Tensor:
+    """A tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    first, change = (
+        torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
+        for seed in (ord(name), 1000 * ord(name) + step)
+    )
+    return first + 0.1 * change
+
+
+class Pairs:
+    """What each rank is to get of each other: by a codec of their own where they are far from each other."""
+
+    def __init__(self, topology: Topology, slow: tuple[str, ...]) -> None:
+        self.topology, self.dims = topology, [d for d, axis in enumerate(topology.axes) if axis.name in slow]
+        self.references: dict = {}
+        self.choices: dict = {}
+
+    def get(self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int) -> torch.Tensor:
+        """Values (B, n, s, D) on their way."""
+        places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
+        if places[0] == places[1]:
+            return values
+        reference = self.references.setdefault((name, source, target), Reference())
+        values = values.unsqueeze(0).contiguous()
+        if not reference.fits(values.shape, values.dtype):
+            codec = dataclasses.replace(EXACT, predictor=codec.predictor)
+        chosen = None
+        if codec.share < 1:
+            if name in "vo":
+                self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
+            chosen = self.choices[name if name == "o" else "v", source, target]
+        payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        codecs.encode(values, reference, codec, chosen, payload)
+        return reference.expected(0.0)[0]
+
+
+def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
+    return tensor.chunk(count, dim)[index]
+
+
+def expected_heads(pairs: Pairs, name: str, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
+    """What a rank gets of Q, K or V: its heads, all tokens."""
+    values = cut(whole(name, step), 1, size, target)
+    parts = [pairs.get(name, cut(values, 2, size, source), source, target, codec, step) for source in range(size)]
+    return torch.cat(parts, 2)
+
+
+def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
+    """What a rank gets of O: its tokens, all heads."""
+    values = cut(whole("o", step), 2, size, target)
+    parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec, step) for source in range(size)]
+    return torch.cat(parts, 1)
+
+
+def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | None]:
+    plans = [Plan.hierarchical(topology)]
+    mesh = Mesh.over(dist.group.WORLD, topology, plans)
+    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over)
+
+
+def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool) -> None:
+    size = dist.get_world_size()
+    topology = Topology.parse(text, size)
+    mesh, way = way_of(topology, slow)
+    pairs, wires, account = Pairs(topology, slow), {}, Account()
+    for step in range(STEPS):
+        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        if v_first:
+            early = send_to_heads([v], mesh, Label("v"), coding=coding)
+            late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+            found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
+        else:
+            handle = send_to_heads([q, k, v], mesh, Label("qkv"), coding=coding)
+            found = dict(zip("qkv", handle.wait(), strict=True))
+        for name in "vqk":
+            wanted = expected_heads(pairs, name, step, rank, size, codec)
+            assert torch.equal(found[name], wanted), (name, step)
+        target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
+        attended = cut(whole("o", step), 1, size, rank).contiguous()
+        send_to_sequence(attended, target, mesh, Label("o"), Part(), coding).wait()
+        assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    if len(slow) < len(moving):  # parts of a mesh are named by their axes
+        assert set(mesh.traffic.sent_bytes) == {
+            "+".join(name for name in reversed(moving) if (name in slow) is far) for far in (True, False)
+        }
+    assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
+    assert account.repeated == 0
+    if codec.bits:
+        lacking, wanted = (sum(column) for column in zip(*account.losses, strict=True))
+        assert 0 < lacking < 0.1 * wanted
+
+
+CASES = [
+    ("2x2", ("node",), Codec(4), Codec(2)),
+    ("2x2", ("gpu",), Codec(2, predictor=0.5), EXACT),
+    ("2x2", ("node", "gpu"), Codec(2, 0.5), Codec(None, 0.5)),
+    ("flat", ("flat",), Codec(None, 0.3, codecs.RANDOM), Codec(1)),
+    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, codecs.CHANGE), Codec(2, 0.6)),
+    ("2x2x2", ("tile",), Codec(8), Codec(8)),
+    ("2x2x2", ("node", "tile"), Codec(2), Codec(4)),
+    ("2x2", ("node",), EXACT, EXACT),
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o", "v_first"),
+    in_turn(CASES, [True, False]),
+    ids=str,
+)
+def test_far_ranks_get_what_a_codec_of_their_own_would_give(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool
+) -> None:
+    ranks.run(carry, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, v_first)
+
+
+def carry_by_triton(rank: int, *case: object) -> None:
+    from xfuser_cocodiff.kernels import fused
+
+    lock = threading.Lock()  # the interpreter takes one thread at a time
+
+    def locked(call: Callable) -> Callable:
+        def called(*args: object) -> object:
+            with lock:
+                return call(*args)
+
+        return called
+
+    for name in ("scores", "encode", "decode", "move"):
+        setattr(fused, name, locked(getattr(fused, name)))
+    kernels.use(kernels.TRITON)
+    carry(rank, *case)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Triton's interpreter is off where there is a GPU")
+@pytest.mark.slow  # test_device has these exchanges by the same kernels, test_kernels their bits
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), [CASES[2], CASES[5]], ids=str)
+def test_kernels_of_triton_code_what_lies_among_other_values(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
+) -> None:
+    """Without the copies that PyTorch's make first."""
+    ranks.run(carry_by_triton, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, True)
+
+
+def spoil(rank: int, bad: float) -> list[int]:
+    """A value that is not finite, at one rank in one step."""
+    topology, size = Topology.parse("2x2", 4), 4
+    mesh, way = way_of(topology, ("node",))
+    wires, account, codec = {}, Account(), Codec(2, 0.5)
+    repeated = []
+    for step in range(STEPS):
+        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        tensor = whole("v", step)
+        if step == 2:
+            tensor[0, 15, 3, 1] = bad  # of rank 0, for rank 3
+        [found] = send_to_heads([cut(tensor, 2, size, rank).clone()], mesh, Label("v"), coding=coding).wait()
+        repeated.append(account.repeated)
+        wanted = cut(tensor, 1, size, rank)
+        if step in (0, 2) and (step == 0 or rank % 2 == 1):  # rank 1 puts it on the slow axis, to rank 3
+            assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert step == 2 or found.isfinite().all()
+    return repeated
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float) -> None:
+    found = ranks.run(spoil, 4, bad)
+    assert found[1] == found[3] == [0, 0, 1, 1, 1]
+    assert found[0] == found[2] == [0, 0, 0, 0, 0]
+
+
+def give_up(rank: int, how: str) -> None:
+    """One exchange has no taker: on one rank, or on all, whose attention fails."""
+    topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
+    mesh, way = way_of(topology, ("node",))
+    pairs, wires, account = Pairs(topology, ("node",)), {}, Account()
+
+    def fail(*_: object) -> torch.Tensor:
+        raise InterruptedError
+
+    for step in range(STEPS):
+        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
+        early = send_to_heads([v], mesh, Label("v"), coding=coding)
+        if step == 2 and how == "attention":
+            with pytest.raises(InterruptedError):
+                ulysses_attention(q, k, v, fail, mesh, early=early, coding=coding)
+            continue
+        late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+        if step == 2 and rank == 1:
+            for handle in (early, late):
+                handle.abandon()
+            continue
+        for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
+            assert torch.equal(found, expected), step
+        assert step == 0 or account.sent_bytes < account.exact_bytes
+
+
+@pytest.mark.parametrize("how", ["attention", "one rank"])
+def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
+    """Both ends of a link go on from it alike."""
+    ranks.run(give_up, 4, how)
+
+
+@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
+def test_values_of_another_shape_begin_anew(codec: Codec) -> None:
+    """Nothing is expected of them by what was held of others."""
+    wires: dict = {}
+    for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
+        coding = Coding(None, {"v": codec}, wires, Account(), step)
+        values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
+        used, wire = coded_by(coding, "v", Part(), values.shape, values.dtype), coding.wire("v", Part())
+        assert used.is_exact is (step in (0, 3))
+        active = chosen_of(coding, "v", Part(), values, used)
+        payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
+        codecs.encode(values, wire.sent, used, active, payload)
+        codecs.decode(payload, wire.received, used, active, found)
+        assert torch.equal(found, wire.sent.expected(0.0))
+        assert torch.equal(found, values) or not used.is_exact
+
+
+def part_in_vain(rank: int) -> None:
+    topology = Topology.parse("4x1", 4)
+    _, way = way_of(topology, ("gpu",))
+    assert way is None
+
+
+def test_an_axis_of_one_place_is_not_slow() -> None:
+    ranks.run(part_in_vain, 4)
+
+
+def really(rank: int, topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec) -> list[torch.Tensor]:
+    """What a rank gets of Q, K, V and O over some steps, from segments of which it has its share."""
+    size = dist.get_world_size()
+    mesh, way = way_of(Topology.parse(topology, size), slow)
+    wires, account, found = {}, Account(), []
+    for step in range(STEPS):
+        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        mine = [torch.cat([cut(part, 2, size, rank) for part in whole(n, step).split(SEGMENTS, 2)], 2) for n in "qkv"]
+        found += send_to_heads(mine, mesh, Label("qkv"), coding=coding).wait()
+        target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
+        attended = torch.cat(
+            [cut(part, 2, size, r) for r in range(size) for part in whole("o", step).split(SEGMENTS, 2)], 2
+        )
+        send_to_sequence(cut(attended, 1, size, rank).contiguous(), target, mesh, Label("o"), Part(), coding).wait()
+        found.append(target)
+    return [*found, torch.tensor([account.sent_bytes, account.exact_bytes])]
+
+
+SEGMENTS = [24, 16]
+
+
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o"), slow_but([CASES[2], CASES[3], CASES[4]], CASES), ids=str
+)
+def test_virtual_ranks_get_what_real_ones_get(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
+) -> None:
+    size = 8 if topology == "2x2x2" else 4
+    results = ranks.run(really, size, topology, slow, codec, codec_of_o)
+    virtual = VirtualRanks(Topology.parse(topology, size), slow)
+    wires, account = {}, Account()
+
+    def heads_of(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A rank's heads, with tokens in the order of real ranks: by rank, and then by segment."""
+        parts = tensor.split(SEGMENTS, 2)
+        return cut(torch.cat([cut(part, 2, size, r) for r in range(size) for part in parts], 2), 1, size, rank)
+
+    def tokens_of(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([cut(part, 2, size, rank) for part in tensor.split(SEGMENTS, 2)], 2)
+
+    for step in range(STEPS):
+        coding = Coding(None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, coding)
+        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, coding)
+        for rank, real in enumerate(results):
+            for found, wanted in zip(qkv, real[4 * step : 4 * step + 3], strict=True):
+                assert torch.equal(heads_of(rank, found), wanted), (step, rank)
+            assert torch.equal(tokens_of(rank, o), real[4 * step + 3]), (step, rank)
+    sent, exact = sum(real[-1] for real in results).tolist()
+    flags = codecs.aligned(1) * size * (virtual.places - 1) * 2 * STEPS  # one in each real message
+    assert (account.sent_bytes, account.exact_bytes) == (sent - flags, exact)

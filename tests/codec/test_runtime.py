@@ -1,0 +1,218 @@
+"""Runs, steps and branches, without ranks: what is held, for whom, and until when."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec import codec as codecs
+from xfuser_cocodiff.codec.codec import Loss, Reference
+from xfuser_cocodiff.codec.coding import Wire, coded_by
+from xfuser_cocodiff.codec.memory import Need, Share
+from xfuser_cocodiff.codec.modes import usual
+from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.exchange.part import WHOLE
+
+SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
+WAY = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cpu"))))
+
+
+def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
+    return Runtime(WAY, mode, changes, max_error, lambda values: values)
+
+
+def loss(lacking: float, wanted: float) -> Loss:
+    return Loss(torch.tensor(lacking), torch.tensor(wanted))
+
+
+def hold(coding: object, value: float) -> None:
+    """As an exchange would leave a reference."""
+    wire = Wire(Reference(), Reference())
+    wire.sent.advance(torch.full((4,), float(value)), keeps_change=False)
+    coding.wires["v", WHOLE] = wire
+
+
+def held(coding: object) -> float | None:
+    wire = coding.wires.get(("v", WHOLE))
+    return wire and wire.sent.expected(0.0)[0].item()
+
+
+def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
+    one = runtime()
+    assert one.coding("a", 1, 0, SHARE) is None  # no run is under way
+    one.begin_run(3)
+    keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
+    for number, key in enumerate(keys):
+        hold(one.coding(*key, SHARE), number)
+    one.end_step()
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
+    assert one.reference_bytes == 3 * 16
+    one.end_step()
+    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
+    one.end_step()  # the last one
+    assert one.coding(*keys[0], SHARE) is None
+    assert one.reference_bytes == 0
+
+
+def test_a_run_that_was_broken_off_leaves_nothing() -> None:
+    one = runtime()
+    one.begin_run(3)
+    hold(one.coding("a", 1, 0, SHARE), 7)
+    one.begin_run(3)
+    assert held(one.coding("a", 1, 0, SHARE)) is None
+    assert one.step == 0
+
+
+def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
+    one = runtime("paper", "warmup=1,refresh=0")
+    for total in (5, 9):
+        one.begin_run(total)
+        shares = []
+        for _ in range(total):
+            shares.append(one.coding("a", 1, 0, SHARE).codecs["v"].share)
+            one.end_step()
+        assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
+
+
+def test_layers_that_are_left_out_travel_exactly() -> None:
+    one = runtime(changes="exact=blocks.3")
+    one.begin_run(3)
+    assert one.coding("blocks.3.attn", 1, 0, SHARE) is None
+    assert one.coding("blocks.30.attn", 2, 0, SHARE) is not None
+
+
+def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
+    one = runtime(max_error=0.1)
+    one.begin_run(9)
+    exact = []
+    for step in range(6):
+        one.coding("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
+        coding = one.coding("a", 1, 0, SHARE)
+        exact.append(coding.codecs["q"].is_exact)
+        error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
+        coding.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
+        one.end_step()
+    assert exact == [True, False, False, True, False, False]
+    assert [report.was_refresh for report in one.reports] == exact
+    assert one.reports[1].errors == {"before": 0, "a": pytest.approx(0.05)}
+
+
+def test_the_bound_is_agreed() -> None:
+    """Another rank's error counts as one's own."""
+    one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
+    one.begin_run(9)
+    one.end_step()
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
+    one.end_step()
+    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
+
+
+def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
+    """Nobody looks before a step has ended; then all ranks do."""
+    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    of_another_rank = [0.0]
+    one = Runtime(way, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
+    one.begin_run(50)
+
+    def step(unsound: float) -> bool:
+        coding = one.coding("a", 1, 0, SHARE)
+        coding.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
+        one.end_step()
+        return coding.is_exact
+
+    assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
+    of_another_rank[0] = 1.0
+    assert [step(0) for _ in range(2)] == [False, True]
+    assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [kernels.TORCH, kernels.TRITON])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("spoilt", "exact"), [({3}, {0, 4}), ({3, 4}, {0, 4}), ({0}, {0})], ids=str)
+def test_on_an_accelerator_one_step_heals_what_was_not_finite(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bad: float, spoilt: set[int], exact: set[int]
+) -> None:
+    """At both ends of a link, with what they expect of later values."""
+    if kind == kernels.TRITON and torch.accelerator.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    monkeypatch.setattr(kernels, "_wanted", [kind])
+    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    one, shape = Runtime(way, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
+    one.begin_run(50)
+    generator = torch.Generator().manual_seed(5)
+    first, change = (torch.randn(shape, generator=generator) for _ in range(2))
+    errors, found_exact = [], set()
+    for step in range(8):
+        coding = one.coding("a", 1, 0, SHARE)
+        codec = coded_by(coding, "v", WHOLE, shape, torch.float32)
+        wire = coding.wire("v", WHOLE)
+        values = first + 0.05 * step * change
+        if step in spoilt:
+            values[0, 0, 1, 4, 7] = bad
+        payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
+        loss = codecs.encode(values, wire.sent, codec, None, payload)
+        codecs.decode(payload, wire.received, codec, None, found)
+        coding.account.losses += [loss] if loss else []
+        one.end_step()
+        assert step in spoilt or found.isfinite().all()
+        errors.append((found - values).norm() / values.norm())
+        found_exact |= {step} if codec.is_exact else set()
+        for reference in (wire.sent, wire.received):
+            assert step == 3 or reference.expected(0.5).isfinite().all()
+        torch.testing.assert_close(wire.sent.expected(0.5), wire.received.expected(0.5), rtol=0, atol=0, equal_nan=True)
+    assert found_exact == exact
+    if spoilt == {3}:
+        assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])
+
+
+def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
+    said: list[str] = []
+    one = Runtime(WAY, "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
+    for _ in range(2):
+        one.begin_run(3)
+        for _ in range(3):
+            for number in range(12):
+                one.coding(f"blocks.{number}.attn", number, 0, SHARE)
+            one.end_step()
+    [message] = [line for line in said if line.startswith("exact=")]
+    assert message.startswith("exact=block.7 names no layer; near are blocks.7,")
+
+
+@pytest.mark.parametrize(
+    ("order", "anew"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
+)
+def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, anew: tuple[int, ...]) -> None:
+    one = runtime()
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one.begin_run(20)
+    for step, transformer in enumerate(order):
+        for branch in (0, 1):
+            coding = one.coding("attn", transformer, branch, SHARE, transformer)
+            # What was left is forgotten, whoever comes back to it.
+            assert held(coding) == (None if step in anew else ord(transformer) + branch)
+            hold(coding, ord(transformer) + branch)
+        one.end_step()
+    assert one.expected_bytes == (2 if anew[-1] == 4 else 4) * need
+
+
+def test_a_budget_is_for_the_transformer_in_use() -> None:
+    said: list[str] = []
+    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    one = Runtime(WAY, "balanced", None, None, list, budget=need, say=said.append)
+    one.begin_run(20)
+    for transformer in "aabb":
+        assert not one.coding("attn", transformer, 0, SHARE, transformer).compact
+        one.end_step()
+    assert not any("travel exactly" in line for line in said)
+
+
+def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
+    one = runtime()
+    one.begin_run(20)
+    for step in range(4):
+        for transformer in "ab":
+            coding = one.coding("attn", transformer, 0, SHARE, transformer)
+            assert held(coding) == (ord(transformer) if step else None)
+            hold(coding, ord(transformer))
+        one.end_step()

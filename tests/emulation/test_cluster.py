@@ -1,0 +1,567 @@
+"""The emulated cluster: its arithmetic without processes, its command line, and, where they can be made, namespaces."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.quick import slow_but
+from xfuser_cocodiff.emulation import cluster, links, namespaces, user_namespace
+from xfuser_cocodiff.emulation.links import Cluster, Link
+from xfuser_cocodiff.emulation.presets import PRESETS
+from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
+
+LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.emulation.cluster"]
+TWO_RANKS = ["--topology", "flat=2", "--rates", "flat=20"]
+DEADLINE = 120
+"""Seconds after which something that must happen has not: a guard, not a bound on speed."""
+
+
+def why_not() -> str | None:
+    """What keeps this machine from emulating a cluster."""
+    if not user_namespace.is_root():
+        return "these tests look at namespaces from outside, which takes root; test_user_namespace has those without"
+    tried = subprocess.run([*LAUNCHER, *TWO_RANKS, "--", "true"], capture_output=True, text=True)
+    return tried.stderr.strip() or None
+
+
+reason = why_not()
+needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def described(shape: str, **rates: float) -> Cluster:
+    """A cluster that is not built."""
+    topology = cluster._topology(shape)
+    return Cluster(topology, rates, tuple(map(namespaces.address, range(topology.size))))
+
+
+# Who shares which link.
+
+
+def test_links_of_three_levels() -> None:
+    assert described("2x3x2", node=3, gpu=2, tile=1).links(7) == (
+        Link("node", (0, 1, 2, 3, 4, 5)),
+        Link("tile", (6,)),
+        Link("gpu", (8, 9)),
+        Link("gpu", (10, 11)),
+    )
+
+
+def test_all_other_nodes_share_a_link() -> None:
+    assert described("3x2", node=2, gpu=1).links(2) == (Link("node", (0, 1, 4, 5)), Link("gpu", (3,)))
+
+
+def test_links_of_a_node() -> None:
+    assert described("node=1,gpu=2,tile=3", gpu=2, tile=1).links(0) == (
+        Link("tile", (1,)),
+        Link("tile", (2,)),
+        Link("gpu", (3, 4, 5)),
+    )
+
+
+@pytest.mark.parametrize("shape", ["flat=4", "2x2"])
+def test_a_port_is_shared_by_all(shape: str) -> None:
+    assert described(shape, flat=1).links(2) == (Link("flat", (0, 1, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rates"), [("2x3x2", {"node": 3.0, "gpu": 2.0, "tile": 1.0}), ("flat=3", {"flat": 1})]
+)
+def test_a_cluster_survives_its_variable(shape: str, rates: dict[str, float]) -> None:
+    built = described(shape, **rates)
+    assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
+    assert links.from_environment({}) is None
+
+
+def test_outside_of_a_cluster_nothing_is_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CLUSTER_VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="only a rank of an emulated cluster"):
+        links.shape(2)
+
+
+def test_presets_keep_their_proportions() -> None:
+    aurora = PRESETS["aurora"].rates(["node", "gpu", "tile"])
+    assert aurora == pytest.approx({"node": 13.33, "gpu": 12, "tile": 148}, abs=0.01)
+    for name, preset in PRESETS.items():
+        assert cluster._topology(preset.topology).size == 8
+        if name != "flat":
+            assert set(preset.gigabytes) == {"node", "gpu", "tile"}
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--topology 2x2 --rates node=1,gpu=1", "nothing to do: give --check, or a command after --"),
+        ("--topology 2x2 --check", "give either --rates or --preset"),
+        ("--topology 2x2 --rates node=1,gpu=1 --preset pcie --check", "give either --rates or --preset"),
+        ("--rates flat=1 --check", "--rates needs --topology"),
+        ("--preset mars --check", "--preset 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
+        ("--preset aurora --topology flat=8 --check", "a flat topology goes with --preset flat"),
+        ("--topology 2x2 --rates node=1 --check", "valid are Mbit/s of node, gpu, each once, or of flat alone"),
+        ("--topology 2x2 --rates node=1,gpu=1,tile=1 --check", "'node=1,gpu=1,tile=1' does not fit"),
+        ("--topology 2x2 --rates node=1,gpu=1,gpu=2 --check", "each once"),
+        ("--topology 2x2 --rates flat=1,node=1 --check", "each once"),
+        ("--topology 2x2 --rates node --check", "valid are Mbit/s of node, gpu"),
+        ("--topology 2x2 --rates node=fast,gpu=1 --check", "--rates node 'fast' is not valid; it is a number above 0"),
+        ("--topology 2x2 --rates node=0.01,gpu=1 --check", "node=0.01 Mbit/s is not valid; links have 0.1 to 10000"),
+        ("--preset aurora --scale 1000 --check", "links have 0.1 to 10000"),
+        ("--preset aurora --scale 0 --check", "--scale '0' is not valid"),
+        ("--preset aurora --scale nan --check", "--scale 'nan' is not valid"),
+        ("--topology flat --preset flat --check", "flat=8 does"),
+        ("--topology rack=2 --preset aurora --check", "--topology: topology 'rack=2' names the unknown axis"),
+        ("--topology 1x1 --preset aurora --check", "has 1 ranks; a cluster has 2 to 254"),
+        ("--topology flat=500 --preset flat --check", "has 500 ranks; a cluster has 2 to 254"),
+        ("--preset aurora --json x -- true", "--json is for what --check finds"),
+        ("--preset aurora --check --json /dev/null/x/y", "--json /dev/null/x/y: "),
+        ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),
+        ("--preset aurora -- no-such-command", "there is no command 'no-such-command'"),
+    ],
+)
+def test_bad_options(argv: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces, "joined", lambda _: pytest.fail("something was made"))
+    assert cluster.main(argv.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("emulated_cluster: ")
+    assert error.count("\n") == 1
+
+
+def test_without_iproute2(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.shutil, "which", lambda _: None)
+    assert cluster.main(["--preset", "aurora", "--check"]) == 2
+    assert "needs ip and tc of the package iproute2" in capsys.readouterr().err
+
+
+def test_the_script_keeps_the_working_folder(tmp_path: Path) -> None:
+    """The environment that it sources changes folder; commands run where the caller is."""
+    scripts, caller = tmp_path / "checkout" / "scripts", tmp_path / "caller"
+    for folder in (scripts, caller, tmp_path / "bin"):
+        folder.mkdir(parents=True)
+    script = Path(__file__).parent.parent.parent / "scripts" / "emulated_cluster.sh"
+    (scripts / script.name).write_text(script.read_text())
+    (scripts / "environment.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\npwd; printf "%s|" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", scripts / script.name, "--preset", "pcie", "--", "a command", ""],
+        cwd=caller,
+        env={**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{caller}\n-m|xfuser_cocodiff.emulation.cluster|--preset|pcie|--|a command||"
+
+
+# Real namespaces. Ranks run a few lines of Python.
+
+
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    """A launcher whose test has failed is stopped."""
+    yield
+    while started:
+        launcher = started.pop()
+        launcher.terminate()
+        launcher.wait(DEADLINE)
+        launcher.stdout.close()
+        launcher.stderr.close()
+
+
+def start(options: list[str], program: str, *arguments: object, launcher: list[str] = LAUNCHER) -> subprocess.Popen:
+    """A launcher with its outputs at hand; :func:`finish` waits for it and checks what it left behind."""
+    command = [*launcher, *options, "--", sys.executable, "-c", program, *map(str, arguments)]
+    started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return started[-1]
+
+
+def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list[str]]:
+    """Lines on stdout and stderr of a launcher that ends with this status, and leaves no namespace."""
+    output, error = launcher.communicate(timeout=DEADLINE)
+    assert launcher.returncode == status, error
+    assert left_by(launcher) == []
+    return output.splitlines(), error.splitlines()
+
+
+def left_by(launcher: subprocess.Popen) -> list[str]:
+    return [name for name in os.listdir(namespaces.FOLDER) if name.startswith(f"cocodiff-{launcher.pid}-")]
+
+
+def alive(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return False
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.02)
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """Process ids that programs have written, once there are so many."""
+    wait_for(lambda: len([file for file in folder.iterdir() if file.read_text()]) == count)
+    return [int(file.read_text()) for file in folder.iterdir()]
+
+
+# Every rank says who it is and waits; rank 1 also starts a process that leaves its session.
+WAITING = """
+import os, pathlib, subprocess, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+(folder / rank).write_text(str(os.getpid()))
+if rank == "1":
+    stray = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+    (folder / "stray").write_text(str(stray.pid))
+time.sleep(600)
+"""
+
+
+@needs_namespaces
+def test_environment_of_ranks() -> None:
+    program = """
+import json, os, socket
+from xfuser_cocodiff.emulation import links
+assert links.from_environment().size == 6
+print(json.dumps(dict(os.environ)))
+"""
+    output, _ = finish(start(["--topology", "node=2,gpu=3", "--preset", "aurora", "--scale", "2"], program))
+    assert len(output) == 6
+    for line in output:
+        rank, text = re.fullmatch(r"\[(\d)\] (.*)", line).groups()
+        found, rank = json.loads(text), int(rank)
+        assert {name: found[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")} == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 3),
+            "GROUP_RANK": str(rank // 3),
+        }
+        assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"]) == ("6", "3")
+        assert found["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+        built = json.loads(found["COCODIFF_CLUSTER"])
+        assert built["topology"] == "node=2,gpu=3"
+        assert (built["preset"], built["scale"], built["rates"]["gpu"]) == ("aurora", 2, 12)
+        assert found["MASTER_ADDR"] == built["addresses"][0] and int(found["MASTER_PORT"])
+        assert found["GLOO_SOCKET_IFNAME"] == found["TP_SOCKET_IFNAME"] == built["interface"]
+
+
+@needs_namespaces
+def test_each_rank_has_its_address_and_nobody_elses() -> None:
+    program = """
+import os, socket
+from xfuser_cocodiff.emulation import links
+built, rank = links.from_environment(), int(os.environ["RANK"])
+for other, address in enumerate(built.addresses):
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            assert other != rank
+        else:
+            assert other == rank
+print(sorted(os.listdir("/sys/class/net")))
+"""
+    output, _ = finish(start(["--topology", "2x2", "--rates", "flat=50"], program))
+    assert sorted(output) == [f"[{rank}] ['eth0', 'lo']" for rank in range(4)]
+
+
+@pytest.mark.alone
+@needs_namespaces
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--preset", "aurora", "--scale", "0.3"],
+        pytest.param(["--topology", "node=2,tile=2", "--rates", "tile=50,node=1"], marks=pytest.mark.slow),
+        pytest.param(["--topology", "flat=3", "--rates", "flat=10"], marks=pytest.mark.slow),
+    ],
+    ids=["aurora", "two levels", "flat"],
+)
+def test_links_carry_what_was_asked(options: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "check.json"
+    done = subprocess.run([*LAUNCHER, *options, "--check", "--json", file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    assert {row["axis"] for row in record["axes"]} == set(record["cluster"]["rates"])
+    for row in record["axes"]:
+        assert row["asked"] == record["cluster"]["rates"][row["axis"]] * record["cluster"]["scale"]
+        assert 0.85 < row["ratio"] < 1.15
+        assert re.search(rf"^{row['axis']} +{row['links']} +{row['asked']:.2f} ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_a_check_that_fails_is_no_success() -> None:
+    program = "from xfuser_cocodiff.emulation import cluster, links; import sys; links.BURST_SECONDS = 3; "
+    command = [sys.executable, "-c", f"{program}sys.exit(cluster.main(sys.argv[1:]))", *TWO_RANKS]
+    done = subprocess.run([*command, "--check", "--", "echo", "ran"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "links off their rate by more than 15%: flat" in done.stderr
+    assert "ran" not in done.stdout
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_a_rank_can_reshape_its_links() -> None:
+    program = """
+from xfuser_cocodiff.emulation import link_check, links
+for scale in (0.25, 1.5):
+    built = links.shape(scale)
+    assert links.from_environment() == built and built.scale == scale
+    link_check.main()
+"""
+    output, _ = finish(start(["--topology", "2x2", "--rates", "node=8,gpu=20"], program))
+    found = {"node": [], "gpu": []}
+    for line in output:
+        _, axis, rate = line.split()
+        found[axis].append(float(rate))
+    for axis, asked in (("node", 8), ("gpu", 20)):
+        slow, fast = sorted(found[axis])[:4], sorted(found[axis])[4:]
+        assert slow == pytest.approx([0.25 * asked] * 4, rel=0.15)
+        assert fast == pytest.approx([1.5 * asked] * 4, rel=0.15)
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_a_message_takes_as_long_as_its_bytes() -> None:
+    """Nothing is free: 16 KiB at 4 Mbit/s are 33 ms, also after a rest and on a connection that knows its way."""
+    program = """
+import os, socket, time
+from xfuser_cocodiff.emulation import link_check, links
+built, size = links.from_environment(), 1 << 14
+if os.environ["RANK"] == "0":
+    with link_check.connect(built.addresses[1], 7000) as peer:
+        for _ in range(4):
+            time.sleep(0.05)
+            started = time.perf_counter()
+            peer.sendall(bytes(size))
+            peer.recv(1)
+            print(time.perf_counter() - started)
+else:
+    with socket.create_server((built.addresses[1], 7000)) as server:
+        peer = server.accept()[0]
+        for _ in range(4):
+            peer.recv(size, socket.MSG_WAITALL)
+            peer.sendall(b"!")
+"""
+    output, _ = finish(start(["--topology", "flat=2", "--rates", "flat=4"], program))
+    assert min(float(line.split()[1]) for line in output) > 0.85 * (8 << 14) / 4e6
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_ranks_have_equal_shares_of_a_link() -> None:
+    """Four connections to rank 1 get together what the one to rank 2 gets."""
+    program = """
+import contextlib, os, socket, threading, time
+from xfuser_cocodiff.emulation import link_check, links
+built, rank = links.from_environment(), int(os.environ["RANK"])
+if rank == 0:
+    def send(peer):
+        with link_check.connect(built.addresses[peer], 7000) as connection:
+            while True:
+                connection.send(bytes(1 << 14))
+    for peer in (1, 1, 1, 1):
+        threading.Thread(target=send, args=(peer,), daemon=True).start()
+    with link_check.connect(built.addresses[1], 7001) as signal:
+        signal.recv(1)
+    with link_check.connect(built.addresses[2], 7000) as connection:
+        connection.sendall(bytes(1 << 18))
+        connection.recv(1)
+    os._exit(0)
+with socket.create_server((built.addresses[rank], 7000), backlog=4) as server:
+    def drain(connection):
+        with connection, contextlib.suppress(ConnectionError):
+            while connection.recv(1 << 16):
+                pass
+    if rank == 2:
+        connection = server.accept()[0]
+        connection.recv(1)
+        started = time.perf_counter()
+        connection.recv((1 << 18) - 1, socket.MSG_WAITALL)
+        print("Mbit/s", 8 * (1 << 18) / 1e6 / (time.perf_counter() - started))
+        connection.sendall(b"!")
+    else:
+        threads = [threading.Thread(target=drain, args=(server.accept()[0],)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        with socket.create_server((built.addresses[1], 7001)) as starter:
+            starter.accept()[0].sendall(b"!")
+        for thread in threads:
+            thread.join()
+"""
+    output, _ = finish(start(["--topology", "flat=3", "--rates", "flat=10"], program))
+    assert float(output[0].split()[2]) == pytest.approx(5, rel=0.15)
+
+
+@needs_namespaces
+def test_lines_are_whole_and_keep_their_output() -> None:
+    program = """
+import os, sys
+rank = os.environ["RANK"]
+for i in range(300):
+    for output in (sys.stdout, sys.stderr):
+        output.write(rank * 200)
+        output.flush()
+        output.write("\\n")
+sys.stdout.write("no end of line")
+"""
+    output, error = finish(start(["--topology", "flat=3", "--rates", "flat=20"], program))
+    lines = [f"[{rank}] {str(rank) * 200}" for rank in range(3) for _ in range(300)]
+    assert sorted(error) == lines
+    assert sorted(output) == sorted([*lines, *(f"[{rank}] no end of line" for rank in range(3))])
+
+
+@needs_namespaces
+def test_a_failing_rank_stops_the_others(tmp_path: Path) -> None:
+    program = """
+import os, pathlib, signal, sys, time
+def stopped(*_):
+    print("stopped politely", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stopped)
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+(folder / rank).write_text(str(os.getpid()))
+while rank == "1" and len(list(folder.iterdir())) < 3:
+    time.sleep(0.01)
+if rank == "1":
+    sys.exit(7)
+time.sleep(600)
+"""
+    launcher = start(["--topology", "flat=3", "--rates", "flat=20"], program, tmp_path)
+    output, error = finish(launcher, 7)
+    assert sorted(output) == ["[0] stopped politely", "[2] stopped politely"]
+    assert error == ["emulated_cluster: rank 1 failed with exit status 7; the others were stopped"]
+    assert not any(map(alive, pids(tmp_path, 3)))
+
+
+@needs_namespaces
+def test_ranks_that_do_not_listen_are_killed(tmp_path: Path) -> None:
+    program = f"""
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+{WAITING}
+"""
+    impatient = "from xfuser_cocodiff.emulation import cluster, ranks; import sys; ranks.GRACE_SECONDS = 0.3; "
+    command = [sys.executable, "-c", f"{impatient}sys.exit(cluster.main(sys.argv[1:]))"]
+    launcher = start(TWO_RANKS, program, tmp_path, launcher=command)
+    found = pids(tmp_path, 3)
+    launcher.send_signal(signal.SIGTERM)
+    finish(launcher, 143)
+    assert not any(map(alive, found))
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
+def test_a_stopped_launcher_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
+    launcher = start(TWO_RANKS, WAITING, tmp_path)
+    found = pids(tmp_path, 3)
+    assert all(map(alive, found))
+    launcher.send_signal(number)
+    _, error = finish(launcher, 128 + number)
+    assert error == [f"emulated_cluster: stopped by {number.name}"]
+    assert not any(map(alive, found))
+
+
+@needs_namespaces
+def test_a_killed_rank_cleans_up(tmp_path: Path) -> None:
+    launcher = start(TWO_RANKS, WAITING, tmp_path)
+    found = pids(tmp_path, 3)
+    os.kill(int((tmp_path / "0").read_text()), signal.SIGKILL)
+    _, error = finish(launcher, 137)
+    assert error == ["emulated_cluster: rank 0 was killed by SIGKILL; the others were stopped"]
+    assert not any(map(alive, found))
+
+
+@needs_namespaces
+def test_a_killed_launcher_leaves_nothing_for_long(tmp_path: Path) -> None:
+    launcher = start(TWO_RANKS, WAITING, tmp_path)
+    found = pids(tmp_path, 3)
+    launcher.kill()
+    launcher.communicate()
+    assert len(left_by(launcher)) == 3
+    # The ranks go with it; the rest goes when the next cluster starts.
+    wait_for(lambda: not any(alive(int((tmp_path / rank).read_text())) for rank in "01"))
+    finish(start(TWO_RANKS, ""))
+    assert left_by(launcher) == []
+    assert not any(map(alive, found))
+
+
+@needs_namespaces
+def test_a_reader_that_goes_away_stops_the_ranks() -> None:
+    launcher = start(TWO_RANKS, "while True: print('line')")
+    launcher.stdout.readline()
+    launcher.stdout.close()
+    assert launcher.wait(DEADLINE) == 128 + signal.SIGPIPE
+    assert left_by(launcher) == []
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_two_clusters_side_by_side(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    program = """
+import os, pathlib, sys, time
+from xfuser_cocodiff.emulation import link_check
+here, there = map(pathlib.Path, sys.argv[1:])
+(here / os.environ["RANK"]).touch()
+while len(list(there.iterdir())) < 2:
+    time.sleep(0.01)
+link_check.main()
+"""
+    for folder in folders:
+        folder.mkdir()
+    fast, slow = (
+        start(["--topology", "flat=2", "--rates", f"flat={rate}"], program, *order)
+        for rate, order in ((20, folders), (5, folders[::-1]))
+    )
+    for launcher, rate in ((fast, 20), (slow, 5)):
+        output, _ = finish(launcher)
+        assert [float(line.split()[2]) for line in output] == pytest.approx([rate, rate], rel=0.15)
+
+
+def interfaces() -> str:
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.alone
+@needs_namespaces
+def test_interfaces_of_the_host_stay_as_they_are(tmp_path: Path) -> None:
+    before = interfaces()
+    launcher = start(TWO_RANKS, WAITING, tmp_path)
+    pids(tmp_path, 3)
+    during = interfaces()
+    launcher.terminate()
+    finish(launcher, 143)
+    assert before == during == interfaces()
+
+
+@needs_namespaces
+def test_gloo() -> None:
+    program = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.full((10_000,), dist.get_rank() + 1.0)
+dist.all_reduce(value)
+assert torch.equal(value, torch.full((10_000,), 10.0))
+dist.barrier()
+dist.destroy_process_group()
+print("reduced")
+"""
+    output, error = finish(start(["--topology", "2x2", "--rates", "node=20,gpu=100"], program))
+    assert sorted(output) == [f"[{rank}] reduced" for rank in range(4)]
+    assert error == []

@@ -1,0 +1,317 @@
+"""Exchanges on a device that is not there: no order of its streams may change a value, and the host waits for none."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
+from tests.quick import in_turn, pairwise
+from xfuser_cocodiff.attention.reshard import send_to_heads
+from xfuser_cocodiff.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.codec import codec as codecs
+from xfuser_cocodiff.codec.codec import EXACT, Codec
+from xfuser_cocodiff.codec.coding import Account, Coding
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.lane import Lane
+from xfuser_cocodiff.exchange.part import Part
+from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.kernels import quantise
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+
+pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that knows devices written in Python")
+
+TOPOLOGY = Topology.parse("2x2", 4)
+LAYERS = STEPS = 4
+PLANS = ("flat", "hierarchical", "hierarchical:gpu,node/2")
+CODECS = {
+    "bits": Codec(bits=2, predictor=0.5),
+    "drift": Codec(bits=2, share=0.5, predictor=0.5),
+    "change": Codec(share=0.5, score="change"),
+    "random": Codec(share=0.5, score="random"),
+}
+BOTH = (False, True)
+THREADS = ((False, False), (True, False), (True, True))
+"""Whether messages go through the host's memory, and whether the thread that sees to it comes late."""
+
+
+@functools.cache
+def device() -> torch.device:
+    """As this process has it."""
+    return pretend()
+
+
+def make_tables() -> None:
+    """What a process makes once, by copies that the host waits for."""
+    scales, maxima = (torch.zeros(size, device=device()) for size in (256, 255))
+    shifts = torch.zeros(8, dtype=torch.uint8, device=device())
+    weights = {bits: torch.zeros(8 // bits, device=device()) for bits in quantise.STEPS}
+    quantise.scale_table, quantise._weights = lambda _: scales, lambda bits, _: weights[bits]
+    quantise._maxima = lambda _: (maxima, scales, scales)
+    codecs._shifts = lambda _: shifts
+
+
+def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane | None = None) -> Mesh:
+    """A mesh among ranks that are not there either."""
+    made = Plan.parse(plan, topology)
+    groups = {stage: SimpleNamespace(size=lambda: topology.size) for stage in made.stages}
+    return Mesh(topology, groups, lambda nbytes: made, lane=lane or Lane(device(), staged))
+
+
+def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:
+    """A mesh, parted."""
+    mesh = mesh_of("hierarchical", staged)
+    if slow == "all":
+        return mesh, SlowWay((0, 1), (2, 2), 0, mesh, None)
+    parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.lane) for name in ("node", "gpu")]
+    return mesh, SlowWay((0,), (2, 2), 0, *parts)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+    return (query @ key.transpose(-1, -2)).softmax(-1) @ value
+
+
+def run(mesh: Mesh, groups: int, v_first: bool, codings: Iterator[Coding | None]) -> None:
+    """Layer after layer, as a transformer has them: each computes what the next one reads, and drops the rest."""
+    hidden = torch.randn(2, 8, 8, 16, device=device())
+    for coding in codings:
+        value = hidden * 3
+        early = send_to_heads([value], mesh, Label("v"), Part(0, groups), coding) if v_first else None
+        query, key = hidden + 1, hidden - 1
+        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, coding=coding)
+
+
+def exact(rank: int, plan: str) -> None:
+    for groups, v_first, (staged, late) in itertools.product((1, 2), BOTH, THREADS):
+        with Device(late) as made:
+            run(mesh_of(plan, staged), groups, v_first, iter([None] * LAYERS))
+        # Elsewhere it would only keep memory: the lane comes after all that the caller does with what it drops.
+        assert staged or not made.recorded
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_exact_exchanges_are_in_order(plan: str) -> None:
+    ranks.run(exact, 1, plan)
+
+
+def coded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
+    for v_first, (staged, late) in itertools.product(BOTH, THREADS):
+        with Device(late) as made, made.by_triton() if fused else nullcontext():
+            make_tables()
+            mesh, way = way_of(slow, staged)
+            run(mesh, 1, v_first, codings(way, codec))
+        assert (made.recorded > 0) is staged
+
+
+def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
+    """Of one layer, step by step."""
+    wires, account = {}, Account()
+    for step in range(STEPS):
+        yield Coding(way, dict.fromkeys("qkvo", codec if step else EXACT), wires, account, step)
+        if step == 1:  # a budget that turned out to be too small
+            for wire in wires.values():
+                wire.squeeze(way)
+
+
+@pytest.mark.parametrize(("slow", "codec", "fused"), pairwise(itertools.product(["node", "all"], CODECS, BOTH)))
+def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
+    ranks.run(coded, 1, slow, CODECS[codec], fused)
+
+
+def take_times(rank: int, plan: str) -> list[str]:
+    """Streams in which the times of exchanges are taken, with V first and heads in two groups."""
+    seen = []
+
+    class Event:
+        device = device()
+
+        def __init__(self, *_: object, **__: object) -> None:
+            """Made for whichever stream is current when it is recorded."""
+
+        def record(self) -> None:
+            seen.append(stand_in.streams[-1].name)
+
+    with Device() as stand_in, mock.patch.object(torch, "Event", Event):
+        mesh = mesh_of(plan, False)
+        mesh.traffic.timed = True
+        run(mesh, 2, True, iter([None] * LAYERS))
+    return seen
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_the_time_of_an_exchange_is_all_of_it(plan: str) -> None:
+    """From a stream that does nothing else: the caller's comes to its wait after what it computes meanwhile."""
+    seen = ranks.run(take_times, 1, plan)[0]
+    stages, exchanges = {"flat": 1, "hierarchical": 2}[plan], LAYERS * 5
+    assert len(seen) == 2 * stages * exchanges
+    assert CALLER not in seen
+
+
+def expect(rank: int, staged: bool) -> int:
+    """How many collectives somebody watches who knows whom to ask for, and holds none of their tensors."""
+    expected = []
+
+    class Event:
+        def __init__(self, *_: object) -> None:
+            """Of whichever device."""
+
+        def record(self) -> None:
+            """In whichever stream."""
+
+        def query(self) -> bool:
+            return False
+
+    watching = mock.patch.multiple(roll_call, expect=lambda *given: expected.append(given), is_attended=lambda: True)
+    with Device(), watching, mock.patch.object(torch, "Event", Event):
+        run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
+    for is_done, _, label, _ in expected:
+        assert isinstance(is_done.__self__, Event) and label in ("node", "gpu")
+    return len(expected)
+
+
+def test_exchanges_for_which_the_host_does_not_wait_are_watched() -> None:
+    """Else the backend ends the process, and nobody says which rank was missing."""
+    assert ranks.run(expect, 1, False) == [2 * LAYERS * 5]
+    assert ranks.run(expect, 1, True) == [0]  # the lane's thread waits, and names it
+
+
+def forget(what: str) -> None:
+    """Leave out one of the things that keep order."""
+    follow = Stream.wait_event
+    forgotten: dict[str, tuple[type, str, Callable]] = {
+        "what the lane needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name and follow(self, mark)),
+        "what the caller needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name or follow(self, mark)),
+        "who else uses memory": (Device, "_record_stream", lambda *_: None),
+        "copies to the host": (Stream, "synchronize", lambda self: None),
+    }
+    setattr(*forgotten[what])
+
+
+def mistaken(rank: int, forgotten: str, staged: bool) -> str:
+    forget(forgotten)
+    with Device(late=staged), pytest.raises(DisorderError) as error:
+        run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "staged", "found"),
+    [
+        ("what the lane needs", False, "an all-to-all on network .* written by the caller's stream"),
+        ("what the caller needs", False, "on the caller's stream: .* written by stream 1"),
+        ("who else uses memory", True, "of stream 1 was dropped, and the caller's stream may use it"),
+        ("copies to the host", True, "an all-to-all on the host: pinned memory, written by stream 1"),
+    ],
+)
+def test_disorder_is_found(forgotten: str, staged: bool, found: str) -> None:
+    assert re.search(found, *ranks.run(mistaken, 1, forgotten, staged))
+
+
+def drops(rank: int, waits: bool) -> None:
+    with Device() as made:
+        side = torch.Stream(device())
+        with side:
+            lent = torch.zeros(3, device=device())
+        made.streams[-1].wait_event(side.record_event())
+        read = lent + 1
+        del lent
+        expected = nullcontext() if waits else pytest.raises(DisorderError, match="was dropped, and the caller's")
+        with side, expected:
+            if waits:
+                side.wait_event(made.streams[0].record_event())
+            torch.zeros(3, device=device())
+        del read
+
+
+@pytest.mark.parametrize("waits", BOTH)
+def test_memory_that_is_given_away_too_early_is_found(waits: bool) -> None:
+    ranks.run(drops, 1, waits)
+
+
+MOST = 12
+"""Operations of a coded layer beside its kernels: for small ones a launch is what takes longest."""
+DRIFT_ADDS = 12
+"""To choose tokens, to pack and unpack the choice, and to number them at both ends."""
+
+
+def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
+    """Of kernels, and of all else, in a layer of which every tensor is coded."""
+    codecs_of = {**dict.fromkeys("qkv", Codec(2, share, predictor=0.5)), "o": Codec(2, predictor=0.5)}
+    with Device() as made, made.by_triton():
+        make_tables()
+        mesh, way = way_of(slow, staged=False)
+        query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
+        wires: dict = {}
+        for step in range(3):
+            coding = Coding(way, codecs_of if step else dict.fromkeys("qkvo", EXACT), wires, Account(), step)
+            made.launched.clear()
+            early = send_to_heads([value], mesh, Label("v"), Part(), coding) if v_first else None
+            ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, coding=coding)
+        kernels = sum(count for name, count in made.launched.items() if name.endswith("_kernel"))
+        return kernels, made.launched.total() - kernels
+
+
+@pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(["node", "all"], BOTH, [1.0, 0.5])))
+def test_a_coded_layer_takes_few_launches(slow: str, v_first: bool, share: float) -> None:
+    [(kernels, others)] = ranks.run(launches, 1, slow, v_first, share)
+    assert kernels == 8 + (share < 1)  # an encoder and a decoder for each tensor, and the scores of V
+    assert others <= MOST + DRIFT_ADDS * (share < 1)
+
+
+WIDEST = 2**31 - 1, 65_535, 65_535
+"""CUDA's limits to a grid."""
+TOKENS = {"HunyuanVideo, 129 frames": 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
+"""At 720p, where a token is of four frames and 16 x 16 pixels."""
+
+
+def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Of all kernels of a layer at every degree, with codecs and without."""
+    found, codec = [], Codec(2, 0.5, predictor=0.5)
+    for degree, batch in itertools.product((each for each in range(2, 25, 2) if heads % each == 0), (1, 2)):
+        names = {"node": 2, "gpu": degree // 2} if degree > 2 else {"node": 2}
+        topology = Topology.named(**names)
+        with Device() as made, made.by_triton():
+            make_tables()
+            mesh = mesh_of("flat", False, topology)
+            node = mesh_of("flat", False, Topology.named(node=2), mesh.lane) if degree > 2 else mesh
+            fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.lane) if degree > 2 else None
+            way = SlowWay((0,), tuple(names.values()), 0, node, fast)
+            query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
+            wires: dict = {}
+            for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
+                coding = codecs_of and Coding(way, codecs_of, wires, Account())
+                ulysses_attention(query, query, query, lambda query, *_: query, mesh, coding=coding)
+            found += made.grids
+    return found
+
+
+@pytest.mark.parametrize(("video", "heads"), in_turn([(video,) for video in TOKENS], [24, 40]))
+def test_grids_of_long_videos_lie_within_cudas_limits(video: str, heads: int) -> None:
+    [found] = ranks.run(grids, 1, TOKENS[video], heads)
+    assert {name for name, _ in found} == {f"_{name}_kernel" for name in ("scores", "encode", "decode", "move")}
+    for name, grid in found:
+        assert all(0 < size <= most for size, most in zip(grid, WIDEST, strict=False)), (name, grid)
+
+
+def waits(rank: int, what: str) -> None:
+    questions: dict[str, Callable[[torch.Tensor], object]] = {
+        "a value": lambda values: bool(values.any()),
+        "a copy": lambda values: values.to("cpu"),
+    }
+    with Device(), pytest.raises(DisorderError, match=f"the host waits for {what}"):
+        questions[what](torch.zeros(3, device=device()))
+
+
+@pytest.mark.parametrize("what", ["a value", "a copy"])
+def test_waiting_is_found(what: str) -> None:
+    ranks.run(waits, 1, what)

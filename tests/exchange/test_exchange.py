@@ -1,0 +1,202 @@
+"""The exchange on real ranks, against a slow reference and its own algebra."""
+
+import dataclasses
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.attention.reshard import reshard
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.machine.plan import Plan, candidates
+from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+# Each example starts ranks, which is slow by hypothesis' measure and quick by ours.
+on_ranks = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+def local_tensor(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What rank `rank` holds: known to everybody, so that a reference needs no communication."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def reference(number: int, shape: tuple[int, ...], dtype: torch.dtype, scatter: int, gather: int) -> torch.Tensor:
+    """Resharding by its definition: my share of everybody's tensor, put together."""
+    world, here = dist.get_world_size(), dist.get_rank()
+    shares = [local_tensor(rank, number, shape, dtype).chunk(world, scatter)[here] for rank in range(world)]
+    return torch.cat(shares, gather)
+
+
+def check_reshard(rank: int, sizes: list[int], chosen: list[int], shapes: list[tuple], dtype: torch.dtype) -> dict:
+    """Reshard there and back by some of the plans (all, when none is chosen), in one message and one by one."""
+    topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+    mesh, plans = Mesh.over(dist.group.WORLD, topology), candidates(topology)
+    plans += [dataclasses.replace(plan, direct=_some(len(plan.stages))) for plan in plans]
+    tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
+    for plan in [plans[number % len(plans)] for number in chosen] or plans:
+        way = dataclasses.replace(mesh, choose=lambda message_bytes, plan=plan: plan)
+        for scatter, gather in ((1, 2), (2, 1)):
+            got = reshard(tensors, scatter, gather, way)
+            alone = [reshard([tensor], scatter, gather, way)[0] for tensor in tensors]
+            back = reshard(got, gather, scatter, way)
+            for number, shape in enumerate(shapes):
+                expected = reference(number, shape, dtype, scatter, gather)
+                assert torch.equal(got[number], expected), plan
+                assert got[number].is_contiguous(), plan
+                assert torch.equal(alone[number], expected), plan
+                assert torch.equal(back[number], tensors[number]), plan
+    return {"bytes": dict(mesh.traffic.sent_bytes), "calls": dict(mesh.traffic.calls)}
+
+
+def _some(count: int) -> tuple[bool, ...]:
+    """Direct sends in every other stage, the first one included."""
+    return tuple(number % 2 == 0 for number in range(count))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Axis sizes (1, primes and composites among them) of at most 12 ranks, and numbers that stand for plans."""
+    sizes = draw(
+        st.lists(st.sampled_from([1, 2, 3, 4, 5, 7]), min_size=1, max_size=3).filter(
+            lambda sizes: 2 <= torch.Size(sizes).numel() <= 12
+        )
+    )
+    return sizes, draw(st.lists(st.integers(0, 80), min_size=1, max_size=4))
+
+
+@on_ranks
+@given(world=worlds(), dtype=st.sampled_from(DTYPES), data=st.data())
+def test_reshard_equals_its_definition(world: tuple, dtype: torch.dtype, data: st.DataObject) -> None:
+    sizes, chosen = world
+    size = torch.Size(sizes).numel()
+    multiples = st.integers(1, 3).map(lambda n: n * size)
+    batch, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    shapes = [(batch, data.draw(multiples), data.draw(multiples), depth) for _ in range(data.draw(st.integers(1, 4)))]
+    ranks.run(check_reshard, size, sizes, chosen, shapes, dtype)
+
+
+@pytest.mark.parametrize("sizes", slow_but([[2, 2, 2]], [[2, 2, 2], [2, 3, 2]]), ids=str)
+def test_every_plan_reshards_alike(sizes: list[int]) -> None:
+    size = math.prod(sizes)
+    ranks.run(check_reshard, size, sizes, [], [(2, size, 2 * size, 3), (2, 2 * size, size, 1)], torch.bfloat16)
+
+
+def bytes_of(rank: int, text: str) -> dict:
+    """What a rank of 2x3x2 counts when it reshards once."""
+    topology = Topology.parse("2x3x2", 12)
+    mesh = Mesh.over(dist.group.WORLD, topology, [Plan.parse(text, topology)])
+    reshard([torch.zeros(2, 24, 12, 8, dtype=torch.bfloat16)], 1, 2, mesh)
+    return {"bytes": dict(mesh.traffic.sent_bytes), "calls": dict(mesh.traffic.calls)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares", "calls"),
+    [
+        ("flat", {"flat": 11 / 12}, 1),
+        ("hierarchical", {"node": 1 / 2, "gpu": 2 / 3, "tile": 1 / 2}, 1),
+        ("hierarchical:node,tile+gpu/4", {"node": 1 / 2, "tile+gpu": 5 / 6}, 4),
+    ],
+)
+def test_bytes_are_those_that_leave_the_rank(plan: str, shares: dict[str, float], calls: int) -> None:
+    message = 2 * 24 * 12 * 8 * 2
+    for result in ranks.run(bytes_of, 12, plan):
+        assert result["bytes"] == {stage: round(message * share) for stage, share in shares.items()}
+        assert result["calls"] == dict.fromkeys(shares, calls)
+
+
+def count_copies(rank: int) -> list[tuple[int, int]]:
+    """Elements copied (by copy_ or clone) while resharding, over the elements of the tensor, for each topology."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+                self.elements += result.numel()
+            return result
+
+    found = []
+    for sizes in ([8], [4, 2], [2, 2, 2]):
+        topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+        mesh = Mesh.over(dist.group.WORLD, topology, [Plan.hierarchical(topology)])
+        tensors = [torch.randn(2, 8, 16, 4) for _ in range(3)]
+        with Copies() as copies:
+            reshard(tensors, 1, 2, mesh)
+        found.append((len(sizes), copies.elements // sum(tensor.numel() for tensor in tensors)))
+    return found
+
+
+def test_no_stage_copies_more_than_once() -> None:
+    for found in ranks.run(count_copies, 8):
+        # One copy into the first stage, one between stages, one out: stock's flat call has two.
+        assert found == [(1, 2), (2, 3), (3, 4)]
+
+
+def subgroups(rank: int) -> list[list[int]]:
+    """Two Ulysses groups of four in one world, as beside CFG or data parallelism; only one of them has a mesh first."""
+    halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
+    mine = halves[rank // 4]
+    if rank >= 4:  # groups are made by their members alone: the halves need not march in step
+        dist.barrier(mine)
+    mesh = Mesh.over(mine, Topology.parse("2x2", 4))
+    got = reshard([torch.full((1, 4, 1, 1), float(rank))], 1, 2, mesh)[0]
+    return got.flatten().tolist()
+
+
+def test_groups_beside_each_other() -> None:
+    results = ranks.run(subgroups, 8)
+    assert results[:4] == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert results[4:] == [[4.0, 5.0, 6.0, 7.0]] * 4
+
+
+def make_meshes(rank: int) -> tuple[list[tuple[int, ...]], list[object]]:
+    """Ranks of the groups that two meshes and their slow axes make, in a world that a script has bound to a device; and
+    what it is bound to meanwhile, and then."""
+    world, made, bound = dist.group.WORLD, [], []
+    world.bound_device_id = torch.device("cuda", 0)
+    new_group = dist.new_group
+
+    def making(members: tuple[int, ...], **options: object) -> dist.ProcessGroup:
+        made.append(tuple(members))
+        bound.append(world.bound_device_id)
+        return new_group(members, **options)
+
+    with mock.patch.object(dist, "new_group", making):
+        topology = Topology.parse("2x2x2", 8)
+        for _ in range(2):
+            mesh = Mesh.over(world, topology)
+            for slow in (("node",), ("node", "gpu"), ("tile",)):
+                SlowWay.over(world, mesh, slow, Mesh.over)
+    bound.append(world.bound_device_id)
+    world.bound_device_id = None  # there is none: the rank's last barrier would ask for it
+    return made, bound
+
+
+def test_each_set_of_ranks_has_one_communicator() -> None:
+    """Made by its members alone, also where NCCL would split it off a world that is bound to a device."""
+    for rank, (made, bound) in enumerate(ranks.run(make_meshes, 8)):
+        assert len(made) == len(set(made)) and all(rank in members for members in made)
+        assert bound == [None] * len(made) + [torch.device("cuda", 0)]
+
+
+def wrong_size(rank: int) -> str:
+    try:
+        Mesh.over(dist.group.WORLD, Topology.parse("2x2", 4))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_mesh_of_the_wrong_size() -> None:
+    assert ranks.run(wrong_size, 2) == ["topology node=2,gpu=2 has 4 ranks, the group has 2"] * 2

@@ -1,0 +1,161 @@
+"""Handles and the lane that they come from."""
+
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from xfuser_cocodiff.exchange.lane import Handle, Lane
+
+
+def test_work_runs_in_order_behind_the_caller() -> None:
+    lane, order, gate = Lane(), [], threading.Event()
+
+    def slow() -> str:
+        gate.wait()
+        order.append("first")
+        return "first"
+
+    first = lane.start("first", slow)
+    second = lane.start("second", lambda: order.append("second"))
+    order.append("caller")
+    gate.set()
+    assert second.wait() is None
+    assert first.wait() == "first"
+    assert order == ["caller", "first", "second"]
+
+
+def test_work_that_is_run_waits_for_what_was_started() -> None:
+    lane, order = Lane(), []
+    handle = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    lane.run(lambda: order.append("second"))
+    handle.wait()
+    assert order == ["first", "second"]
+    assert lane.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
+
+
+def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
+    handle = Lane().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
+    assert handle.wait() == (3, threading.get_ident())
+
+
+def test_a_handle_is_waited_for_once() -> None:
+    handle = Lane().start("the exchange", lambda: 1)
+    assert handle.wait() == 1
+    with pytest.raises(RuntimeError, match="the exchange was waited for twice"):
+        handle.wait()
+
+
+def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
+    lane, done = Lane(), []
+    handle = lane.start("the exchange", lambda: done.append(1))
+    with pytest.warns(ResourceWarning, match="the exchange was dropped"):
+        del handle
+    lane.start("next", lambda: None).wait()
+    assert done
+
+
+def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
+    done = []
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    def handle_of_failure() -> Handle:
+        return Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
+
+    with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
+        handle_of_failure().abandon()
+    with pytest.raises(ZeroDivisionError):
+        try:
+            done[5 // 0]
+        finally:
+            handle_of_failure().abandon()  # the error that sent the caller elsewhere is the one to know
+    assert done == [1, 1]
+    handle = Lane().start("the exchange", lambda: 1, done.append)
+    handle.abandon()
+    assert done == [1, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del handle
+
+
+def test_errors_reach_who_waits() -> None:
+    lane = Lane()
+    handle = lane.start("work", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        handle.wait()
+    with pytest.raises(ZeroDivisionError):
+        lane.start("work", lambda: 1 // 0).abandon()
+    assert lane.start("work", lambda: 1).wait() == 1
+
+
+class FakeStream:
+    """Stands in for an accelerator's stream: writes down what it is told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} marks")
+        return f"the mark of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"into {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"out of {self.name}")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_on_an_accelerator_work_goes_to_a_stream_behind_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, staged: bool
+) -> None:
+    """Streams only: what an accelerator does with them needs one (test_attention)."""
+    log: list[str] = []
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", log))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", log))
+    lane, caller = Lane(torch.device("cuda"), staged), threading.get_ident()
+    handle = lane.start("work", lambda: log.append("work") or threading.get_ident())
+    assert (handle.wait() == caller) is not staged  # nothing of it holds up the host, but staging does
+    assert log == [
+        *("caller marks", "into lane", "lane waits for the mark of caller", "work", "lane marks", "out of lane"),
+        "caller waits for the mark of lane",
+    ]
+
+
+def test_what_work_reads_lives_until_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is ahead of the device: memory that it drops may be given to another stream at once."""
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", []))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", []))
+    message = torch.zeros(3)
+    there = weakref.ref(message)
+    handle = Lane(torch.device("cuda")).start("work", lambda message=message: None)
+    del message
+    assert there() is not None
+    handle.wait()
+    del handle
+    assert there() is None
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", {"priority": -1}), ("xpu", {"priority": -1}), ("mtia", {})])
+def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
+    given = []
+    monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
+    Lane(torch.device(kind))
+    assert given == [expected]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_work_has_its_callers_modes(mode: type) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with mode():
+        assert Lane().start("work", modes).wait() == modes()

@@ -1,0 +1,231 @@
+"""A rank that dies or stops: every other rank says which one it was, and none of them hangs."""
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.attention.reshard import reshard
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.roll_call import LostRankError
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring import probe, survey
+
+CULPRIT = 2
+ABSENT = 0
+"""Instead of a signal that ends the rank: it is somewhere else."""
+ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
+
+
+def exchange_until_lost(rank: int, text: str, end: int) -> str:
+    """Exchange again and again; one rank meets its end on the way."""
+    roll_call.PATIENCE_SECONDS = 5.0
+    topology = Topology.parse("2x2", 4)
+    plan = Plan.parse(text, topology)
+    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=4))
+    return _said(rank, end, lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh))
+
+
+def probe_until_lost(rank: int, end: int) -> str:
+    roll_call.PATIENCE_SECONDS = 5.0
+    topology = Topology.parse("2x2", 4)
+    mesh = Mesh.over(dist.group.WORLD, topology, timeout=timedelta(seconds=4))
+    return _said(rank, end, lambda: probe.measure(mesh, dist.group.WORLD, torch.device("cpu")))
+
+
+def survey_until_lost(rank: int, end: int) -> str:
+    roll_call.PATIENCE_SECONDS = 5.0
+    return _said(rank, end, lambda: survey.measure(dist.group.WORLD, None, torch.device("cpu"), timeout=20))
+
+
+def _said(rank: int, end: int, work: Callable[[], object]) -> str:
+    for number in range(1000):
+        if number == 2 and rank == CULPRIT:
+            if end == ABSENT:
+                time.sleep(ranks.TIMEOUT)
+            os.kill(os.getpid(), end)
+        work()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("plan", "end"),
+    slow_but(
+        [("flat*", signal.SIGKILL), ("hierarchical", signal.SIGSTOP)],
+        itertools.product(["flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"], ENDS),
+    ),
+    ids=ENDS.get,
+)
+def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: int) -> None:
+    results = ranks.outcomes(exchange_until_lost, 4, plan, end, lost=CULPRIT)
+    for rank, result in enumerate(results):
+        if rank != CULPRIT:
+            assert isinstance(result, LostRankError), result
+            assert f"rank {CULPRIT} is gone or not answering" in str(result)
+
+
+def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
+    results = ranks.outcomes(exchange_until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
+    said = [str(result) for rank, result in enumerate(results) if rank != CULPRIT]
+    assert all(isinstance(result, LostRankError) for rank, result in enumerate(results) if rank != CULPRIT), results
+    # Who waits for it in the same stage can tell; the others know that nobody is gone.
+    assert any(f"rank {CULPRIT} is alive but did not come to it" in text for text in said), said
+    assert not any("gone" in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("case", "end"),
+    slow_but([(survey_until_lost, signal.SIGKILL)], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
+    ids=ENDS.get,
+)
+def test_every_rank_names_the_one_that_was_lost_in_a_probe(case: Callable, end: int) -> None:
+    results = ranks.outcomes(case, 4, end, lost=CULPRIT)
+    for rank, result in enumerate(results):
+        if rank != CULPRIT:
+            assert isinstance(result, LostRankError), result
+            assert f"rank {CULPRIT} is gone or not answering" in str(result)
+
+
+def start_engine(rank: int) -> None:
+    """xDiT's groups and the plugin in use, as a script has them."""
+    from types import SimpleNamespace
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+
+    world = dist.get_world_size()
+    init_distributed_environment(rank=rank, world_size=world)
+    told = {"use_cocodiff": True, "cocodiff_timeout": 4, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
+    config = xFuserArgs(model="tiny", ulysses_degree=world, **told).create_config()[0]
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+
+
+def gather_until_lost(rank: int, method: str, end: int) -> str:
+    from xfuser.core.distributed import get_sp_group
+    from xfuser.model_executor.layers import usp
+
+    roll_call.PATIENCE_SECONDS = 5.0
+    start_engine(rank)
+    tensor = torch.full((4,), float(rank))
+    if method == "all_to_all":
+        return _said(rank, end, lambda: usp._sdpa_all_to_all_single(tensor))
+    assert torch.equal(get_sp_group().all_gather(tensor).view(4, 4)[:, 0], torch.arange(4.0))
+    return _said(rank, end, lambda: getattr(get_sp_group(), method)(tensor))
+
+
+@pytest.mark.parametrize("method", slow_but(["all_gather"], ["all_gather", "broadcast", "all_to_all"]))
+def test_every_rank_names_the_one_that_was_lost_in_a_collective_of_xdits(method: str) -> None:
+    results = ranks.outcomes(gather_until_lost, 4, method, signal.SIGKILL, lost=CULPRIT)
+    for rank, result in enumerate(results):
+        if rank != CULPRIT:
+            assert isinstance(result, LostRankError), result
+            assert f"rank {CULPRIT} is gone or not answering" in str(result)
+
+
+def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from xfuser_cocodiff.xdit.engine import lost
+
+    def fail(self: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    group = SimpleNamespace(ranks=[0])
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+        lost._in_a_group(fail)(group)
+    monkeypatch.setattr(roll_call, "_stages", {})  # where a rank fails stays known
+    monkeypatch.setattr(roll_call, "is_attended", lambda: True)
+    monkeypatch.setattr(roll_call, "_explained", lambda group, stage, failure: f"{group} {stage} {failure}")
+    with pytest.raises(LostRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
+        lost._in_a_group(fail)(group)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory"),
+        dist.DistBackendError("NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+        NotImplementedError("There were no tensor arguments to this function: connection"),
+        ValueError("a bad value of gloo"),
+    ],
+)
+def test_other_errors_stay_what_they_are_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_call", lambda *_: pytest.fail("the roll was called"))
+    with pytest.raises(type(error)) as caught, roll_call.naming_the_lost([0], "node"):
+        raise error
+    assert caught.value is error
+    assert roll_call._now() == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:40110",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4000ms for recv",
+        "Operation timed out!",
+        "oneCCL: transport failed",
+    ],
+)
+def test_errors_of_backends_are_known(text: str) -> None:
+    assert roll_call.is_backends(RuntimeError(text))
+    assert roll_call.is_backends(dist.DistBackendError("NCCL communicator was aborted on rank 1"))
+
+
+def test_threads_communicate_beside_each_other() -> None:
+    """The lane's thread and the main one: neither must hide where the other is."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def lane() -> None:
+        with roll_call.naming_the_lost([0], "node"):
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    inside.wait(60)
+    with roll_call.naming_the_lost([0], "outer"):
+        with roll_call.naming_the_lost([0], "flat"):
+            assert roll_call._now() == "node, flat"
+        assert roll_call._now() == "node, outer"
+    assert roll_call._now() == "node"
+    leave.set()
+    thread.join()
+    assert roll_call._now() == ""
+
+
+def overdue(rank: int, comes: bool) -> list[str]:
+    """Rank 1 does not come to an exchange whose end no host waits for; others go on, as with NCCL."""
+    said: list[str] = []
+    roll_call._logger.error = lambda text, *values: said.append(text % values)
+    roll_call.PATIENCE_SECONDS = 2.0
+    roll_call.attend()
+    dist.barrier()
+    if rank != 1 or comes:
+        roll_call.expect(lambda: True, [0, 1, 2], "done long ago", 0.1)
+        roll_call.expect(lambda: comes, [0, 1, 2], "node", 4.0)
+    time.sleep(8)
+    return said
+
+
+def test_what_is_overdue_on_a_device_is_told_before_the_watchdog_acts() -> None:
+    first, absent, third = ranks.run(overdue, 3, False)
+    expected = (
+        "communication along 'node' among ranks [0, 1, 2] has taken more than 2 s: rank 1 is alive but did not come"
+    )
+    assert any(expected in text for text in (*first, *third)), (first, third)
+    assert absent == []
+    assert ranks.run(overdue, 3, True) == [[], [], []]

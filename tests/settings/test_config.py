@@ -1,0 +1,91 @@
+"""Flags and variables become settings, or an error that names them."""
+
+import dataclasses
+
+import pytest
+
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.settings.options import OPTIONS
+from xfuser_cocodiff.settings.placement import Ranks
+
+FLAT = Topology.flat(4)
+
+
+def test_nothing_asked_for_is_none() -> None:
+    assert resolve({}, {}, Ranks(4, FLAT)) is None
+    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, Ranks(4, FLAT)) is None
+
+
+def test_flags_win_over_variables() -> None:
+    environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
+    by_variable = resolve({}, environment, Ranks(4, FLAT))
+    assert str(by_variable.topology) == "node=4"
+    assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
+    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, Ranks(4, FLAT))
+    assert str(by_flag.topology) == "node=2,gpu=2"
+    assert by_flag.plan == Plan.hierarchical(by_flag.topology)
+
+
+def test_detection_is_used_when_no_topology_is_given() -> None:
+    detected = Topology.parse("2x2", 4)
+    config = resolve({"use_cocodiff": True}, {}, Ranks(4, detected))
+    assert (config.topology, config.detected) == (detected, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "words"),
+    [
+        ({"cocodiff_topology": "2x3"}, {}, ["--cocodiff_topology", "2x3", "degree is 4"]),
+        ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
+        ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
+        ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
+        ({}, {"COCODIFF_MODE": "slow"}, ["COCODIFF_MODE", "slow", "exact", "paper", "balanced", "fast"]),
+        (
+            {"cocodiff_mode": "exact", "cocodiff_schedule": "bits=4"},
+            {},
+            ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"],
+        ),
+        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, torch"]),
+        ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
+        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"}, {}, ["--cocodiff_schedule", "'3'", "1, 2, 4, 8"]),
+        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
+        ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
+        ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
+        ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
+    ],
+)
+def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
+        resolve({"use_cocodiff": True, **values}, environment, Ranks(4, FLAT))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_settings_are_frozen_and_checked() -> None:
+    config = CocoDiffConfig(topology=FLAT)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mode = "other"
+    with pytest.raises(ValueError, match="'other' is not valid"):
+        CocoDiffConfig(topology=FLAT, mode="other")
+
+
+def test_every_option_has_a_variable_of_its_own() -> None:
+    assert len({option.variable for option in OPTIONS}) == len(OPTIONS)
+    assert all(option.variable.startswith("COCODIFF_") for option in OPTIONS)
+
+
+def test_overlap() -> None:
+    def overlap(**options: str) -> Overlap:
+        values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
+        return resolve(values, {}, Ranks(2, Topology.flat(2))).overlap
+
+    assert overlap() == overlap(v_first="auto", head_groups="auto") == Overlap()
+    assert overlap(v_first="on", head_groups="4") == Overlap(v_first=True, head_groups=4)
+    assert overlap(v_first="off").v_first is False
+    with pytest.raises(ValueError, match="--cocodiff_v_first: 'maybe' is not valid; valid are auto, on, off"):
+        overlap(v_first="maybe")
+    for bad in ("0", "-1", "1.5", "many"):
+        with pytest.raises(ValueError, match=f"--cocodiff_head_groups: '{bad}' is not valid; valid are 'auto'"):
+            overlap(head_groups=bad)

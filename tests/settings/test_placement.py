@@ -1,0 +1,144 @@
+"""Where Ulysses groups and rings lie: the arithmetic against the ranks themselves, and the choice by hand."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as checked
+from hypothesis import strategies as st
+
+from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.machine import planner
+from xfuser_cocodiff.machine.profile import AxisLink, Profile
+from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
+from xfuser_cocodiff.settings import placement
+from xfuser_cocodiff.settings.config import resolve
+from xfuser_cocodiff.settings.placement import Ranks, Split
+
+topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
+    lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+)
+
+
+def crossed(topology: Topology, one: int, other: int) -> str | None:
+    """The outermost axis on which two ranks differ: their link."""
+    places = zip(topology.axes, topology.coordinates(one), topology.coordinates(other), strict=True)
+    return next((axis.name for axis, here, there in places if here != there), None)
+
+
+@checked(deadline=None)
+@given(topologies, st.data())
+def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([n for n in range(1, whole.size + 1) if whole.size % n == 0]))
+    stride = whole.size // count
+    for part, groups in (
+        (whole.neighbouring(count), [[first + i for i in range(count)] for first in range(0, whole.size, count)]),
+        (whole.strided(count), [[first + i * stride for i in range(count)] for first in range(stride)]),
+    ):
+        assert part.size == count
+        pairs = list(itertools.product(range(count), repeat=2))
+        links = [[crossed(whole, group[i], group[j]) for i, j in pairs] for group in groups]
+        if part.axes[0].name != "flat":
+            assert all([crossed(part, i, j) for i, j in pairs] == group for group in links)
+        elif count > 1:  # where sizes are powers of two, parts always lie on the axes alike
+            assert any(axis.size not in (1, 2, 4) for axis in whole.axes)
+
+
+def test_parts_of_aurora() -> None:
+    aurora = Topology.parse("8x6x2")
+    assert str(aurora.neighbouring(24)) == "node=2,gpu=6,tile=2"
+    assert str(aurora.strided(24)) == "node=8,gpu=3"
+    assert str(aurora.strided(4)) == "node=4"
+    assert str(Topology.parse("2x6x2").neighbouring(8)) == "flat"
+
+
+def profile(sizes: str, *speeds: float) -> Profile:
+    topology = Topology.parse(sizes)
+    links = [AxisLink(axis.name, 0.0, speed) for axis, speed in zip(topology.axes, speeds, strict=True)]
+    return Profile(topology, tuple(links), 0.0, 1e15, 1e15)
+
+
+FAST = 1e12
+OUTER, INNER = Split(4, 2, "outer"), Split(4, 2, "inner")
+
+
+def test_times_by_hand() -> None:
+    """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
+    known = profile("4x2", 1e6, FAST)
+    part = {split: known.along(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
+    ring = {split: known.along(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
+    # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
+    assert planner.exchange_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
+    assert planner.gather_seconds(ring[OUTER], 2e6) == pytest.approx(2, rel=1e-3)
+    assert planner.exchange_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
+    assert planner.gather_seconds(ring[INNER], 2e6) == pytest.approx(0, abs=1e-3)
+    # Coded, a quarter of what crosses nodes.
+    assert planner.exchange_seconds(part[INNER], 4e6, 1e6) == pytest.approx(0.75, rel=1e-3)
+
+
+def exact(topology: Topology) -> None:
+    return None
+
+
+def balanced(topology: Topology) -> modes.CodecSchedule:
+    return modes.BALANCED
+
+
+def test_the_choice() -> None:
+    known = profile("4x2", 1e6, FAST)
+    assert placement.choose(known, 4, 2, exact) == "inner"
+    assert placement.choose(known, 2, 4, exact) == "outer"  # as many bytes between nodes either way
+    assert placement.choose(known, 2, 4, balanced) == "inner"  # and a third of them are coded
+    two = profile("2x4", 1e6, FAST)
+    assert placement.choose(two, 4, 2, exact) == "outer"
+    assert placement.choose(two, 4, 2, balanced) == "inner"  # only Ulysses can be coded
+    assert placement.choose(profile("3x4", 1e6, FAST), 4, 3, balanced) == "outer"  # strides of 3 straddle nodes
+
+
+WHOLE = Topology.parse("2x4")
+RANKS = Ranks(4, Topology.flat(4), 2, WHOLE)
+
+
+def settings(tmp_path: Path, known: Profile | None, **values: str):
+    options = {f"cocodiff_{name}": value for name, value in values.items()}
+    if known:
+        file = tmp_path / "profile.json"
+        file.write_text(json.dumps({"profile": known.to_json()}))
+        options["cocodiff_profile"] = str(file)
+    return resolve({"use_cocodiff": True, **options}, {}, RANKS)
+
+
+def test_settings(tmp_path: Path) -> None:
+    known = profile("2x4", 1e6, FAST)
+    found = settings(tmp_path, None)
+    assert (found.ring, str(found.topology), found.mode) == ("outer", "flat", "exact")
+    found = settings(tmp_path, None, ring="inner")  # groups lie on two nodes: the mode is as there
+    assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
+    found = settings(tmp_path, known)  # the profile decides
+    assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
+    assert found.profile.topology == found.topology
+    alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
+    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "exact")
+    found = settings(tmp_path, known, mode="exact")
+    assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
+    found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it
+    assert (found.ring, str(found.topology)) == ("inner", "gpu=2,tile=2")
+    found = settings(tmp_path, None, topology="node=2,gpu=2,tile=2")  # of all ranks
+    assert (found.ring, str(found.topology)) == ("outer", "gpu=2,tile=2")
+
+
+@pytest.mark.parametrize(
+    ("known", "values", "words"),
+    [
+        (None, {"ring": "across"}, ["--cocodiff_ring", "'across'", "auto, outer, inner"]),
+        (None, {"topology": "2x3"}, ["--cocodiff_topology", "2x3", "Ulysses degree is 4"]),
+        (profile("2x2x2", 1e6, 1e7, FAST), {}, ["--cocodiff_profile", "node=2,gpu=2,tile=2", "node=2,gpu=4"]),
+        (profile("2x4", 1e6, FAST), {"topology": "2x2"}, ["--cocodiff_profile", "node=2,gpu=4", "node=2,gpu=2"]),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, known: Profile | None, values: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        settings(tmp_path, known, **values)
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,285 @@
+"""`cocodiff plan --model`: divisibility, traffic, memory and times, each against a truth of its own."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.quick import slow
+from tests.settings.test_placement import profile
+from tests.xdit.test_approximation import STEPS, Approximating
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.codec.memory import Need, Share
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import Overlap, resolve
+from xfuser_cocodiff.settings.placement import Ranks, Split
+from xfuser_cocodiff.simulation import layer, outlook, sharding, sizing
+from xfuser_cocodiff.simulation.machines import AURORA, MACHINES
+from xfuser_cocodiff.simulation.scenario import MODES, STOCK, Scenario
+from xfuser_cocodiff.simulation.workloads import WORKLOADS, Workload
+
+FAST = 1e12
+
+
+def wish(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> sizing.Wish:
+    return sizing.Wish(model=model, resolution=resolution, degree=degree, **more)
+
+
+# Heads and tokens.
+
+
+@pytest.mark.parametrize("cluster", MACHINES)
+@pytest.mark.parametrize("model", [*sizing.ALIASES, "qwen-image"])
+def test_every_split_divides_and_lies_on_the_axes(model: str, cluster: str) -> None:
+    machine = MACHINES[cluster]
+    for nodes in (1, 2, 3, 4):
+        case = wish(model, 2304, nodes * machine.ranks_per_node, cluster=cluster).case()
+        found = outlook.splits(case)
+        assert found
+        for split in found:
+            assert split.ulysses * split.ring == nodes * machine.ranks_per_node
+            assert case.workload.heads % split.ulysses == 0
+            assert split.ulysses_topology(case.topology).size == split.ulysses
+            assert split.ring_topology(case.topology).size == split.ring
+        rows = outlook.outlooks(case, None)
+        assert {(row.ulysses, row.ring, row.placement) for row in rows} == {
+            (split.ulysses, split.ring, split.placement) for split in found
+        }
+        assert rows[0].step_seconds == min(row.step_seconds for row in rows)
+
+
+def test_heads_are_those_of_the_model() -> None:
+    """xDiT pads none: 38 heads divide by 1, 2, 19 and 38 only."""
+    assert wish("sd35").workload.moved_heads == 38
+    assert sharding.ulysses_degrees(38, 24) == [1, 2]
+    assert sharding.ulysses_degrees(24, 96) == [1, 2, 3, 4, 6, 8, 12, 24]
+
+
+@pytest.mark.parametrize(
+    ("model", "resolution", "degree", "image", "queries", "keys", "attended", "words"),
+    [
+        ("flux.1-dev", 1024, 16, 256, 288, 288, 4608, []),
+        ("flux.1-dev", 768, 24, 96, 608, 608, 24 * 608, ["512 text tokens", "sees them 24 times"]),
+        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "960 px and 1152 px"]),
+        ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
+        ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["every rank has all of them", "once"]),
+        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "768 px and 1152 px"]),
+        ("qwen-image", 1024, 24, 171, 177, 177, 24 * 177, ["padded to 4104", "padded to 144"]),
+    ],
+)
+def test_tokens(
+    model: str, resolution: int, degree: int, image: int, queries: int, keys: int, attended: int, words: list[str]
+) -> None:
+    held = sharding.shard(WORKLOADS[model], resolution, degree)
+    assert (held.image, held.queries, held.keys, held.attended) == (image, queries, keys, attended)
+    said = " ".join([*held.remarks, held.problem or ""])
+    assert all(word in said for word in words), said
+    assert bool(held.problem) == ("fails" in said)
+
+
+def test_what_is_proposed_would_do() -> None:
+    for resolution in (960, 1152):
+        assert sharding.shard(WORKLOADS["flux.1-dev"], resolution, 24).problem is None
+    shorter = dataclasses.replace(WORKLOADS["flux.2-dev"], text_tokens=504)
+    assert sharding.shard(shorter, 1024, 24).problem is None
+
+
+# Bytes and memory.
+
+
+def test_traffic_by_hand() -> None:
+    """FLUX.1-dev, 1024 px, 16 ranks as two nodes of 8, 8 x 2 with the ring inside, exact."""
+    case = wish(cluster="ethernet").case()
+    found = outlook.outlook(case, Split(8, 2, "inner"), "exact")
+    one = 57 * 288 * 24 * 128 * 2  # a tensor of all layers: 288 tokens of 24 heads of 128 values in two bytes
+    assert found.ring_bytes == {"gpu": 2 * one}  # K and V to the one other rank
+    assert found.sent_bytes["node"] == pytest.approx(4 * one / 2)  # half of all ranks are in the other node
+    flat, by_axis = 4 * one * 3 / 8, 4 * one * 3 / 4
+    assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
+    coded = outlook.outlook(case, Split(8, 2, "inner"), "balanced")
+    assert coded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
+    # 2 bits for values and a byte for each 128 of them, behind one exact step.
+    share = (1 + 49 * (128 * 2 / 8 + 1) / 256) / 50
+    assert coded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
+
+
+@pytest.mark.parametrize("mode", ["balanced", "fast", "paper"])
+def test_references_are_those_that_memory_foresees(mode: str) -> None:
+    case = wish("qwen-image", 1536, 24).case()
+    found = outlook.outlook(case, Split(24, 1), mode)
+    values = 24 * 128 * (96**2 // 24 + 6)
+    need = Need.of(Share(4 * values, values, 128, 2), modes.usual(mode, 50), places=12)  # nodes and GPUs are slow
+    assert (found.reference_bytes, found.compact_reference_bytes) == (need.full * 120, need.compact * 120)
+
+
+SMALL = {
+    "FLUX.1-dev": Workload("flux.1-dev", 6, 8, 16, mlp_ratio=4, gated=False, text_tokens=32),
+    "SD3.5": Workload("sd3.5-large", 4, 24, 8, mlp_ratio=4, gated=False, text_tokens=333, rows=2),
+}
+"""Models of `cocodiff models`. At 128 pixels they have the tokens of 256 here: theirs are half as wide."""
+
+
+def moved_by_ranks(
+    rank: int, model: str, mode: str, text: int, split: Split, whole: Topology
+) -> tuple[dict[str, int], int]:
+    """What a rank sends in a run, and what references it then holds."""
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
+    flags = ["--use_cocodiff", "--cocodiff_ring", split.placement, "--cocodiff_topology", str(whole)]
+    length = ["--max_sequence_length", str(text)] if model == "FLUX.1-dev" else []
+    run = Approximating(rank, whole.size, model, *length, *degrees, *flags, "--cocodiff_a2a", "flat")
+    topology = split.ulysses_topology(whole)
+    overlap = Overlap(v_first=False, head_groups=1)
+    run.by(mode, str(topology), plan=Plan.hierarchical(topology), overlap=overlap, ring=split.placement)
+    active().traffic.reset()
+    run()
+    held = run.runtime.reports[-1].reference_bytes if run.runtime else 0
+    return dict(active().traffic.sent_bytes), held
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("model", "mode", "text", "split", "whole"),
+    [
+        slow("FLUX.1-dev", "exact", 32, Split(4, 1), "2x2"),
+        slow("FLUX.1-dev", "balanced", 32, Split(4, 1), "2x2"),
+        slow("FLUX.1-dev", "fast", 32, Split(4, 1), "2x2"),
+        ("FLUX.1-dev", "exact", 33, Split(2, 1), "node=2"),  # every rank has all text
+        ("FLUX.1-dev", "balanced", 32, Split(2, 2, "inner"), "2x2"),
+        ("SD3.5", "fast", 333, Split(4, 1), "2x2"),  # every rank has all text, beside Q and O alone
+    ],
+)
+def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, split: Split, whole: str) -> None:
+    topology = Topology.parse(whole)
+    known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
+    known = dataclasses.replace(known, codec_bytes_per_second=1e6)  # so that nodes alone are slow
+    workload = dataclasses.replace(SMALL[model], text_tokens=text)
+    case = outlook.Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
+    found = outlook.outlook(case, split, mode)
+    if mode == "exact":
+        sent = [Plan.hierarchical(topology).sent_bytes(case.message_bytes(name)) for name in "qkvo"]
+        expected = {axis: case.layer_calls * sum(each[axis] for each in sent) for axis in sent[0]}
+    else:
+        expected = found.sent_bytes
+    for sent, held in ranks.run(moved_by_ranks, topology.size, model, mode, text, split, topology):
+        assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
+        assert held == found.reference_bytes
+
+
+# Times.
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("model", ["flux.1-dev", "flux.2-dev", "qwen-image"])
+def test_without_a_ring_times_are_those_of_simulate(model: str, nodes: int) -> None:
+    """At a size and a text where nothing is padded, by the same machine."""
+    text = 504 if model != "qwen-image" else 120
+    case = wish(model, 1536, 12 * nodes, text_tokens=text).case()
+    workload = dataclasses.replace(WORKLOADS[model], text_tokens=text)
+    scenario = Scenario(AURORA, nodes, workload, 1536)
+    for mode, theirs in ((STOCK, STOCK), ("exact", "exact+vfirst")):
+        found, expected = outlook.outlook(case, Split(12 * nodes, 1), mode), layer.step(scenario, MODES[theirs])
+        assert found.step_seconds == pytest.approx(expected.step)
+        assert found.a2a_seconds == pytest.approx(expected.a2a)
+        assert found.compute_seconds == pytest.approx(expected.compute)
+
+
+def test_a_ring_hides_behind_attention_to_its_own() -> None:
+    case = wish("flux1", 2304, 16, cluster="dgx-h100").case()
+    found = outlook.outlook(case, Split(8, 2, "outer"), STOCK)
+    assert found.ring_seconds > 0
+    assert found.step_seconds == pytest.approx(found.compute_seconds + found.a2a_seconds)
+    slow = dataclasses.replace(case, profile_of=lambda part, size: slower(case.profile_of(part, size)))
+    exposed = outlook.outlook(slow, Split(8, 2, "outer"), STOCK)
+    attention = 57 * case.seconds_of(4.0 * case.shard.queries * case.shard.attended * 24 * 128)
+    everything = exposed.compute_seconds + exposed.a2a_seconds + exposed.ring_seconds
+    assert exposed.step_seconds == pytest.approx(everything - attention / 2)
+
+
+def slower(known: Profile) -> Profile:
+    links = [dataclasses.replace(link, bytes_per_second=link.bytes_per_second / 1000) for link in known.links]
+    return dataclasses.replace(known, links=tuple(links))
+
+
+def test_the_best_split_is_cheaper_by_hand() -> None:
+    """8 x 2 on 4 nodes of 4, at 1 GB/s between nodes: outer sends 4/2 + 2 messages between nodes, inner 4 * 3/4."""
+    known = profile("4x4", 1e9, FAST)
+    case = dataclasses.replace(wish(cluster="ethernet").case(), topology=known.topology, flops=None)
+    case = dataclasses.replace(case, profile_of=lambda part, _: known.along(part))
+    cost = {place: outlook.outlook(case, Split(8, 2, place), "exact").cost for place in ("outer", "inner")}
+    one = case.message_bytes("q") * case.layer_calls / 1e9
+    assert cost == {"outer": pytest.approx(4 * one, rel=0.02), "inner": pytest.approx(3 * one, rel=0.02)}
+
+
+# The command.
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "plan.json"
+    arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet"]
+    assert cli.main([*arguments, "--json", str(record)]) == 0
+    shown, written = capsys.readouterr().out, json.loads(record.read_text())
+    assert written["flags"] in shown
+    assert written["stock"]["step_seconds"] > written["splits"][0]["step_seconds"]
+    assert [row["mode"] for row in written["modes"]] == ["exact", "paper", "balanced", "fast"]
+    best = written["splits"][0]
+    assert best["speedup"] == pytest.approx(written["stock"]["step_seconds"] / best["step_seconds"])
+    # The flags are ones that the plugin takes, and they give the groups that were planned for.
+    words = written["flags"].split()
+    given = {words[i].lstrip("-"): words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--cocodiff")}
+    ulysses, ring = (int(words[words.index(flag) + 1]) for flag in ("--ulysses_degree", "--ring_degree"))
+    flat = Ranks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
+    found = resolve({"use_cocodiff": True, **given}, {}, flat)
+    assert (str(found.topology), found.ring, found.mode) == (best["topology"], best["placement"], best["mode"])
+
+
+def test_a_profile_tells_communication_and_with_a_speed_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, record = tmp_path / "profile.json", tmp_path / "plan.json"
+    file.write_text(json.dumps({"profile": profile("2x4", 1e9, 1e11).to_json()}))
+    arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--degree", "8", "--profile", str(file)]
+    assert cli.main([*arguments, "--json", str(record)]) == 0
+    assert "speed-up" in capsys.readouterr().out
+    assert {row["step_seconds"] for row in json.loads(record.read_text())["splits"]} == {None}
+    assert cli.main([*arguments, "--json", str(record), "--tflops", "100"]) == 0
+    rows = json.loads(record.read_text())["splits"]
+    assert all(math.isfinite(row["speedup"]) for row in rows)
+    flops = WORKLOADS["flux.2-dev"].step_flops(1024, 1)
+    assert rows[0]["compute_seconds"] == pytest.approx(flops / 8 / 1e14)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "flux9", "--resolution", "1024", "--degree", "12"], ["--model 'flux9'", "flux1", "qwen-image"]),
+        (["--model", "flux1", "--degree", "12"], ["--resolution"]),
+        (["--model", "flux1", "--resolution", "1000", "--degree", "12"], ["--resolution 1000", "16"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "1"], ["--degree 1"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "16"], ["--degree 16", "aurora", "gpu=6,tile=2"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "8", "--topology", "2x3"], ["--topology", "6 ranks"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "8", "--topology", "flat"], ["--topology flat"]),
+        (
+            ["--model", "flux1", "--resolution", "1024", "--degree", "12", "--mode", "slow"],
+            ["--mode 'slow'", "balanced"],
+        ),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--cluster", "abacus"], ["'abacus'", "aurora"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--tflops", "0"], ["--tflops 0"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--text-tokens", "0"], ["--text-tokens 0"]),
+        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--profile", "none.json"], ["none.json"]),
+        (["--degree", "12"], ["--degree goes with --model"]),
+        (["--plot", "plan.png"], ["--plot"]),
+    ],
+)
+def test_errors(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said

@@ -1,0 +1,219 @@
+"""FLUX.1 in xDiT's wrapper, on real ranks: what is under way when, and what is said of it."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from xfuser_cocodiff.exchange.traffic import Label
+
+
+def start(rank: int, depth: int = 6) -> tuple:
+    """A group of all ranks, and a step of a FLUX.1 with double and single blocks."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
+    from xfuser_cocodiff.bench import model
+    from xfuser_cocodiff.xdit.launching import world
+
+    group = world.start()
+    transformers = []
+    build = world.flux_transformer
+    with mock.patch.object(
+        world, "flux_transformer", lambda *sizes: transformers.append(build(*sizes)) or transformers[0]
+    ):
+        step = model._step(model.Shape(128, depth, 64, 8))
+    return group, transformers[0], step
+
+
+def record_events(rank: int, v_first: bool) -> list[str]:
+    """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
+    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.engine import engine as engines
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, transformer, step = start(rank)
+    topology = Topology.flat(2)
+    expected = step()
+    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(v_first, 2)))
+    events: list[str] = []
+    for name, module in transformer.named_modules():
+        if name.endswith((".to_q", ".add_q_proj", ".proj_mlp")):
+            module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
+    send = engines.send_to_heads
+
+    def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
+        events.append(f"{label.layer} sends {label.what}")
+        return send(tensors, mesh, label, *part)
+
+    with mock.patch.object(engines, "send_to_heads", sending):
+        for _ in range(5):
+            events.clear()
+            assert torch.equal(step(), expected)
+    assert {kind.ready for kind in engines.active().layers.kinds} == {True}
+    return events
+
+
+def test_v_starts_before_q_is_projected_in_every_layer() -> None:
+    for events in ranks.run(record_events, 2, True):
+        layers = [f"transformer_blocks.{i}" for i in range(2)] + [f"single_transformer_blocks.{i}" for i in range(4)]
+        sent = {layer: events.index(f"{layer}.attn sends v") for layer in layers}
+        for layer in layers:
+            assert sent[layer] < events.index(f"{layer}.attn.to_q")
+        for layer in layers[:2]:
+            assert sent[layer] < events.index(f"{layer}.attn.add_q_proj")
+        for layer in layers[2:]:  # the hook of this test comes first, and V before the MLP itself
+            assert sent[layer] == events.index(f"{layer}.proj_mlp") + 1
+
+
+def test_without_v_first_nothing_starts_early() -> None:
+    for events in ranks.run(record_events, 2, False):
+        assert events and not any("sends" in event for event in events)
+
+
+def take_spans(rank: int) -> list[tuple[str, str, bool]]:
+    """Exchanges of a step with V first and two head groups, and whether something was hidden behind them."""
+    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.traffic import Traffic
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank, depth=3)
+    topology, traffic = Topology.flat(2), Traffic(timed=True)
+    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)], traffic), overlap=Overlap(True, 2)))
+    for _ in range(6):
+        traffic.reset()
+        step()
+    assert 0 <= traffic.hidden_seconds <= sum(span.seconds for span in traffic.spans)
+    assert traffic.hidden_seconds > 0
+    seconds, hidden = zip(*traffic.hidden_by_layer().values(), strict=True)
+    assert (sum(seconds), sum(hidden)) == pytest.approx(
+        (sum(span.seconds for span in traffic.spans), traffic.hidden_seconds)
+    )
+    spans, traffic.timed = list(traffic.spans), False  # who profiles sees ranges without having asked for times
+    with torch.profiler.profile(
+        experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    ) as trace:
+        step()
+    names = {event.name for event in trace.events()}
+    assert {"cocodiff.v.exchange", "cocodiff.qk.exchange", "cocodiff.o.exchange", "cocodiff.v.wait"} <= names
+    assert len(traffic.spans) == len(spans)
+    dist.barrier()
+    return [(span.label.layer, span.label.what) for span in spans]
+
+
+def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
+    for spans in ranks.run(take_spans, 2):
+        layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
+        assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qkv", "o", "o")]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_nothing_is_tried_the_planner_says_what_travels_together(ahead: bool) -> None:
+    """As on an accelerator: Q, K and V are one message where V's own would cost more than it hides."""
+    together = ["qkv", "o"] * 3
+    for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
+        assert labels == (["v", "qk", "o"] * 3 if ahead else together)
+        assert schedules == ["V first, 1 head group" if ahead else "together, 1 head group"]
+        assert asked and {3 * value == whole for value, whole in asked} == {True}
+
+
+def test_the_user_s_word_stands_against_the_planner_s() -> None:
+    for labels, asked, _ in ranks.run(go_by_the_planner, 2, False, True):
+        assert labels == ["v", "qk", "o"] * 3
+        assert not asked
+
+
+def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
+    """What a step sends when the planner has its word, once layers are known; and what it was asked."""
+    import types
+
+    from xfuser_cocodiff.attention import ulysses
+    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.attention import usp
+    from xfuser_cocodiff.xdit.engine import engine as engines
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank, depth=3)
+    topology, asked = Topology.flat(2), []
+    mesh = dataclasses.replace(
+        Mesh.over(group, topology, [Plan.flat(topology)]), ahead=lambda *sizes: asked.append(sizes) or ahead
+    )
+    expected = step()
+    labels: list[str] = []
+
+    def noting(original: Callable) -> Callable:
+        def noted(*args: object) -> object:
+            labels.extend(arg.what for arg in args if isinstance(arg, Label))
+            return original(*args)
+
+        return noted
+
+    accelerator = mock.patch.object(usp, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
+    sites = [(engines, "send_to_heads"), (ulysses, "reshard")]
+    with accelerator, contextlib.ExitStack() as patched:
+        for module, name in sites:
+            patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+        world.use(Engine(mesh=mesh, overlap=Overlap(v_first)))
+        for _ in range(5):
+            labels.clear()
+            assert torch.equal(step(), expected)
+    return labels, asked, sorted({str(kind.trial.schedule) for kind in engines.active().layers.kinds})
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
+    for schedules, report in ranks.run(change_bits, 2, groups):
+        assert schedules == ["V first, 1 head group"]
+        assert all(f"heads are not cut into {groups} groups" in status for status in report["FluxAttention"])
+
+
+def odd_by_heads(get: Callable) -> Callable:
+    """What gives attention functions, so that their bits depend on how many heads they are given."""
+
+    def get_odd(backend: object = None) -> Callable:
+        function = get(backend=backend)
+
+        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
+            result, *rest = function(query, *args, **kwargs)
+            return result * (1 + query.shape[1] * 2**-10), *rest
+
+        return odd
+
+    return get_odd
+
+
+def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]]:
+    """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
+    from xfuser.model_executor.layers import usp as stock
+
+    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.engine import engine as engines
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank)
+    with mock.patch.object(stock, "_get_attention_function", odd_by_heads(stock._get_attention_function)):
+        expected, topology = step(), Topology.flat(2)
+        world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, groups)))
+        for _ in range(5):
+            assert torch.equal(step(), expected)
+    return sorted({str(kind.trial.chosen) for kind in engines.active().layers.kinds}), engines.active().layers.report()

@@ -1,0 +1,297 @@
+"""Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests import ranks
+from tests.quick import slow_but
+from tests.settings.test_placement import profile
+from tests.xdit.test_approximation import STEPS, Approximating, decibels
+from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
+from xfuser_cocodiff.xdit.attention import ring_attention
+
+PLACEMENTS = ("outer", "inner")
+WORLD, ULYSSES, RING = 4, 2, 2
+GROUPS = {"outer": ([0, 1], [0, 2]), "inner": ([0, 2], [0, 1])}
+"""Ulysses group and ring of rank 0."""
+WHOLE = "node=2,gpu=2"
+"""Of all ranks; a Ulysses group then lies in one node, or on two."""
+
+
+def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING) -> None:
+    """A runtime state that makes its groups by the settings."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+
+    init_distributed_environment(rank=rank, world_size=world)
+    config = xFuserArgs(model="tiny", ulysses_degree=world // ring, ring_degree=ring, **options).create_config()[0]
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+
+
+def asked(placement: str, **more: Any) -> dict[str, Any]:
+    return {"use_cocodiff": True, "cocodiff_ring": placement, "cocodiff_topology": WHOLE, **more}
+
+
+def members() -> tuple[list[int], list[int]]:
+    import torch.distributed as dist
+    from yunchang.globals import PROCESS_GROUP
+
+    groups = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+    return tuple(dist.get_process_group_ranks(group) for group in groups)
+
+
+def whole(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor (B, H, S, D), the same on every rank."""
+    return torch.randn(2, 8, tokens, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
+    """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
+    from xfuser.model_executor.layers import usp
+
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    start(rank, asked(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        tensors = [whole(seed, 24, dtype) for seed in range(3)]
+        text = [whole(seed, 5, dtype) for seed in (3, 4, 5)]
+        mine = [tensor.chunk(WORLD, 2)[rank] for tensor in tensors]
+        for joint in ({}, dict(zip(("joint_query", "joint_key", "joint_value"), text, strict=True))):
+            options = {**joint, "joint_strategy": "rear"} if joint else {}
+            active().traffic.reset()
+            found = usp.USP(*mine, **options)
+            assert active().traffic.calls, "fell through to stock"
+            stock = usp.USP.__wrapped__(*mine, **options)
+            assert torch.equal(found, stock)
+            everything = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
+            expected = functional.scaled_dot_product_attention(*(tensor.float() for tensor in everything))
+            image, behind = expected[:, :, :24].chunk(WORLD, 2)[rank], expected[:, :, 24:]
+            assert torch.allclose(found.float(), torch.cat([image, behind], 2), atol=tolerance)
+    return members()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_attention_in_a_ring(placement: str) -> None:
+    assert ranks.run(attend, WORLD, placement)[0] == GROUPS[placement]
+
+
+def attend_beside(rank: int, placement: str) -> tuple[list[int], list[int]]:
+    """As on an XPU whose PyTorch has no flash attention for it."""
+    ring_attention.attention_for = lambda device_type: ring_attention.fused
+    return attend(rank, placement)
+
+
+def test_attention_in_a_ring_whose_log_sum_exp_is_computed_beside_it() -> None:
+    ranks.run(attend_beside, WORLD, "outer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
+def test_a_log_sum_exp_beside_attention(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.dtype | None
+) -> None:
+    """Against flash attention's for CPUs, and against the definition."""
+    monkeypatch.setattr(ring_attention, "SCORES", 2 * 3 * 17 * 5)  # five queries at a time
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 16, generator=generator).to(dtype) for size in (23, 17, 17))
+    given = None
+    if mask is not None:
+        given = torch.rand(2, 1, 23, 17, generator=generator)
+        given = given < 0.7 if mask is torch.bool else given.to(dtype)
+    options = {"attn_mask": given}
+    output, found = ring_attention.fused(query, key, value, 0.0, False, options)
+    other, expected = ring_attention.flash(query, key, value, 0.0, False, options)
+    tolerance, lse_tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-2, 1e-3)
+    assert torch.allclose(output.float(), other.float(), atol=tolerance)
+    assert torch.allclose(found, expected, atol=lse_tolerance)
+    scores = query.double() @ key.double().transpose(-1, -2) / 4
+    if mask is torch.bool:
+        scores = scores.masked_fill(~given, -torch.inf)
+    elif mask is not None:
+        scores = scores + given.double()
+    assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
+
+
+def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ring_attention.attention_for("cpu") is ring_attention.flash
+    for has_flash, expected in ((False, ring_attention.fused), (True, None)):
+        monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
+        assert ring_attention.attention_for("xpu") is expected
+
+
+def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    start(rank, options, world, ring)
+    mesh = active().mesh
+    return members()[0], str(mesh.topology) if mesh else "stock"
+
+
+def test_where_groups_lie_and_what_their_topology_is(tmp_path: Path) -> None:
+    exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
+    whole = asked("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
+    whole["cocodiff_ring"] = "outer"
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
+    del whole["cocodiff_ring"]  # without a profile it is xDiT's own
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
+    known = tmp_path / "profile.json"
+    known.write_text(json.dumps({"profile": profile("2x4", 1e6, 1e12).to_json()}))
+    whole |= {"cocodiff_profile": str(known), "cocodiff_mode": "balanced"}  # which can code Ulysses, and no ring
+    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
+
+
+def test_without_the_plugin_groups_are_xdits_own() -> None:
+    assert ranks.run(groups_of, WORLD, WORLD, RING, {})[0] == ([0, 1], "stock")
+
+
+def groups_before_settings(rank: int) -> tuple[str, list[str]]:
+    """A script that makes xDiT's groups by itself."""
+    import logging
+
+    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    init_distributed_environment(rank=rank, world_size=WORLD)
+    initialize_model_parallel(sequence_parallel_degree=WORLD, ulysses_degree=ULYSSES, ring_degree=RING)
+    return groups_of(rank, WORLD, RING, asked("inner"))[1], said
+
+
+def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
+    found = ranks.run(groups_before_settings, WORLD)
+    assert [topology for topology, _ in found] == ["stock"] * WORLD
+    assert "--cocodiff_ring inner" in found[0][1][0]
+
+
+def agree(rank: int) -> list[float]:
+    from xfuser_cocodiff.xdit.engine.engine import reduced
+
+    start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    return reduced([rank, -rank], "max")
+
+
+def test_ulysses_groups_of_a_ring_decide_alike() -> None:
+    """Otherwise one would attend in groups of heads and the other at once, and the ring would never end."""
+    assert ranks.run(agree, WORLD) == [[3.0, 0.0]] * WORLD
+
+
+def find_out(rank: int, folder: str) -> tuple[int, int]:
+    """Until there is nothing to find, with links that are not alike for the two Ulysses groups; and what was found."""
+    from xfuser.model_executor.layers import usp
+
+    from xfuser_cocodiff.measuring.probe import Probe
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    taken, seconds = Probe._taken, [1e-3 if rank < 2 else 5e-3, 0]
+
+    def slower(self: Probe, *given: Any) -> float:
+        seconds[1] += 1
+        return seconds[0] + taken(self, *given)
+
+    Probe._taken = slower
+    start(rank, asked("outer", cocodiff_mode="exact", cocodiff_cache=folder))
+    engine, steps = active(), 0
+    mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
+    engine.trials.allowance.share = 10.0
+    engine.runs.begin(100)
+    while engine.planned.probe or engine.mesh.choose.open or not steps:
+        usp.USP(*mine)
+        engine.runs.end_step()
+        steps += 1
+    return steps, seconds[1]
+
+
+def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
+    """And begin alike in the next process, though each has found something else."""
+    first = ranks.run(find_out, WORLD, str(tmp_path))
+    assert len({steps for steps, _ in first}) == 1 and first[0][0] > 5 and all(taken for _, taken in first)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
+
+
+def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
+    """Latents of a model by stock, which those of the plugin on the same groups equal; and decibels of two modes."""
+    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
+    run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
+    run.runner.model.pipe.to(torch.float32)
+    assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
+    axis = "node" if placement == "inner" else "gpu"
+    exact = run()
+    assert moved() == {axis}
+    run.use(None)
+    stock = run()
+    assert moved() == set()
+    assert torch.equal(exact, stock)
+    found = {}
+    for mode in ("balanced", "fast"):
+        run.by(mode, f"{axis}=2", slow_axes=(axis,), ring=placement)
+        found[mode] = decibels(run(), stock)
+        reports = run.runtime.reports
+        assert len(reports) == STEPS
+        later = [(report.sent_bytes, report.exact_bytes) for report in reports[1:]]
+        assert all(sent < 0.5 * whole for sent, whole in later)
+    return stock, found
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    "model", slow_but(["SD3.5"], ["FLUX.1-dev", "SD3.5"])
+)  # text that is sharded, and text that every rank has
+def test_pipelines_in_a_ring(model: str) -> None:
+    outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
+    for (here, qualities), (there, others) in zip(outer, inner, strict=True):
+        assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
+        for found in (qualities, others):
+            assert 20 < found["fast"] < found["balanced"] < 60
+
+
+OTHERS = {
+    "guidance": ("SD3.5", "--use_cfg_parallel"),
+    "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
+}
+"""What else ranks may be parted for; the prompt of the latter is for both halves."""
+
+
+def beside(rank: int, other: str, placement: str) -> torch.Tensor:
+    """Latents where twice as many ranks share the work in one more way: the plugin's are stock's."""
+    (model, *more), degrees = OTHERS[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
+    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
+    run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
+    run.runner.model.pipe.to(torch.float32)
+    place = rank % WORLD
+    near, far = (
+        [rank - place + first, rank - place + first + step] for first, step in ((place // 2 * 2, 1), (place % 2, 2))
+    )
+    assert members() == ((far, near) if placement == "inner" else (near, far))
+    exact = run()
+    assert moved() == {"node" if placement == "inner" else "gpu"}
+    run.use(None)
+    assert torch.equal(run(), exact)
+    return exact
+
+
+@pytest.mark.slow  # test_flags has the groups, and test_pipelines each without a ring
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_ring_beside(other: str) -> None:
+    outer, inner = (ranks.run(beside, 2 * WORLD, other, placement) for placement in PLACEMENTS)
+    assert all(decibels(there, here) > 90 for here, there in zip(outer, inner, strict=True))
+
+
+def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of PyTorch has cuDNN on a machine without a GPU too."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
+    assert ring_attention._returning_lse_in_a_ring(lambda *_: None)(state).name == "SDPA"

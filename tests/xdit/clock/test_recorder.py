@@ -1,0 +1,125 @@
+"""The recorder on schedulers and pictures, without ranks; whole recorded runs are in test_compare and test_scripts."""
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from PIL import Image
+from tqdm import tqdm
+
+from xfuser_cocodiff.xdit.clock import recorder, run_clock
+from xfuser_cocodiff.xdit.clock.run_clock import Clock
+from xfuser_cocodiff.xdit.clock.tracer import Tracer
+from xfuser_cocodiff.xdit.engine.engine import Engine
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorder:
+    """A recorder."""
+    monkeypatch.setattr(recorder, "_engine", lambda: {"degree": 1, "topology": None, "device": "CPU"})
+    no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
+    monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
+    return recorder.Recorder(tmp_path, rank=0)
+
+
+def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -> torch.Tensor:
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(torch.ones_like(latents), timestep, latents, return_dict=False)[0]
+    return latents
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_only_the_pipelines_own_scheduler_ends_steps(
+    watched: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    for module in (recorder, run_clock):
+        monkeypatch.setattr(module, "active", lambda: engine)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    clock, pipeline = Clock([watched]), SimpleNamespace(scheduler=scheduler)
+    progress_bar = clock._watch_bar(lambda owner, total: tqdm(total=total, disable=True))
+    for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
+        progress_bar(pipeline, None, 3)
+        scheduler.set_timesteps(3)
+        other = copy.deepcopy(scheduler)
+        torch.testing.assert_close(denoise(other, torch.zeros(4)), torch.full((4,), -1.0))
+        assert scheduler.step_index is None
+        torch.testing.assert_close(denoise(scheduler, torch.full((4,), 5.0)), torch.full((4,), 4.0))
+        watched.end_run()
+    clock.close()
+    assert [len(run["steps"]) for run in watched.runs] == [3, 3]
+    assert watched.runs[0]["latents_sha256"] == watched.runs[1]["latents_sha256"]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        [Image.new("RGB", (4, 4), (255, 0, 0))],
+        [[Image.new("RGB", (4, 4))] * 2 + [Image.new("RGB", (4, 4), (255, 0, 0))] * 2],
+        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1).expand(2, 3, 4, 4),
+        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 1, 3, 1, 1).expand(1, 5, 3, 4, 4).numpy().transpose(0, 1, 3, 4, 2),
+    ],
+    ids=["images", "video frames", "tensor", "video array"],
+)
+def test_a_picture_of_any_output(output: object) -> None:
+    assert recorder._first_picture(output).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sent", "refusal", "because", "fraction", "reason"),
+    [
+        (None, None, None, None, None, "stock xDiT"),
+        ("exact", None, None, None, None, "mode exact"),
+        ("balanced", None, None, "no axis is slow", 0.0, "no axis is slow"),
+        ("balanced", (20, 100), None, None, 0.2, None),
+        ("balanced", (0, 0), "K is odd", None, 0.0, "K is odd"),
+        ("balanced", (0, 0), None, None, 0.0, "no run was seen; declare its runs"),
+    ],
+)
+def test_what_was_coded_is_recorded(
+    mode: str | None,
+    sent: tuple[int, int] | None,
+    refusal: str | None,
+    because: str | None,
+    fraction: float | None,
+    reason: str | None,
+) -> None:
+    config = mode and SimpleNamespace(mode=mode, kernels="torch")
+    reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
+    runtime = reports and SimpleNamespace(reports=reports, refusal=refusal)
+    found = recorder._coded(Engine(config, runtime=runtime, exact_because=because))
+    assert found["coded_fraction"] == fraction
+    assert found["coded_reason"] == reason or found["coded_reason"].startswith(reason)
+
+
+def test_a_run_without_latents_is_left_out(watched: recorder.Recorder) -> None:
+    watched.begin_run(2)
+    watched.end_step(None)
+    watched.end_run()
+    assert not watched._complete()
+
+
+def test_latents_make_no_picture() -> None:
+    assert recorder._first_picture(torch.zeros(1, 16, 8, 8)) is None
+
+
+@pytest.mark.parametrize("total", [4, None])
+def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, total: int | None) -> None:
+    watched._tracer = Tracer(tmp_path / "trace0.json.gz")
+    for _ in range(2):
+        watched.begin_run(total)
+        for step in range(4):
+            with torch.autograd.profiler.record_function(f"step {step}"):
+                watched.end_step(torch.zeros(3))
+        with torch.autograd.profiler.record_function("decoding"):
+            watched.end_run()
+    events = json.loads(gzip.decompress((tmp_path / "trace0.json.gz").read_bytes()))["traceEvents"]
+    found = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
+    # Where the end is not known beforehand, the first step is left out and the rest is traced.
+    assert found == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})

@@ -1,0 +1,288 @@
+"""V ahead of time: how a layer's V is found, when it is sent, and when it is left alone."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from xfuser_cocodiff.attention.schedule import Schedule, Trial
+from xfuser_cocodiff.xdit.layers.layers import Layer, Layers
+
+HEADS, HEAD_DIM, TOKENS = 4, 8, 6
+WIDTH = HEADS * HEAD_DIM
+
+
+class Sent:
+    """Stands for an exchange."""
+
+    def __init__(self, value: torch.Tensor, layer: str) -> None:
+        self.value, self.layer, self.abandoned = value.clone(), layer, False
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+class World:
+    """Follows layers as xDiT's USP does, and keeps what happened."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.sent: list[Sent] = []
+        self.layers = Layers(lambda: True, self.send, lambda value: True)
+
+    def send(self, value: torch.Tensor, layer: Layer) -> Sent:
+        self.events.append("send")
+        self.sent.append(Sent(value, layer.name))
+        return self.sent[-1]
+
+    def usp(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Not attention, but something that depends on Q and V."""
+        self.events.append("attend")
+        layer = self.layers.current
+        if layer is None:
+            self.layers.discover()
+        elif under_way := layer.value_under_way(value):
+            assert torch.equal(under_way.value, value), "another V was sent"
+        elif layer.call.kind.trial is None and (layer.call.kind.ready or layer.call.kind.refusal):
+            layer.call.kind.trial = Trial([Schedule(v_first=True)])
+        return query * value
+
+
+def heads(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Separate projections of one or two streams."""
+
+    def __init__(self, world: World, text: bool = False, twist: Callable = lambda value: value) -> None:
+        super().__init__()
+        self.world, self.text, self.twist = world, text, twist
+        for name in ("to_q", "to_v", *(("add_v_proj", "add_q_proj") if text else ())):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+            note = lambda module, args, name=name: world.events.append(name)  # noqa: E731
+            getattr(self, name).real = getattr(self, name).forward
+            self._tell(getattr(self, name), note)
+
+    @staticmethod
+    def _tell(part: nn.Linear, note: Callable) -> None:
+        weight, bias = part.weight, part.bias
+
+        def forward(given: torch.Tensor) -> torch.Tensor:
+            note(part, given)
+            return nn.functional.linear(given, weight, bias)
+
+        part.forward = forward
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+        query, value = self.to_q(hidden_states), self.to_v(hidden_states)
+        if self.text:
+            query = torch.cat([self.add_q_proj(encoder_hidden_states), query], 1)
+            value = torch.cat([self.add_v_proj(encoder_hidden_states), value], 1)
+        return self.world.usp(heads(query), self.twist(heads(value))).transpose(1, 2).flatten(2)
+
+
+class Fused(nn.Module):
+    """Q, K, V and an MLP from one projection."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.to_all = world, nn.Linear(WIDTH, 5 * WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        query, _, value, *_ = self.to_all(hidden_states).chunk(5, -1)
+        self.world.events.append("norm")
+        return self.world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
+
+
+class Joining(Attention):
+    """One stream made of two inside the module, of which USP gets the first part."""
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([hidden_states, encoder_hidden_states], 1)
+        query, value = heads(self.to_q(both)), heads(self.to_v(both))
+        return self.world.usp(query[:, :, :TOKENS], value[:, :, :TOKENS]).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    """Attention behind an MLP that is given the same."""
+
+    def __init__(self, attention: nn.Module, mlp: bool = False) -> None:
+        super().__init__()
+        self.attn = attention
+        if mlp:
+            self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+        given = hidden_states * 2
+        if hasattr(self, "mlp"):
+            self.attn.world.events.append("mlp")
+            hidden_states = hidden_states + self.mlp(given)
+        return hidden_states + self.attn(given, **others)[:, -hidden_states.shape[1] :]
+
+
+class Transformer(nn.Module):
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states, **others)
+        return hidden_states
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield World()
+
+
+def step(transformer: Transformer, text: bool = False, tokens: int = TOKENS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    given = {"hidden_states": torch.randn(2, tokens, WIDTH, generator=generator)}
+    if text:
+        given["encoder_hidden_states"] = torch.randn(2, 3, WIDTH, generator=generator)
+    return transformer(**given)
+
+
+def steps(world: World, transformer: Transformer, count: int = 4, **given: Any) -> list[str]:
+    """Run steps, all of which must give what the first did, and return the events of the last one."""
+    first = step(transformer, **given)
+    for _ in range(count - 1):
+        world.events.clear()
+        assert torch.equal(step(transformer, **given), first)
+    return world.events
+
+
+def statuses(world: World) -> set[str]:
+    return {kind.status for kind in world.layers.kinds}
+
+
+def test_v_is_sent_before_q_is_projected(world: World) -> None:
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["to_v", "send", "to_q", "attend"]
+    assert statuses(world) == {"V can go first, from to_v"}
+    assert [sent.layer for sent in world.sent[-2:]] == ["blocks.0.attn", "blocks.1.attn"]
+    assert not world.sent[-1].abandoned
+
+
+def test_both_streams_go_first(world: World) -> None:
+    transformer = Transformer([Block(Attention(world, text=True)) for _ in range(2)])
+    events = steps(world, transformer, text=True)
+    assert events.index("send") == 2 and set(events[:2]) == {"to_v", "add_v_proj"}
+    assert statuses(world) == {"V can go first, from add_v_proj and to_v"}
+
+
+def test_v_is_sent_before_the_mlp_of_its_block(world: World) -> None:
+    transformer = Transformer([Block(Attention(world), mlp=True) for _ in range(3)])
+    events = steps(world, transformer)
+    assert events == 3 * ["mlp", "to_v", "send", "to_q", "attend"]  # "mlp" is noted just before the MLP is called
+
+
+def test_v_of_a_fused_projection_is_sent_before_the_norms(world: World) -> None:
+    assert steps(world, Transformer([Block(Fused(world)) for _ in range(2)])) == 2 * ["send", "norm", "attend"]
+
+
+def test_v_of_a_stream_that_is_made_inside_goes_with_the_first_projection(world: World) -> None:
+    transformer = Transformer([Block(Joining(world)) for _ in range(2)])
+    assert steps(world, transformer, text=True) == 2 * ["to_v", "send", "to_q", "attend"]
+
+
+def test_v_that_is_changed_after_its_projection_is_left_alone(world: World) -> None:
+    transformer = Transformer([Block(Attention(world, twist=lambda value: value * 1.5)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(world) == {"V does not go first: V does not come from parts of the module in a way that is known"}
+
+
+def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
+    class Changing(Attention):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            query = self.to_q(hidden_states)
+            hidden_states += 1
+            return self.world.usp(heads(query), heads(self.to_v(hidden_states))).transpose(1, 2).flatten(2)
+
+    transformer = Transformer([Block(Changing(world)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(world) == {"V does not go first: V projected ahead is not V as it comes about"}
+
+
+def test_projections_that_others_watch_are_left_alone(world: World) -> None:
+    transformer, seen = Transformer([Block(Attention(world)) for _ in range(2)]), []
+    for block in transformer.blocks:
+        block.attn.to_v.register_forward_hook(lambda *_: seen.append(1))
+    assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(world) == {"V does not go first: to_v has hooks of others"}
+    assert len(seen) == 10
+
+
+def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
+    world.layers.agreed = lambda value: False
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(world) == {"V does not go first: the ranks do not agree on where V comes from"}
+
+
+def test_other_shapes_are_learned_anew(world: World) -> None:
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    steps(world, transformer)
+    steps(world, transformer, tokens=TOKENS + 2)
+    assert len(world.layers.kinds) == 2
+    world.events.clear()
+    step(transformer)
+    assert world.events == 2 * ["to_v", "send", "to_q", "attend"]
+
+
+def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
+    attention = Attention(world)
+    transformer = Transformer([Block(attention), Block(Attention(world))])
+    steps(world, transformer)
+    attention.twist = lambda value: value[:, :, :-1]
+    with pytest.raises(RuntimeError, match="size"):  # Q and this V do not fit, which is not our business
+        step(transformer)
+    assert world.sent[-1].abandoned
+    assert "V does not go first: V did not come about as it had before" in statuses(world)
+
+
+def test_an_error_in_between_abandons_v(world: World) -> None:
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    expected = steps(world, transformer) and step(transformer)
+
+    def fail(value: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+    attention = transformer.blocks[1].attn
+    attention.twist, kept = fail, attention.twist
+    with pytest.raises(ArithmeticError):
+        step(transformer)
+    assert world.sent[-1].abandoned
+    attention.twist = kept
+    assert torch.equal(step(transformer), expected)
+    assert not world.sent[-1].abandoned
+
+
+def test_clear_leaves_modules_as_they_were(world: World) -> None:
+    transformer = Transformer([Block(Attention(world), mlp=True) for _ in range(2)])
+    before = [dict(vars(module)) for module in transformer.modules()]
+    steps(world, transformer)
+    world.layers.clear()
+    for module, state in zip(transformer.modules(), before, strict=True):
+        assert vars(module).get("forward") is state.get("forward")
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    world.events.clear()
+    step(transformer)
+    assert "send" not in world.events
+
+
+def test_a_transformer_that_is_not_needed_goes(world: World) -> None:
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    steps(world, transformer)
+    gone = weakref.ref(transformer.blocks[1].attn)
+    del transformer
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,265 @@
+"""References foretold after one step of xDiT's transformers, on real ranks: they are those that are held afterwards."""
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import slow_but
+
+if TYPE_CHECKING:
+    from tests.small_transformers import SmallTransformer
+
+STEPS = 4
+
+
+def models() -> "dict[str, type[SmallTransformer]]":
+    """Transformers with several classes of attention, or with attention that exchanges nothing."""
+    from xfuser.model_executor.models.transformers.transformer_flux2 import xFuserFlux2Transformer2DWrapper
+    from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKrea2Transformer2DWrapper
+    from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
+
+    from tests import small_transformers
+
+    class Flux2(small_transformers.SmallTransformer):
+        latent_shape = (64, 16)
+
+        def build(self) -> torch.nn.Module:
+            return xFuserFlux2Transformer2DWrapper(
+                patch_size=1,
+                in_channels=16,
+                num_layers=2,
+                num_single_layers=4,
+                num_attention_heads=8,
+                attention_head_dim=16,
+                joint_attention_dim=16,
+                timestep_guidance_channels=32,
+                mlp_ratio=2.0,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=False,
+            )
+
+        def condition(self) -> dict[str, Any]:
+            ids = {"img_ids": torch.zeros(self.batch, 64, 4), "txt_ids": torch.zeros(self.batch, self.text, 4)}
+            return {"encoder_hidden_states": self.noise(self.text, 16), "guidance": None, **ids}
+
+    class Krea2(small_transformers.SmallTransformer):
+        latent_shape = (64, 16)
+
+        def build(self) -> torch.nn.Module:
+            return xFuserKrea2Transformer2DWrapper(
+                in_channels=16,
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                intermediate_size=64,
+                timestep_embed_dim=32,
+                text_hidden_dim=32,
+                num_text_layers=3,
+                text_num_attention_heads=4,
+                text_num_key_value_heads=4,
+                text_intermediate_size=48,
+                num_layerwise_text_blocks=1,
+                num_refiner_text_blocks=1,
+                axes_dims_rope=(4, 6, 6),
+            )
+
+        def condition(self) -> dict[str, Any]:
+            places = torch.zeros(64 + self.text, 3)
+            return {"encoder_hidden_states": self.noise(self.text, 3, 32), "position_ids": places}
+
+    class MiniMaxH3(small_transformers.SmallTransformer):
+        latent_shape = (64, 16)
+        text = 56
+
+        def build(self) -> torch.nn.Module:
+            transformer = xFuserMiniMaxH3Transformer3DWrapper(
+                num_attention_heads=8,
+                attention_head_dim=32,
+                hidden_size=64,
+                num_layers=2,
+                num_refiner_layers=1,
+                ffn_dim=64,
+                in_channels=4,
+                audio_in_channels=8,
+                text_dim=16,
+                freq_dim=32,
+                time_embed_hidden_dim=32,
+                time_embed_dim=32,
+                rope_freq_dim=4,
+            )
+            transformer.fuse_qkv_projections()
+            return transformer
+
+        def condition(self) -> dict[str, Any]:
+            count = self.text + 8 + 64
+            text, audio, video = torch.arange(count).split([self.text, 8, 64])
+            return {
+                "audio_hidden_states": self.noise(8, 8),
+                "encoder_hidden_states": self.noise(self.text, 16),
+                "timestep_indices": torch.zeros(count, dtype=torch.long),
+                "token_tags": torch.zeros(count, dtype=torch.long),
+                "position_ids": torch.zeros(count, 3),
+                "text_indices": text,
+                "audio_indices": audio,
+                "video_indices": video,
+            }
+
+    wanted = {"Flux2": Flux2, "Krea2": Krea2, "MiniMaxH3": MiniMaxH3}
+    return wanted | {name: small_transformers.MODELS[name] for name in ("Wan", "HunyuanVideo", "LTX2", "ZImage")}
+
+
+class Held:
+    """Runs of a small transformer, and what is said and held of them."""
+
+    def __init__(self, rank: int, degree: int, model: str) -> None:
+        from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+
+        init_distributed_environment(rank=rank, world_size=degree)
+        initialize_model_parallel(sequence_parallel_degree=degree, ulysses_degree=degree)
+        self.small, self.degree = models()[model](), degree
+
+    def use(self, **options: Any) -> None:
+        from xfuser import xFuserArgs
+        from xfuser.core.distributed import initialize_runtime_state
+
+        from xfuser_cocodiff.xdit.engine.engine import active
+
+        options = {"use_cocodiff": True, "cocodiff_mode": "balanced", "cocodiff_slow_axes": "node", **options}
+        options |= {"cocodiff_topology": f"node={self.degree}", "cocodiff_a2a": "flat"}
+        config, _ = xFuserArgs(model="small", ulysses_degree=self.degree, **options).create_config()
+        initialize_runtime_state(self.small.pipeline, config)
+        self.small.ready()
+        self.runtime, self.said = active().runtime, []
+        if self.runtime:
+            self.runtime._say = self.said.append
+
+    @torch.no_grad()
+    def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
+        """What was foretold after each step, and what was held."""
+        import xfuser_cocodiff
+
+        foretold, latents = [], self.small.start
+        with xfuser_cocodiff.run(STEPS) as run:
+            for step in range(STEPS):
+                time = torch.full((self.small.batch,), 1 - step / STEPS)
+                velocities = [self.small.velocity(latents, time) for _ in range(branches)]
+                latents = latents - velocities[0] / STEPS
+                if step == STEPS - 1:
+                    foretold.append(self.runtime.expected_bytes)
+                run.step()
+                if step < STEPS - 1:
+                    foretold.append(self.runtime.expected_bytes)
+        self.latents = latents
+        return foretold, [report.reference_bytes for report in self.runtime.reports]
+
+
+def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
+    held = Held(rank, 2, model)
+    held.use()
+    return *held.run(), held.said
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    slow_but(
+        [("Flux2", 6), ("MiniMaxH3", 2), ("LTX2", 2)],
+        [("Flux2", 6), ("Krea2", 2), ("MiniMaxH3", 2), ("Wan", 2), ("HunyuanVideo", 4), ("LTX2", 2), ("ZImage", 4)],
+    ),
+)
+def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
+    for foretold, held, said in ranks.run(foretell, 2, model):
+        assert set(foretold) == {held[-1]} and held[-1] > 0
+        assert [line for line in said if line.startswith(f"references of {layers} layers take ")], said
+
+
+def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], list[float], list[bool]]:
+    """Wan2.2 A14B in small: the second of two transformers takes over in the middle of a run."""
+    from xfuser_cocodiff.models import weights
+
+    held, second = Held(rank, 2, "Wan"), models()["Wan"]()
+    weights.fill(second.pipeline, seed=1)
+    early, late = held.small.velocity, second.velocity
+    held.small.velocity = lambda latents, time: (early if time[0] > 0.5 else late)(latents, time)
+    held.use(cocodiff_schedule="bits=8,bits_o=8")
+    _, sizes = held.run()
+    coded, reports = held.latents, held.runtime.reports
+    shares = [report.sent_bytes / report.exact_bytes for report in reports]
+    held.use(cocodiff_mode="exact")
+    with mock.patch.object(held, "runtime", SimpleNamespace(expected_bytes=0, reports=[])):
+        held.run()
+    return held.latents, coded, sizes, shares, [report.error == 0 for report in reports]
+
+
+def test_the_second_of_two_transformers_begins_exactly_in_the_room_of_the_first() -> None:
+    for exact, coded, sizes, shares, is_exact in ranks.run(change_experts, 2):
+        assert is_exact == [True, False, True, False]
+        assert shares[1] == shares[3] < 0.7 < 1 <= shares[0] == shares[2]
+        assert sizes[1] == sizes[3], "references of the first are held on"
+        assert not torch.equal(coded, exact)
+        assert (coded - exact).norm() < 0.01 * exact.norm()
+
+
+def on_a_budget(rank: int) -> list[tuple[list[int], list[str], list[int]]]:
+    held, found, whole = Held(rank, 2, "Flux2"), [], None
+    for share in (1, 0.6, 0.2):  # all there is, in 8 bits, and for some layers
+        held.use(cocodiff_memory_budget=whole and whole * share / 2**30)
+        for _ in range(2):
+            held.said.clear()
+            _, sizes = held.run()
+            found.append((sizes, list(held.said), [report.exact_layers for report in held.runtime.reports]))
+        whole = whole or sizes[-1]
+    return found
+
+
+def test_the_budget_decides_by_all_layers() -> None:
+    for found in ranks.run(on_a_budget, 2):
+        whole = found[0][0][-1]
+        for (sizes, said, exact), share in zip(found, (1, 1, 0.6, 0.6, 0.2, 0.2), strict=True):
+            assert max(sizes) <= share * whole
+            assert (exact[0] > 0) == (share == 0.2) and len(set(exact)) == 1
+            # In the second run of an engine too.
+            assert any("of 6 layers travel exactly" in line for line in said) == (share == 0.2), said
+
+
+def speak(rank: int) -> list[list[str]]:
+    """What is said at the start, in runs of few and of many steps, and under compile."""
+    import logging
+
+    import xfuser_cocodiff
+
+    held, said, found = Held(rank, 2, "Wan"), [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+
+    def heard() -> list[str]:
+        found.append([line for line in said if "mode" in line or "exactly" in line])
+        said.clear()
+
+    held.use()
+    heard()
+    held.runtime._say = said.append
+    for steps in (3, 3, 20):
+        with xfuser_cocodiff.run(steps) as run, torch.no_grad():
+            for _ in range(3):
+                held.small.velocity(held.small.start, torch.ones(1))
+                run.step()
+        heard()
+    held.use(use_torch_compile=True)
+    heard()
+    return found
+
+
+def test_figures_are_promised_when_something_is_coded() -> None:
+    at_start, few, again, many, compiled = ranks.run(speak, 2)[0]
+    assert [("dB" in line, "on node" in line) for line in at_start] == [(False, True)]
+    assert ["bits=4," in line and "55.6 dB at 8 steps" in line for line in few] == [True]
+    assert again == []
+    assert ["bits=2," in line and "53.8 dB at 50 steps" in line for line in many] == [True]
+    assert len(compiled) == 1 and "everything travels exactly" in compiled[0] and "does nothing" in compiled[0]
+    assert "dB" not in compiled[0]

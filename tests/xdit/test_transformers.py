@@ -1,0 +1,222 @@
+"""Whole transformers on real ranks: with the plugin in use, latents equal those of stock xDiT bit for bit.
+
+Every model runs once at each degree: in one set of ranks it denoises each of its cases as stock, over each topology,
+with an exchange that is wrong on purpose, and as stock again. Only ranks import xDiT.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+
+if TYPE_CHECKING:
+    from tests.small_transformers import SmallTransformer
+
+BF16 = torch.bfloat16
+CASES: dict[str, list[dict[str, Any]]] = {
+    "Wan": [{}, {"batch": 3}, {"dtype": BF16}],
+    "HunyuanVideo": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
+    "HunyuanVideo15": [{"text": 12}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "ZImage": [{}, {"batch": 3}, {"dtype": BF16}],
+    "ZImageSixHeads": [{}, {"dtype": BF16}],
+    "CogVideoX": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
+    "PixArtSigma": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Lumina2": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "LTX2": [{}, {"batch": 3}, {"dtype": BF16}],
+    "HunyuanDiT": [{}, {"batch": 3}, {"dtype": BF16}],
+}
+"""Arguments of the models: text that divides the degree and text that does not, batches, dtypes."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to use the plugin."""
+
+    topology: str
+    a2a: str
+    stages: str | None = None
+    """Stages in which something must move, and the ranks that each crosses; None leaves them to the planner."""
+    v_first: str = "on"
+    head_groups: str = "1"
+
+
+WAYS = {
+    2: [
+        Way("flat", "auto", "flat=2"),
+        Way("node=1,gpu=2", "hierarchical", "gpu=2", head_groups="2"),
+        Way("flat", "flat", "flat=2", v_first="off", head_groups="4"),
+    ],
+    4: [
+        Way("node=2,gpu=2", "flat", "flat=4", v_first="off"),
+        Way("node=2,gpu=2", "hierarchical", "node=2,gpu=2", head_groups="2"),
+    ],
+    8: [
+        Way("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
+        Way("node=4,gpu=2", "hierarchical:node,gpu/2", "node=4,gpu=2"),
+        Way("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
+        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*/4", "node=2,tile+gpu=4"),
+    ],
+}
+"""By degree."""
+
+
+@dataclass
+class Denoising:
+    """What one denoising left on one rank."""
+
+    latents: torch.Tensor
+    mesh: str | None
+    """Topology of the mesh in force; None without one."""
+    sent_bytes: dict[str, int]
+    """By the plugin, by stage."""
+    stock_bytes: int
+    """Held by a rank before stock xDiT's collectives."""
+    early: list[bool]
+    """For each kind of layer that goes through USP whether V can go first."""
+
+
+@dataclass
+class Observation:
+    """The denoisings of one case on one rank."""
+
+    stock: Denoising
+    ways: dict[Way, Denoising]
+    wrong: Denoising
+    stock_again: Denoising
+
+
+def observe(rank: int, model: str, degree: int) -> list[Observation]:
+    """On a rank: every case of a model."""
+    return [_observe(small, degree) for small in _build(rank, model, degree)]
+
+
+def denoise_alone(rank: int, model: str) -> list[torch.Tensor]:
+    """On the only rank: the latents of every case of a model."""
+    return [_denoise(small, degree=1).latents for small in _build(rank, model, degree=1)]
+
+
+def _build(rank: int, model: str, degree: int) -> "list[SmallTransformer]":
+    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+
+    from tests.small_transformers import MODELS
+
+    init_distributed_environment(rank=rank, world_size=degree)
+    initialize_model_parallel(sequence_parallel_degree=degree, ulysses_degree=degree)
+    return [MODELS[model](**case) for case in CASES[model]]
+
+
+def _observe(small: "SmallTransformer", degree: int) -> Observation:
+    from xfuser_cocodiff.attention import ulysses
+
+    stock = _denoise(small, degree)
+    ways = {way: _denoise(small, degree, way) for way in WAYS[degree]}
+    exact = ulysses.reshard
+    with mock.patch.object(ulysses, "reshard", lambda *arguments: [0.5 * tensor for tensor in exact(*arguments)]):
+        wrong = _denoise(small, degree, WAYS[degree][-1])
+    return Observation(stock, ways, wrong, stock_again=_denoise(small, degree))
+
+
+def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> Denoising:
+    """Denoise with the plugin in a way, or as stock xDiT does."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import initialize_runtime_state
+    from xfuser.model_executor.layers import usp
+
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
+    options |= {"use_cocodiff": True, "cocodiff_mode": "exact"} if way else {}
+    config, _ = xFuserArgs(model="small", ulysses_degree=degree, **options).create_config()
+    initialize_runtime_state(small.pipeline, config)
+    small.ready()
+    active().traffic.reset()
+    with mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as stock_exchange:
+        latents = small.denoise()
+    stock_bytes = sum(call.args[0].nbytes for call in stock_exchange.call_args_list)
+    early = [kind.ready for kind in active().layers.kinds if kind.trial]
+    mesh = active().mesh
+    return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
+
+
+QUICK = [*zip(CASES, itertools.cycle([2, 4])), ("CogVideoX", 8)]
+RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in itertools.product(CASES, WAYS)]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids="{0[0]}-{0[1]}".format)
+def observed(request: pytest.FixtureRequest) -> tuple[str, list[list[Observation]]]:
+    """A model, and for each of its cases what every rank observed."""
+    model, degree = request.param
+    return model, list(zip(*ranks.run(observe, degree, model, degree), strict=True))
+
+
+@functools.cache
+def alone(model: str) -> list[torch.Tensor]:
+    """Latents of every case at degree 1."""
+    [latents] = ranks.run(denoise_alone, 1, model)
+    return latents
+
+
+def observations(observed: tuple[str, list[list[Observation]]]) -> Iterator[tuple[str, Observation]]:
+    """Every case on every rank, and how to call it in a message."""
+    model, cases = observed
+    for case, on_ranks in zip(CASES[model], cases, strict=True):
+        for rank, observation in enumerate(on_ranks):
+            yield f"{case} on rank {rank}", observation
+
+
+def test_latents_equal_stock(observed):
+    for case, observation in observations(observed):
+        assert observation.stock.latents.isfinite().all(), case
+        for way, denoising in observation.ways.items():
+            assert torch.equal(denoising.latents, observation.stock.latents), (case, way)
+
+
+def test_every_exchange_goes_over_the_topology(observed):
+    for case, observation in observations(observed):
+        held = observation.stock.stock_bytes
+        assert held > 0, case
+        for way, denoising in observation.ways.items():
+            assert denoising.mesh == way.topology, (case, way)
+            sizes = [stage.split("=") for stage in way.stages.split(",")] if way.stages else []
+            expected = {stage: held * (int(size) - 1) // int(size) for stage, size in sizes}
+            assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, way)
+            assert denoising.stock_bytes == 0, (case, way)
+
+
+def test_v_goes_first_in_every_layer(observed):
+    for case, observation in observations(observed):
+        for way, denoising in observation.ways.items():
+            assert denoising.early and all(denoising.early), (case, way)
+
+
+def test_without_the_flag_xdit_is_stock(observed):
+    for case, observation in observations(observed):
+        for denoising in (observation.stock, observation.stock_again):
+            assert denoising.mesh is None, case
+            assert not denoising.sent_bytes, case
+        assert torch.equal(observation.stock_again.latents, observation.stock.latents), case
+
+
+def test_a_wrong_exchange_changes_the_latents(observed):
+    for case, observation in observations(observed):
+        assert _difference(observation.wrong.latents, observation.stock.latents) > 0.1, case
+
+
+def test_stock_agrees_with_one_rank(observed):
+    """Guards the cases: called in a wrong way, some models silently leave out a part of the sequence."""
+    model, cases = observed
+    for case, on_ranks, latents in zip(CASES[model], cases, alone(model), strict=True):
+        if latents.dtype == torch.float32:
+            assert _difference(on_ranks[0].stock.latents, latents) < 1e-5, case
+
+
+def _difference(latents: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return ((latents - reference).abs().max() / reference.abs().max()).item()

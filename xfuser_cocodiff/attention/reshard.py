@@ -1,0 +1,175 @@
+"""The exchange: resharding tensors between sequence and heads. Layout here, movement in `collectives`.
+
+Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec import coding as coded
+from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.part import WHOLE, Part
+from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.machine.plan import Plan
+
+HEADS, SEQUENCE = 1, 2
+"""Dims of attention's tensors, (B, H, S, D)."""
+
+
+_ANY = Label("any")
+
+
+def reshard(
+    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _ANY
+) -> list[torch.Tensor]:
+    """Split one dim of each tensor over the ranks and collect another, all tensors in one message.
+
+    Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O the other way round.
+    Each element is copied once into the message, once between two stages, and once out of it.
+
+    Args:
+        tensors: of one dtype; sizes may differ, as for grouped-query attention.
+        scatter_dim: dim to split; its size must be a multiple of the number of ranks in every tensor.
+        gather_dim: dim to collect.
+        mesh: ranks and their topology.
+        label: what they are.
+
+    Returns:
+        The resharded tensors, contiguous.
+    """
+    plan = mesh.plan_for(_nbytes(tensors))
+    pieces = [_by_destination(tensor, scatter_dim, plan, WHOLE) for tensor in tensors]
+    message = _pack(pieces, plan)
+    if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
+        received = mesh.all_to_all(message, plan)
+    else:
+        span = mesh.traffic.span(label, tensors[0].device)
+        with span.holds():
+            received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
+    return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
+
+
+def send_to_heads(
+    tensors: Sequence[torch.Tensor], mesh: Mesh, label: Label, part: Part = WHOLE, coding: Coding | None = None
+) -> Handle[list[torch.Tensor]]:
+    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/part.count, S, D), all in one message.
+
+    Args:
+        tensors: of one dtype; they must not change before the handle was waited for.
+        mesh: ranks and their topology.
+        label: what they are; with a coding, a letter for each.
+        part: of the heads that each rank gets.
+        coding: what travels on slow axes; everything, as it is, when not given.
+    """
+    if coding:
+        plan = Plan.hierarchical(mesh.topology)
+        pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+        heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
+        results = [
+            tensor.new_empty(len(tensor), count, plan.topology.size * tensor.shape[SEQUENCE], tensor.shape[-1])
+            for tensor, count in zip(tensors, heads, strict=True)
+        ]
+        targets = [_by_destination(result, SEQUENCE, plan, WHOLE) for result in results]
+        return coded.send(pieces, targets, mesh, coding, label, part, results)
+    plan = mesh.plan_for(_nbytes(tensors) // part.count)
+    pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+    message = _pack(pieces, plan)
+
+    def merge(received: torch.Tensor) -> list[torch.Tensor]:
+        return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
+
+    return mesh.post(message, plan, label, merge)
+
+
+def send_to_sequence(
+    tensor: torch.Tensor,
+    target: torch.Tensor,
+    mesh: Mesh,
+    label: Label,
+    part: Part,
+    coding: Coding | None = None,
+) -> Handle[None]:
+    """Start to bring a part of the heads back, from (B, H/P/part.count, S, D) to its place in `target`.
+
+    Args:
+        tensor: must not change before the handle was waited for.
+        target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
+        mesh: ranks and their topology.
+        label: what it is.
+        part: which part it is.
+        coding: what travels on slow axes; everything, as it is, when not given.
+    """
+    plan = Plan.hierarchical(mesh.topology) if coding else mesh.plan_for(_nbytes([tensor]))
+    piece, place = _by_destination(tensor, SEQUENCE, plan, WHOLE), _by_destination(target, HEADS, plan, part)
+    if coding:
+        return coded.send([piece], [place], mesh, coding, label, part, None)
+    message = _pack([piece], plan)
+    return mesh.post(message, plan, label, lambda received: kernels.move(place, _unpack(received, [piece], plan)[0]))
+
+
+def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
+    """View (..., P * n, ...) as (..., *plan.shape, n, ...)."""
+    sizes = tensor.shape
+    return tensor.view(*sizes[:dim], *plan.shape, sizes[dim] // plan.topology.size, *sizes[dim + 1 :])
+
+
+def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, part: Part) -> torch.Tensor:
+    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a part has."""
+    split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
+    if part.count > 1:
+        split = part.of(split, scatter_dim + levels)
+    return split.permute(_moved(split.ndim, scatter_dim, 0, levels))
+
+
+def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
+    """Copy pieces into one message (*plan.shape, payload), laid out in memory as the plan's first stage sends it."""
+    levels, first = len(plan.shape), plan.dims[0]
+    outermost = [piece.movedim(first, 0) for piece in pieces] if first else pieces
+    if len(pieces) == 1 and outermost[0].is_contiguous():
+        message = outermost[0].view(*outermost[0].shape[:levels], -1)
+    else:
+        sizes = _payload_sizes(pieces, levels)
+        message = outermost[0].new_empty(*outermost[0].shape[:levels], sum(sizes))
+        for piece, part in zip(outermost, message.split(sizes, -1), strict=True):
+            kernels.move(part.unflatten(-1, piece.shape[levels:]), piece)
+    return message.movedim(0, first) if first else message
+
+
+def _unpack(message: torch.Tensor, pieces: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+    levels = len(plan.shape)
+    parts = message.split(_payload_sizes(pieces, levels), -1) if len(pieces) > 1 else (message,)
+    return [part.unflatten(-1, piece.shape[levels:]) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all tensors; in a graph, of the sizes that it is for, which tell their bytes in this way only."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
+    return [math.prod(piece.shape[levels:]) for piece in pieces]
+
+
+def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
+    """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
+    levels = len(plan.shape)
+    ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
+    if ordered.is_contiguous():
+        return ordered.flatten(gather_dim, gather_dim + levels)
+    merged = ordered.new_empty(ordered.shape)
+    kernels.move(merged, ordered)
+    return merged.flatten(gather_dim, gather_dim + levels)
+
+
+@functools.cache
+def _moved(ndim: int, source: int, target: int, count: int) -> tuple[int, ...]:
+    """The permutation that moves `count` neighbouring dims."""
+    moving = range(source, source + count)
+    order = [dim for dim in range(ndim) if dim not in moving]
+    return (*order[:target], *moving, *order[target:])

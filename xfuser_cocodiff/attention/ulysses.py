@@ -1,0 +1,99 @@
+"""Ulysses attention over exchanges that hide behind computation.
+
+V may be under way before Q and K exist (V-First). The heads of a rank may be cut into groups: while one attends, the
+next ones come in and those before it go back. Then V of the first group alone goes first: attention begins when the
+first group is there, and nothing that is needed later should be before it on the links.
+
+Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
+from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.part import Part
+from xfuser_cocodiff.exchange.traffic import Label
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part], torch.Tensor]
+"""Attention of one part of a rank's heads: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
+
+
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Attend,
+    mesh: Mesh,
+    groups: int = 1,
+    layer: str = "",
+    early: Handle[list[torch.Tensor]] | None = None,
+    coding: Coding | None = None,
+) -> torch.Tensor:
+    """Bring Q, K and V to the heads of this rank, attend, and bring O back.
+
+    Args:
+        query: shape (B, H, S/P, D).
+        key: the same, perhaps with fewer heads; each count must be a multiple of P * `groups`.
+        value: as `key`.
+        attend: what attention is.
+        mesh: ranks and their topology.
+        groups: parts of the heads; every element is that of one group, where attention treats heads alike.
+        layer: its name in traces.
+        early: the exchange of V's first part, already under way.
+        coding: what travels on slow axes; everything, as it is, when not given.
+
+    Returns:
+        O, shape (B, H, S/P, D).
+    """
+    if groups == 1 and coding is None:
+        return _at_once(query, key, value, attend, mesh, layer, early)
+    parts = [Part(index, groups) for index in range(groups)]
+    coming: list[Handle[list[torch.Tensor]]] = []
+    going: list[Handle[None]] = []
+    result = None
+    try:
+        for part in parts:  # all of them now, so that the links never run dry
+            with_value = early is None or part.index > 0
+            tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
+            coming.append(send_to_heads(tensors, mesh, Label(what, layer), part, coding))
+        first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
+        for part, handle in zip(parts, coming, strict=True):
+            received = handle.wait()
+            its_query, its_key, its_value = received if len(received) == 3 else (*received, *first_value)
+            attended = attend(its_query, its_key, its_value, part)
+            if result is None:
+                result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
+            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part, coding))
+        for sending in going:
+            sending.wait()
+        return result
+    finally:  # after an error, peers still have to get what they were promised
+        under_way: list[Handle[Any]] = [*coming, *going, *([early] if early else [])]
+        for one in under_way:
+            one.abandon()
+
+
+def _at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Attend,
+    mesh: Mesh,
+    layer: str,
+    early: Handle[list[torch.Tensor]] | None,
+) -> torch.Tensor:
+    if early:
+        try:
+            query, key = reshard([query, key], HEADS, SEQUENCE, mesh, Label("qk", layer))
+        except BaseException:
+            early.abandon()
+            raise
+        [value] = early.wait()
+    else:
+        query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh, Label("qkv", layer))
+    return reshard([attend(query, key, value, Part())], SEQUENCE, HEADS, mesh, Label("o", layer))[0]

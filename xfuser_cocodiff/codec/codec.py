@@ -1,0 +1,260 @@
+"""Codecs: how values are represented on slow links. Pure tensor code; nothing here communicates.
+
+Both ends of a link hold the same reference: what the receiver was given last. A codec sends what brings it near to the
+value of now, and the sender brings its own reference along by the same arithmetic. So what one step leaves out is part
+of the difference that the next one sees: error feedback, for which nothing is sent.
+
+Sizes in shapes: L links, P places of which one may be the rank's own, G groups of tokens, H heads, T tokens, D head
+dim. A group is what one rank has of one sample.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.kernels import rows
+from xfuser_cocodiff.kernels.quantise import STEPS, compact, restored
+from xfuser_cocodiff.kernels.reference import expected, square
+from xfuser_cocodiff.kernels.rows import Active
+from xfuser_cocodiff.machine import device as devices
+
+DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
+"""What makes a token active: its distance from the reference, from its value of the step before, or chance."""
+TOKENS = 3
+"""Dim of tokens."""
+CHOOSING = "vo"
+"""Tensors that choose their active tokens; Q and K take V's choice."""
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What travels of a tensor."""
+
+    bits: int | None = None
+    """Per value of the difference to the reference; None sends values themselves."""
+    share: float = 1.0
+    """Of the tokens, those with the highest scores are sent; the others stay as the reference has them."""
+    score: str = DRIFT
+    predictor: float = 0.0
+    """How much of the reference's last change is expected again: an extrapolation that both ends make."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, *STEPS) or not 0 <= self.share <= 1 or self.score not in SCORES:
+            raise ValueError(
+                f"{self} is not valid; bits are {', '.join(map(str, STEPS))}, shares 0 to 1, scores {SCORES}"
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the receiver gets every value as it is."""
+        return self.bits is None and self.share == 1
+
+    def active(self, tokens: int) -> int:
+        """How many of so many tokens are sent."""
+        return math.ceil(self.share * tokens)
+
+    def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of a link for a tensor (L, G, H, T, D), without the choice of tokens."""
+        _, groups, heads, tokens, dim = shape
+        rows = groups * heads * self.active(tokens)
+        return rows * (dim * dtype.itemsize if self.bits is None else dim * self.bits // 8 + 1)
+
+    def __str__(self) -> str:
+        parts = [] if self.bits is None else [f"{self.bits} bit"]
+        parts += [f"{self.share:g} of tokens by {self.score}"] if self.share < 1 else []
+        parts += [f"predictor {self.predictor:g}"] if self.predictor else []
+        return ", ".join(parts) or "exact"
+
+
+EXACT = Codec()
+
+
+class Reference:
+    """What one end of some links holds of a tensor. The other end holds the same, bit for bit.
+
+    Args:
+        compact: whether to keep it in 8 bits per value, which both ends then count as theirs.
+    """
+
+    def __init__(self, compact: bool = False) -> None:
+        self.is_compact = compact
+        self._held: tuple[torch.Tensor, ...] = ()
+        self._before: tuple[torch.Tensor, ...] = ()
+        self.seen: torch.Tensor | None = None
+        """The values of the step before, where a sender scores by them."""
+
+    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether there is a reference for such values."""
+        return bool(self._held) and self._held[0].shape == tuple(shape) and self._dtype == dtype
+
+    def expected(self, predictor: float) -> torch.Tensor:
+        """What both ends expect of the values."""
+        return expected(*self.known(predictor))
+
+    def known(self, predictor: float) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """What is held, what was held before, and how much of the change between them to expect again."""
+        if not (predictor and self._before):
+            return self._read(self._held), None, 0.0
+        return self._read(self._held), self._read(self._before), predictor
+
+    def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
+        """Hold other values from now on, and those of before too where their change is needed."""
+        self._before = self._held if keeps_change else ()
+        self._dtype = values.dtype
+        self._held = compact(values) if self.is_compact else (values,)
+
+    def squeeze(self) -> None:
+        """Keep it in 8 bits from now on."""
+        if not self.is_compact:
+            self._held, self._before = (compact(*kept) if kept else () for kept in (self._held, self._before))
+            self.is_compact = True
+
+    def _read(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return restored(*kept).to(self._dtype) if self.is_compact else kept[0]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        kept = (*self._held, *self._before, *([] if self.seen is None else [self.seen]))
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: int | None = None) -> Active:
+    """The active tokens of each group.
+
+    Args:
+        values: shape (P, G, H, T, D).
+        reference: of the sender.
+        codec: says how many, and by which score.
+        seed: for choices by chance.
+        here: the place among P that is the rank's own, see :mod:`kernels`.
+    """
+    tokens = values.shape[TOKENS]
+    if codec.score == RANDOM:
+        generator = torch.Generator().manual_seed(seed)
+        links = len(values) if here is None else len(values) - 1
+        # From pinned memory, so that the host need not wait for its copy.
+        scores = torch.rand(tokens, generator=generator, pin_memory=devices.of(values.device.type).queues)
+        scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
+    elif codec.score == CHANGE:
+        values = rows.away(values, here)
+        past = reference.expected(0.0) if reference.seen is None else reference.seen
+        scores = (values - past).abs().sum((2, 4), dtype=torch.float32)
+        reference.seen = values.clone(memory_format=torch.contiguous_format)
+    else:
+        scores = kernels.scores(values, *reference.known(codec.predictor), here)
+    count = codec.active(tokens)
+    mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
+    return Active(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
+
+
+class Loss(NamedTuple):
+    """What a receiver lacks of values: sums of squares, float32, each a tensor of one element."""
+
+    lacking: torch.Tensor
+    """Not finite where the values are not."""
+    wanted: torch.Tensor
+    """Of the values themselves."""
+
+
+def encode(
+    values: torch.Tensor,
+    reference: Reference,
+    codec: Codec,
+    active: Active | None,
+    payload: torch.Tensor,
+    here: int | None = None,
+) -> Loss | None:
+    """Write what is sent for values, and bring the sender's reference to what the receiver makes of it.
+
+    Args:
+        values: shape (P, G, H, T, D).
+        reference: of the sender; fits the values unless the codec is exact.
+        codec: how.
+        active: tokens that are sent, where not all are.
+        payload: where to write, see :mod:`kernels`.
+        here: the place among P that is the rank's own, see there.
+
+    Returns:
+        What the receiver lacks; None where it gets everything.
+    """
+    held, lacking, wanted = kernels.encode(values, *_known(reference, codec), codec.bits, active, payload, here)
+    reference.advance(held, bool(codec.predictor))
+    if lacking is None:
+        reference.seen = None  # all that is held is of this step
+        return None
+    if reference.is_compact:  # which loses a little more
+        lacking = square(rows.away(values, here) - reference.expected(0.0))
+    return Loss(lacking, wanted)
+
+
+def decode(
+    payload: torch.Tensor,
+    reference: Reference,
+    codec: Codec,
+    active: Active | None,
+    target: torch.Tensor,
+    here: int | None = None,
+) -> None:
+    """Write values from what was sent, and bring the receiver's reference to them.
+
+    Args:
+        payload: of :func:`encode`.
+        reference: of the receiver.
+        codec: how.
+        active: tokens that were sent, where not all were.
+        target: for the values, (P, G, H, T, D), of any strides.
+        here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
+    """
+    held = kernels.decode(payload, *_known(reference, codec), codec.bits, active, target, here)
+    reference.advance(held, bool(codec.predictor))
+
+
+def _known(reference: Reference, codec: Codec) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    return (None, None, 0.0) if codec.is_exact else reference.known(codec.predictor)
+
+
+def pack_choice(active: Active, room: torch.Tensor, here: int | None = None) -> None:
+    """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own place `here`."""
+    bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
+    rows.put_away(room, bits.sum(-1, dtype=torch.uint8).flatten(1), here)
+
+
+def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: int | None = None) -> Active:
+    """The inverse of :func:`pack_choice`; asks the device for nothing that the host would have to wait for."""
+    packed = rows.away(room, here).unflatten(1, (groups, -1, 1))
+    return Active((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)
+
+
+@functools.cache
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Of the bits of a byte."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+ALIGNED = 64
+"""Parts of a message begin at multiples of it, so that values are read from where they lie."""
+
+
+def aligned(size: int) -> int:
+    """Bytes that a part of a message takes with the gap behind it."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def part_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes for one link of a tensor's choice of tokens, 0 where it makes none, and of its values.
+
+    Args:
+        codec: of the tensor.
+        name: its letter.
+        shape: (L, G, H, T, D) of what crosses.
+        dtype: of its values.
+    """
+    chooses = codec.share < 1 and name in CHOOSING
+    choice = shape[1] * -(-shape[TOKENS] // 8) if chooses else 0
+    return choice, codec.payload_bytes(shape, dtype)

@@ -1,0 +1,82 @@
+"""Memory that references take, and what is done where they may not take so much.
+
+Both ends of a slow link hold what the receiver was given last of every value that crosses it, and what it was given
+before that where the change is extrapolated. A budget is met in two ways: references are kept in 8 bits, and if that is
+not enough, the layers that are met last in a step travel exactly, for which nothing is kept. All layers save alike for
+what they hold, and which of them were exact made no difference to the pictures of the small trained model; so it is the
+order that decides. That needs no forecast: each layer asks for room when it is met, for all that it is going to hold.
+"""
+
+from typing import NamedTuple
+
+from xfuser_cocodiff.codec.codec import CHANGE
+from xfuser_cocodiff.codec.modes import CodecSchedule
+
+GIB = 2**30
+
+
+class Share(NamedTuple):
+    """What a rank has of a layer's Q, K, V and O in one call."""
+
+    values: int
+    """In all four."""
+    value: int
+    """In V."""
+    head_dim: int
+    value_bytes: int
+
+    def crossing(self, places: int) -> "Share":
+        """What of it crosses slow axes with so many places."""
+        return self._replace(
+            values=self.values * (places - 1) // places,
+            value=self.value * (places - 1) // places,
+        )
+
+
+class Need(NamedTuple):
+    """Bytes that the references of a layer take on a rank, in one branch."""
+
+    full: int
+    compact: int
+    """In 8 bits."""
+
+    @classmethod
+    def of(cls, share: Share, schedule: CodecSchedule, places: int) -> "Need":
+        """For what a rank has of the layer, and so many places on slow axes."""
+        crossing = share.crossing(places)
+        # At both ends: one rank sends as much as it gets.
+        held = 2 * (2 if schedule.predictor else 1) * crossing.values
+        seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
+        scales = held // share.head_dim  # a byte for each row
+        return cls(held * share.value_bytes + seen, held + scales + seen)
+
+
+class Budget:
+    """What the references of a run may take.
+
+    Args:
+        limit: in bytes; None where there is none.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.compact = False
+        """Whether references are kept in 8 bits."""
+        self._full = self._compact = 0
+
+    def begin_run(self) -> None:
+        """A run begins, with nothing held."""
+        self.compact, self._full, self._compact = False, 0, 0
+
+    def suffices(self, need: Need) -> bool:
+        """Whether there is room for the references of one more layer."""
+        taken, more = (self._compact, need.compact) if self.compact else (self._full, need.full)
+        return self.limit is None or taken + more <= self.limit
+
+    def take(self, need: Need) -> None:
+        """Count the references of a layer."""
+        self._full, self._compact = self._full + need.full, self._compact + need.compact
+
+    def give_back(self, need: Need) -> None:
+        """References of a layer have gone."""
+        self._full, self._compact = self._full - need.full, self._compact - need.compact

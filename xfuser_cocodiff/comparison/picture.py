@@ -1,0 +1,158 @@
+"""Pictures of a comparison: the amplified difference of two results, and where the time of a step goes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xfuser_cocodiff.comparison.fidelity import read_picture
+from xfuser_cocodiff.reporting.colours import AXIS_COLOURS, HELD_COLOUR, HIDDEN_COLOUR, INK, REST_COLOUR
+
+MILLISECONDS = 1000
+
+
+def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
+    """Save how two pictures differ, amplified by the largest whole factor that keeps it in range.
+
+    Returns:
+        The amplification, 0 where the pictures are equal; None, and nothing is drawn, where their sizes differ.
+    """
+    ours, theirs = read_picture(reference), read_picture(other)
+    if ours.shape != theirs.shape:
+        return None
+    from PIL import Image
+
+    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
+    largest = int(difference.max())
+    factor = 255 // largest if largest else 0
+    Image.fromarray((difference * factor).astype(np.uint8)).save(out)
+    return factor
+
+
+def draw_step(groups: Mapping[str, Sequence[dict[str, Any]]], out: Path) -> None:
+    """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
+
+    Args:
+        groups: runs of compare records, by what stands above them.
+        out: an SVG file.
+    """
+    bars = sum(map(len, groups.values())) + len(groups) - 1
+    with _figure((7.2, 1.1 + 0.45 * bars), out) as (figure, axes):
+        places, position = {}, 0
+        for name, runs in groups.items():
+            for run in runs:
+                _draw_bar(axes, position, run)
+                places[position] = run["name"]
+                position += 1
+            if name:
+                axes.annotate(name, (0, position - len(runs) - 0.45), color=INK, fontweight="bold", va="bottom")
+            position += 1  # room for the next name
+        axes.set_yticks(list(places), list(places.values()))
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds per step")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(left=False)
+        figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
+
+
+def draw_layers(layers: Mapping[str, Mapping[str, float]], out: Path) -> None:
+    """Save a bar per attention layer: seconds of its exchanges in a step, hidden behind computation or not.
+
+    Args:
+        layers: `a2a_by_layer` of a compare record.
+        out: an SVG file.
+    """
+    hidden = [MILLISECONDS * min(layer["hidden_seconds"], layer["a2a_seconds"]) for layer in layers.values()]
+    held = [MILLISECONDS * layer["a2a_seconds"] - part for layer, part in zip(layers.values(), hidden, strict=True)]
+    with _figure((7.2, 2.4), out) as (figure, axes):
+        axes.bar(range(len(layers)), held, color=HELD_COLOUR, label="waited for")
+        axes.bar(range(len(layers)), hidden, bottom=held, color=HIDDEN_COLOUR, label="hidden behind computation")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("attention layer, in the order of the model")
+        axes.set_ylabel("milliseconds per step")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+
+
+def draw_errors(errors: Mapping[str, Sequence[float]], out: Path) -> None:
+    """Save a heat map: relative error of what receivers hold, by attention layer and step.
+
+    Args:
+        errors: of a compare record's `codecs`.
+        out: an SVG file.
+    """
+    from matplotlib.colors import LogNorm
+
+    table = np.array(list(errors.values())).T
+    shown = np.ma.masked_less_equal(table, 0)
+    with _figure((7.2, 2.8), out) as (figure, axes):
+        norm = LogNorm() if shown.count() else None
+        image = axes.imshow(shown, aspect="auto", interpolation="nearest", norm=norm, cmap="cividis")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("attention layer, in the order of the model")
+        axes.set_ylabel("step")
+        if shown.count():
+            figure.colorbar(image, label="relative error")
+
+
+def draw_sheet(rows: Mapping[str, np.ndarray], out: Path) -> None:
+    """Save a contact sheet.
+
+    Args:
+        rows: pictures (N, height, width) of grey values from 0 to 1, by what stands beside them.
+        out: a file of any kind that matplotlib writes.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(map(len, rows.values()))
+    figure = Figure(figsize=(1.2 + 1.1 * columns, 1.1 * len(rows)), layout="constrained")
+    table = figure.subplots(len(rows), columns, squeeze=False)
+    for axes, (name, pictures) in zip(table, rows.items(), strict=True):
+        axes[0].set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=8)
+        for place, picture in zip(axes, pictures, strict=True):
+            place.imshow(picture, cmap="gray", vmin=0, vmax=1)
+            place.set(xticks=[], yticks=[])
+    figure.savefig(out, dpi=150)
+
+
+@contextmanager
+def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, in colours that suit light and dark pages, saved as SVG in the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 8, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with pyplot.rc_context({**style, "axes.edgecolor": INK, "svg.hashsalt": "cocodiff"}):
+        figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
+        yield figure, axes
+        figure.savefig(out, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
+    step, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
+    left, held = 0.0, 1.0
+    if run["a2a_seconds"]:  # what is hidden behind computation takes no time of its own
+        held = max(0.0, 1 - (run["hidden_seconds"] or 0.0) / run["a2a_seconds"])
+    for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
+        width = MILLISECONDS * seconds * held
+        axes.barh(position, width, 0.6, left, color=AXIS_COLOURS.get(axis, INK), label=f"all-to-all: {axis}")
+        left += width
+    axes.barh(position, max(step - left, 0), 0.6, left, color=REST_COLOUR, label=rest_name(run))
+    axes.errorbar(step, position, xerr=[[step - low], [high - step]], color=INK, capsize=4, linewidth=1.2)
+
+
+def _legend(axes: Any) -> list[Any]:
+    """One entry per colour, the rest last as in the bars."""
+    entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
+    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith("all-to-all"))
+
+
+def rest_name(run: dict[str, Any]) -> str:
+    """What the part of a step outside all-to-alls is to be called; all of it where they could not be timed."""
+    return "step" if run["a2a_seconds_by_axis"] is None else "everything else"

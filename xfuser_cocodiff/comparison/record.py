@@ -1,0 +1,166 @@
+"""Reads what the ranks of a launch recorded, and makes the figures of a run from it.
+
+A launch holds runs (pipeline calls); the runs that are compared are its repeats. Here a repeat is a list over ranks.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+Repeat: TypeAlias = list[dict[str, Any]]
+"""One run as each rank saw it, by rank; the layout is that of :mod:`xfuser_cocodiff.xdit.clock.recorder`."""
+
+
+class RecordError(RuntimeError):
+    """A launch left no record that can be used."""
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What every rank of a launch left, by rank.
+
+    Raises:
+        RecordError: there is nothing, or the ranks disagree on how many runs there were.
+    """
+    ranks = sorted((json.loads(file.read_text()) for file in folder.glob("rank*.json")), key=lambda one: one["rank"])
+    if not ranks:
+        raise RecordError(
+            f"{folder}: no rank recorded a denoising step. Is xfuser-cocodiff installed where the command runs, "
+            "and does it call a diffusers pipeline?"
+        )
+    counts = {len(one["runs"]) for one in ranks}
+    if len(counts) != 1 or [one["rank"] for one in ranks] != list(range(len(ranks))):
+        raise RecordError(f"{folder}: the ranks' records do not belong together ({len(ranks)} ranks, runs: {counts})")
+    return ranks
+
+
+def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
+    """The last `count` runs of a launch; those before them warmed it up.
+
+    Raises:
+        RecordError: there were fewer.
+    """
+    found = len(ranks[0]["runs"])
+    if found < count:
+        raise RecordError(f"expected {count} runs of the pipeline, recorded {found}")
+    return [[one["runs"][index] for one in ranks] for index in range(found - count, found)]
+
+
+def all_step_seconds(repeat: Repeat) -> list[float]:
+    """Seconds of each step, on the rank that took longest."""
+    return [max(seconds) for seconds in _by_step(repeat, lambda step: step["seconds"])]
+
+
+def step_seconds(repeat: Repeat) -> float:
+    """Median seconds of a step, less the first one where there are more."""
+    return median(_settled(all_step_seconds(repeat)))
+
+
+def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
+    """Seconds of a step inside all-to-alls, per axis: mean over ranks, median over steps, median over repeats.
+
+    Empty where nothing was seen: at degree 1, but also where the exchange runs inside a compiled graph.
+    """
+    return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
+
+
+def hidden_seconds(repeats: Sequence[Repeat]) -> float:
+    """Those of them behind which ranks computed."""
+    found = [[fmean(values) for values in _by_step(repeat, lambda step: step["hidden_seconds"])] for repeat in repeats]
+    return median(median(_settled(steps)) for steps in found)
+
+
+def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]]:
+    """For each attention layer, in the order of the model, what a step spends in its exchanges and hides of that.
+
+    Means over ranks, steps and repeats; empty where no layer is known.
+    """
+    runs = [run for repeat in repeats for run in repeat]
+    steps = sum(len(run["steps"]) for run in runs)
+    names = dict.fromkeys(name for run in runs for name in run.get("layers", {}))
+
+    def mean(name: str, figure: int) -> float:
+        return sum(run["layers"].get(name, (0.0, 0.0))[figure] for run in runs) / steps
+
+    return {name: {"a2a_seconds": mean(name, 0), "hidden_seconds": mean(name, 1)} for name in names}
+
+
+def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
+    """What codecs did; None where everything travelled exactly.
+
+    Bytes are those of all ranks and repeats. Errors are the largest of any rank, in the last repeat.
+    """
+    runs = [run for repeat in repeats for run in repeat]
+    if not all(run.get("codecs") for run in runs):
+        return None
+    steps = [step for run in runs for step in run["codecs"]]
+    exact_bytes = sum(step["exact_bytes"] for step in steps)
+    if not exact_bytes:  # a compiled graph knows no codecs
+        return None
+    last = [[run["codecs"][number] for run in repeats[-1]] for number in range(len(repeats[-1][0]["codecs"]))]
+    names = dict.fromkeys(name for ranks in last for step in ranks for name in step["errors"])
+    return {
+        "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / exact_bytes,
+        "errors": {name: [max(step["errors"].get(name, 0.0) for step in ranks) for ranks in last] for name in names},
+        "refreshes": sum(ranks[0]["was_refresh"] for ranks in last),
+        "repeated": sum(step["repeated"] for step in steps),
+        "reference_bytes": max(step["reference_bytes"] for step in steps),
+    }
+
+
+def coded_fraction(repeats: Sequence[Repeat]) -> float | None:
+    """What the recorder says of runs in which codecs did nothing: 0 where they were to do something, else None."""
+    return next((run["coded_fraction"] for repeat in repeats for run in repeat if "coded_fraction" in run), None)
+
+
+def coded_reason(repeats: Sequence[Repeat]) -> str | None:
+    """Why nothing was coded, in the recorder's words; None where it gives none."""
+    return next((run["coded_reason"] for repeat in repeats for run in repeat if run.get("coded_reason")), None)
+
+
+def is_exact(repeats: Sequence[Repeat]) -> bool:
+    """Whether nothing was to be coded: the recorder keeps no account of it then."""
+    return all(run.get("codecs") is None for repeat in repeats for run in repeat)
+
+
+def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
+    """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
+    return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}
+
+
+def _per_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
+    axes = sorted({axis for repeat in repeats for run in repeat for step in run["steps"] for axis in step[key]})
+    return {axis: over_repeats(over_steps(_mean_by_step(repeat, key, axis)) for repeat in repeats) for axis in axes}
+
+
+def _mean_by_step(repeat: Repeat, key: str, axis: str) -> list[float]:
+    return [fmean(values) for values in _by_step(repeat, lambda step: step[key].get(axis, 0))]
+
+
+def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float, ...]]:
+    return list(zip(*([value(step) for step in run["steps"]] for run in repeat), strict=True))
+
+
+def _settled(values: list[float]) -> list[float]:
+    return values[1:] or values
+
+
+def peak_memory_bytes(repeats: Sequence[Repeat]) -> int:
+    """Largest peak of any rank."""
+    return max(run["peak_memory_bytes"] for repeat in repeats for run in repeat)
+
+
+def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str, int]]:
+    """Repeats and ranks (counted from 0) whose final latents are not stock's bit for bit."""
+    return [
+        {"repeat": index, "rank": rank}
+        for index, (ours, theirs) in enumerate(zip(stock, other, strict=True))
+        for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True))
+        if mine["latents_sha256"] != its["latents_sha256"]
+    ]
+
+
+def repeatable(repeats: Sequence[Repeat]) -> bool:
+    """Whether every repeat ended in the same latents as the first."""
+    return not any(differing(repeats[:1], [repeat]) for repeat in repeats[1:])

@@ -1,0 +1,182 @@
+"""Tells a comparison to people: report.html, which needs no other file, report.md, and a few lines for the console."""
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.comparison import picture
+from xfuser_cocodiff.comparison.overview import Setting, columns
+from xfuser_cocodiff.reporting.embedding import embed
+from xfuser_cocodiff.reporting.words import decibels, percent, size, time, total
+from xfuser_cocodiff.settings.options import EXACT
+
+LIBRARIES = ("jinja2", "matplotlib", "skimage")
+STEP = "step.svg"
+_DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
+"""Pictures of each side beside stock, and their kinds."""
+
+
+def missing_libraries() -> list[str]:
+    """Libraries that a report needs and this installation lacks."""
+    return [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+
+
+def pairs(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each side but stock, the record of a comparison of these two alone."""
+    stock, *others = record["runs"]
+    return [{**record, "runs": [stock, other]} for other in others]
+
+
+def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> Path:
+    """Write report.json, report.md, report.html and their pictures into `out`, and return the HTML file.
+
+    Args:
+        record: of the comparison.
+        out: folder, to which paths in the record are relative.
+        beside: other comparisons, which the report shows first.
+    """
+    import jinja2
+
+    (out / "report.json").write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=jinja2.select_autoescape(),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"percent": percent, "time": time, "size": size, "total": total, "decibels": decibels}
+    settings = [*beside, Setting(record, out)]
+    names = [setting.title for setting in settings] if beside else [""]
+    picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
+    content = {
+        "record": record,
+        "settings": settings,
+        "columns": columns(settings),
+        "pairs": [_pair(pair, setting.folder) for setting in settings for pair in pairs(setting.record)],
+        "passed": all(passed(setting.record) for setting in settings),
+        "embed": embed,
+        "link": lambda file: os.path.relpath(file, out),
+        "step": out / STEP,
+    }
+    for name in ("report.md", "report.html"):
+        (out / name).write_text(environment.get_template(name).render(content))
+    return out / "report.html"
+
+
+def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What a report says of one side beside stock, with its pictures drawn."""
+    stock, plugin = record["runs"]
+    files = {what: folder / f"{what}-{plugin['name']}.{kind}" for what, kind in _DRAWN.items()}
+    if layers := plugin["a2a_by_layer"]:
+        picture.draw_layers(layers, files["layers"])
+    if codecs := plugin["codecs"]:
+        picture.draw_errors(codecs["errors"], files["errors"])
+    ours, theirs = (run["image"]["path"] for run in (stock, plugin))
+    shown = ours and theirs
+    factor = picture.draw_difference(folder / ours, folder / theirs, files["difference"]) if shown else None
+    return {
+        **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
+        "title": Setting(record, folder).title,
+        "verdict": verdict(record),
+        "speed": speed(record),
+        "notes": notes(record),
+        "axes": axes(record),
+    }
+
+
+def passed(record: Mapping[str, Any]) -> bool:
+    """Whether the plugin kept its promise on all sides: without codecs it is stock, bit for bit; with them it promises
+    no such thing."""
+    return all(side["latents"]["bit_equal"] or side["codecs"] is not None for side in record["runs"][1:])
+
+
+def verdict(record: dict[str, Any]) -> tuple[str, str]:
+    """In a few words, and in a sentence, whether the plugin computed what stock computed."""
+    stock, plugin = record["runs"]
+    latents, repeats = plugin["latents"], len(plugin["step_seconds"])
+    if latents["bit_equal"]:
+        runs = "the run" if repeats == 1 else f"each of {repeats} runs"
+        return (
+            "Same result, bit for bit",
+            f"With the plugin, {runs} ended in exactly the numbers that stock xDiT ended in (the final latents, from "
+            "which the picture is decoded), on every rank.",
+        )
+    places = latents["differs_at"]
+    ranks, differing = {place["rank"] for place in places}, {place["repeat"] for place in places}
+    text = (
+        f"The final latents, from which the picture is decoded, differ from stock xDiT's in {len(differing)} of "
+        f"{repeats} runs, on {_count(len(ranks), 'rank')}"
+    )
+    if latents["max_abs"] is not None:
+        text += f"; the largest difference is {latents['max_abs']:.3g}, PSNR {decibels(latents['psnr_db'])}"
+    text += "."
+    if not stock["latents"]["repeatable"]:
+        text += " But stock's own runs differ from each other too, so this says nothing about the plugin: fix the seed."
+    elif plugin["codecs"] is None:
+        text += " Nothing was approximated, so they should be equal: please report this as a bug, with this file."
+    else:
+        text += f" The mode {plugin['name']} is an approximation, so a difference is expected."
+    return ("Not the same result", text)
+
+
+def speed(record: dict[str, Any]) -> str:
+    """In a sentence, what the plugin did to the time of a step."""
+    stock, plugin = record["runs"]
+    ours, theirs = plugin["step_seconds_spread"], stock["step_seconds_spread"]
+    took = f"A step took {time(theirs['median'])} with stock xDiT and {time(ours['median'])} with the plugin"
+    repeats = len(plugin["step_seconds"])
+    if repeats == 1:
+        return f"{took}. With one repeat there is no telling a difference from chance."
+    took = f"{took} (medians of {repeats})"
+    if ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]:
+        return f"{took}. The ranges of the repeats overlap, so any difference may be chance."
+    ratio = plugin["ratio_to_stock"]
+    change = (
+        f"{percent(1 - ratio)} less" if ratio < 1 else f"{percent(ratio - 1)} more, so here the plugin does not pay"
+    )
+    # Of all ways to deal 2n equal values to two sides, two set the sides apart.
+    odds = math.comb(2 * repeats, repeats) // 2
+    said = f"{took}: {change}. Chance alone would set the ranges of {repeats} repeats apart one time in {odds}"
+    return said + (", and one launch differs from the next." if record.get("launches") == "one" else ".")
+
+
+def notes(record: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the rest."""
+    stock, plugin = record["runs"]
+    found = []
+    if plugin["degree"] == 1:
+        found.append("--ulysses_degree is 1: there was nothing to move, and both sides ran the same code.")
+    elif plugin["topology"] is None:
+        found.append("The plugin left this run to stock xDiT (its log says why), so both sides ran the same code.")
+    unseen = [run for run in (stock, plugin) if run["a2a_seconds"] is None]
+    if unseen:
+        sides = " and of ".join(run["name"] for run in unseen)
+        compiled = any("use_torch_compile" in run["command"].replace("-", "_") for run in unseen)
+        why = "they run inside compiled graphs" if compiled else "as in a compiled graph"
+        found.append(
+            f"Of {sides}, bytes and seconds of the all-to-alls, and what of them is hidden, could not be seen: {why}."
+        )
+    if plugin["name"] != EXACT and plugin["coded_reason"]:
+        found.append(f"The mode {plugin['name']} coded nothing, or less than it could: {plugin['coded_reason']}.")
+    if plugin["codecs"] and plugin["codecs"]["repeated"]:
+        found.append(f"{plugin['codecs']['repeated']} exchanges had values that are not finite, and were sent exactly.")
+    for layer, statuses in (plugin["layers"] or {}).items():
+        found += [f"In {layer}, {status}." for status in statuses]
+    if stock["image"]["path"] is None:
+        found.append("The pipeline returned no picture.")
+    return found
+
+
+def axes(record: dict[str, Any]) -> list[str]:
+    """Axes to tell apart, stock's flat one and the plugin's; none where there is but one, which the total covers."""
+    found = dict.fromkeys(axis for run in record["runs"] for axis in run["bytes"] or {})
+    return list(found) if len(found) > 1 else []
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,69 @@
+"""What kernels are given and what they return: tokens that are sent, payloads, and places on slow axes.
+
+Sizes in shapes: see the package.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Active:
+    """The tokens of each group that are sent, of each as many; either set of kernels has them as it needs them.
+
+    Args:
+        mask: uint8 (L, G, at least T), 1 for those that are sent.
+        tokens: T.
+        count: of each group.
+    """
+
+    def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
+        self.mask, self.tokens, self.count = mask, tokens, count
+
+    @functools.cached_property
+    def numbers(self) -> torch.Tensor:
+        """Of each token among those that are sent, from 1; 0 stands for one that is not. int32 (L, G, T)."""
+        mask = self.mask[..., : self.tokens]
+        return mask.cumsum(-1, dtype=torch.int32).mul_(mask)
+
+    @functools.cached_property
+    def indices(self) -> torch.Tensor:
+        """Of those that are sent, ascending, int64 (L, G, count); found without that the host waits for a device."""
+        mask = self.mask[..., : self.tokens]
+        return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
+
+
+class Coded(NamedTuple):
+    """What came of values."""
+
+    held: torch.Tensor
+    """What the receiver makes of them, (L, G, H, T, D)."""
+    lacking: torch.Tensor | None = None
+    """Sum of squares of what it lacks; not finite where the values are not. None where all are sent as they are."""
+    wanted: torch.Tensor | None = None
+    """Sum of squares of the values."""
+
+
+def away(values: torch.Tensor, here: int | None) -> torch.Tensor:
+    """Values of all places but `here`: a view where they follow each other, else a copy."""
+    if here is None or 0 < here < len(values) - 1:
+        return values if here is None else torch.cat([values[:here], values[here + 1 :]])
+    return values[:-1] if here else values[1:]
+
+
+def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (P, n) as values, in their place."""
+    # No token may be active, and then rows are nowhere in particular.
+    return payload.view(dtype) if payload.shape[1] else payload.new_empty(payload.shape, dtype=dtype)
+
+
+def put_away(target: torch.Tensor, values: torch.Tensor, here: int | None) -> None:
+    """The inverse of :func:`away`: write values to all places but `here`."""
+    if here is None:
+        target.copy_(values)
+        return
+    if here > 0:
+        target[:here].copy_(values[:here])
+    if here < len(values):
+        target[here + 1 :].copy_(values[here:])

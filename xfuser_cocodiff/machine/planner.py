@@ -1,0 +1,186 @@
+"""The planner: an alpha-beta cost model of the links, and the plan that it finds fastest for a size.
+
+The same model predicts for a measured machine and, in `cocodiff simulate`, for one that we only know on paper.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from xfuser_cocodiff.machine.plan import Plan, Stage, candidates
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import Topology
+
+MARGIN = 0.08
+"""Share of its time that a plan must promise to save for every stage beyond the first one, and for chunks: predictions
+have errors of this order, and more so the more parts they add up."""
+DIRECT_MARGIN = 0.05
+"""The same for direct sends in place of a collective."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one stage: on the host, where nothing overlaps, and on the links."""
+
+    host: float
+    wire: float
+
+
+def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: bool = False) -> StageCost:
+    """What a stage costs when every rank holds a message of `message_bytes`, its own share included."""
+    profile = _way(profile, direct)
+    sizes = profile.topology.shape
+    share = message_bytes / math.prod(sizes[dim] for dim in stage)
+    host, wire, inner = profile.launch_seconds, 0.0, 1
+    for dim in reversed(stage):  # a peer belongs to the outermost axis on which it differs
+        link, peers = profile.links[dim], (sizes[dim] - 1) * inner
+        host += peers * link.latency_seconds
+        wire = max(wire, peers * share / link.bytes_per_second)
+        inner *= sizes[dim]
+    return StageCost(host, wire * (profile.contention if len(stage) > 1 else 1))
+
+
+def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
+    """Predicted time of an all-to-all.
+
+    Args:
+        profile: the machine.
+        plan: how the all-to-all runs.
+        message_bytes: what a rank holds before it, its own share included.
+    """
+    cost = plan_cost(profile, plan, message_bytes)
+    return cost.host + cost.wire
+
+
+def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
+    """The parts of :func:`seconds`, for all stages of a plan."""
+    costs = [
+        stage_cost(profile, stage, message_bytes / plan.chunks, direct)
+        for stage, direct in zip(plan.stages, plan.direct, strict=True)
+    ]
+    copies = len(plan.stages) - 1 + (2 if plan.chunks > 1 else 0)  # a chunk is cut out of the message and put back
+    host = plan.chunks * sum(cost.host for cost in costs) + copies * message_bytes / profile.copy_bytes_per_second
+    wires = [cost.wire for cost in costs]
+    if plan.chunks == 1:
+        return StageCost(host, sum(wires))
+    # The first chunk passes all stages; then the slowest stage sets the pace, beside the others.
+    contention = max(_way(profile, direct).contention for direct in plan.direct)
+    pipelined = sum(wires) + (plan.chunks - 1) * max(wires) * contention
+    # Where collectives do not overlap, they do not overlap each other either.
+    return StageCost(host, profile.hides * pipelined + (1 - profile.hides) * plan.chunks * sum(wires))
+
+
+def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
+    """Whether a tensor is better sent ahead, while others are computed, than in one message with them.
+
+    Ahead it costs a call of its own, and the share of its time on the links that computation does not hide. So all
+    travel together where a call costs more than its bytes, and where nothing overlaps.
+
+    Args:
+        profile: the machine.
+        plan_for: the plan of a message of so many bytes.
+        ahead_bytes: of the tensor.
+        all_bytes: of all tensors, this one included.
+    """
+    alone = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes)
+    rest, together = (seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes))
+    return alone.host + (1 - profile.hides) * alone.wire + rest < (1 - MARGIN) * together
+
+
+class Leg(NamedTuple):
+    """An all-to-all along all axes, or along some of them."""
+
+    profile: Profile
+    plan: Plan
+    message_bytes: float
+
+
+def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
+    """The way of an exchange, by the best plans.
+
+    As it is, it takes all axes at once. Coded, a message goes along the fast axes first, as it is; then what has to
+    cross slow ones is coded, and goes along these.
+
+    Args:
+        profile: the machine, which tells slow axes.
+        message_bytes: what a rank holds before it, its own share included.
+        payload_bytes: the same of what goes along slow axes; None where everything travels as it is.
+    """
+    moving = [axis for axis in profile.topology.axes if axis.size > 1]
+    slow = [axis for axis in moving if axis.name in profile.slow_axes]
+    fast = [axis for axis in moving if axis not in slow]
+    if payload_bytes is None or not slow:
+        return [Leg(profile, choose(profile, message_bytes), message_bytes)]
+    found = []
+    for axes, size in ((fast, message_bytes), (slow, payload_bytes)):
+        if axes:
+            part = profile.along(Topology(tuple(axes)))
+            found.append(Leg(part, choose(part, size), size))
+    return found
+
+
+def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> float:
+    """Predicted time of an exchange: of its legs, and of coding what crosses slow axes; for arguments see above."""
+    way = legs(profile, message_bytes, payload_bytes)
+    moving = sum(seconds(*leg) for leg in way)
+    if payload_bytes is None or not profile.slow_axes:
+        return moving
+    places = way[-1].profile.topology.size
+    return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
+
+
+def gather_seconds(profile: Profile, message_bytes: float) -> float:
+    """Predicted time in which every rank gets the messages of all others, by one collective: an all-to-all of as many
+    bytes for each of them.
+
+    So PyTorch's ring, which xDiT runs, brings K and V, behind the first block of attention. A gather goes from
+    neighbour to neighbour; what is known of contention is known of all-to-alls.
+    """
+    flat = Plan.flat(profile.topology).stages[0]
+    cost = stage_cost(replace(profile, contention=1.0), flat, profile.topology.size * message_bytes)
+    return cost.host + cost.wire
+
+
+def _way(profile: Profile, direct: bool) -> Profile:
+    """What is known of collectives, or of direct sends where that is known."""
+    return profile.direct if direct and profile.direct else profile
+
+
+def ranking(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
+    """All plans with their predicted seconds, the one to use first.
+
+    They are in the order of their times, where each counts for as much more as it must promise to save.
+    """
+    plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
+    timed = [(plan, seconds(profile, plan, message_bytes)) for plan in plans]
+    return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _complexity(pair[0])))
+
+
+def choose(profile: Profile, message_bytes: float) -> Plan:
+    """The plan to use for a message."""
+    return ranking(profile, message_bytes)[0][0]
+
+
+def _complexity(plan: Plan) -> int:
+    return len(plan.stages) - 1 + (plan.chunks > 1)
+
+
+def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> Plan:
+    """The plan with direct sends in the stages where they are faster."""
+    if profile.direct is None:
+        return plan
+
+    def faster(stage: Stage) -> bool:
+        costs = [stage_cost(profile, stage, message_bytes / plan.chunks, direct) for direct in (False, True)]
+        collective, direct = (cost.host + cost.wire for cost in costs)
+        return direct < (1 - DIRECT_MARGIN) * collective
+
+    return replace(plan, direct=tuple(map(faster, plan.stages)))
+
+
+def bound_seconds(profile: Profile, message_bytes: float) -> float:
+    """Time in which the busiest axis, at its measured speed, sends the bytes that must cross it under any plan."""
+    flat = Plan.flat(profile.topology).stages[0]
+    ways = [profile, profile.direct] if profile.direct else [profile]
+    return min(stage_cost(way, flat, message_bytes).wire / way.contention for way in ways)

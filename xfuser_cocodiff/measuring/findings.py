@@ -1,0 +1,132 @@
+"""What was found of a machine, kept for the next process: its links, the plan of each size, the schedule of each kind
+of layer. So only the first run of a machine has to find out.
+
+A file is of one machine, as the ranks of a group see it together: other hosts, devices, links or versions have another
+file, and what is found then starts anew.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from xfuser_cocodiff.attention.schedule import Schedule
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import FLAT, Topology
+
+_SCHEMA = 1
+
+
+@dataclass
+class Findings:
+    """What is known of one machine."""
+
+    machine: dict[str, Any]
+    """What it was found on, as JSON values: versions, topology and what each rank says of itself."""
+    profile: Profile | None = None
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Pieces of a probe, where it is not complete."""
+    plans: dict[str, dict[int, Plan]] = field(default_factory=dict)
+    """By topology, which may be that of some axes, and by size."""
+    schedules: dict[str, Schedule] = field(default_factory=dict)
+    """By kind of layer."""
+    folder: Path | None = None
+    """Where this rank keeps them; None where it does not."""
+
+    def plans_of(self, topology: Topology) -> dict[int, Plan]:
+        """Plans that were tried along the axes of a topology."""
+        return self.plans.setdefault(str(topology), {})
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of :meth:`from_json`."""
+        return {
+            "schema": _SCHEMA,
+            "machine": self.machine,
+            "profile": self.profile and self.profile.to_json(),
+            "samples": {} if self.profile else self.samples,
+            "plans": {
+                name: {str(size): str(plan) for size, plan in found.items()} for name, found in self.plans.items()
+            },
+            "schedules": {kind: list(schedule) for kind, schedule in self.schedules.items()},
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Findings":
+        """Read what :meth:`to_json` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            if values["schema"] != _SCHEMA:
+                raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
+            profile = values["profile"] and Profile.from_json(values["profile"])
+            degree = values["machine"].get("degree")
+            topologies = {name: Topology.parse(name, degree if name == FLAT else None) for name in values["plans"]}
+            plans = {
+                name: {int(size): Plan.parse(plan, topologies[name]) for size, plan in found.items()}
+                for name, found in values["plans"].items()
+            }
+            schedules = {
+                kind: Schedule(bool(v_first), int(groups)) for kind, (v_first, groups) in values["schedules"].items()
+            }
+            samples = {
+                name: tuple(found) if isinstance(found, list) else found for name, found in values["samples"].items()
+            }
+            return cls(values["machine"], profile, samples, plans, schedules)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not what was found of a machine: {type(error).__name__} {error}") from None
+
+    def file(self, folder: Path) -> Path:
+        """Where they are kept in a folder: another file for each machine."""
+        digest = hashlib.sha256(json.dumps(self.machine, sort_keys=True).encode()).hexdigest()[:16]
+        return folder / f"{digest}.json"
+
+    def keep(self) -> None:
+        """Write them down if this rank does, for a reader that sees the file whole or not at all.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.file(self.folder)
+            partial = file.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps(self.to_json(), indent=1))
+            partial.replace(file)
+
+
+def read(file: Path) -> Findings | None:
+    """What a file keeps; None where there is none, or it cannot be read: then all is found anew."""
+    try:
+        return Findings.from_json(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> Findings:
+    """What is known of the machine that ranks are on. Each of them must call this, and gets the same: what the first
+    one has kept, since folders of other hosts may hold something else.
+
+    Args:
+        group: all ranks that try things together.
+        common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
+        own: what this rank says of itself: its host, its device.
+        folder: where the first rank looks, and keeps what is found from here on; others need not have the same.
+    """
+    with roll_call.naming_the_lost(group, "findings"):
+        ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(ranks, own, group=group)
+        fresh = Findings({**common, "ranks": ranks})
+        kept = read(fresh.file(folder)) if group.rank() == 0 and folder else None
+        found = [kept.to_json() if kept and kept.machine == fresh.machine else None]
+        dist.broadcast_object_list(found, group=group, group_src=0)
+    known = Findings.from_json(found[0]) if found[0] else fresh
+    known.folder = folder if group.rank() == 0 else None
+    return known

@@ -1,0 +1,291 @@
+"""Measures the links between every two ranks: latency, bandwidth, and bandwidth while all ranks send to all."""
+
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.exchange import roll_call
+
+TIMEOUT_SECONDS = 120.0
+
+PINGS = 15
+"""Round trips of a pair, of which the fastest counts: what others take longer is the machine's time, not the link's."""
+FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 14, 1 << 26, 4
+"""Sizes of messages between a pair: the first is ten packets of a slow link, the last fits any memory."""
+ENOUGH_SECONDS = 0.02
+"""A message is large enough when it takes this long: a hundred times what it costs to send any, and what a token bucket
+lets pass for free does not show."""
+BRIEF_SECONDS = 0.1
+"""What takes less is done three times, of which the fastest counts."""
+LOADED_SECONDS = 0.05
+"""What a message takes alone that is sent to all ranks at once: as long on every link, so that all are still busy when
+the first ones arrive, and longer than ranks differ in when they start."""
+LOADED_BYTES = 1 << 28
+"""What a rank holds of such messages at most."""
+LOADED_REPEATS = 3
+_WORD = 1
+"""Tag of what ranks tell each other while messages may be under way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """What was measured between every two of P ranks. Matrices are (P, P): from the row's rank to the column's.
+
+    On the diagonal there is nothing to measure: NaN.
+    """
+
+    latency_seconds: np.ndarray
+    """Half a round trip of a few bytes."""
+    bytes_per_second: np.ndarray
+    """While the pair sends to each other, and every other rank is busy with one other peer at most."""
+    loaded_bytes_per_second: np.ndarray | None
+    """While every rank sends to all others at once, as an all-to-all does: links that pairs share show only here. None
+    where the backend cannot tell when each message arrives."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.latency_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """The matrices as lists of rows, with null on the diagonal; the inverse of :meth:`from_json`."""
+        return {name: None if matrix is None else _rows(matrix) for name, matrix in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Pairs":
+        """Read what :meth:`to_json` made."""
+        matrices: dict[str, Any] = {
+            name: None if rows is None else np.array(rows, dtype=float) for name, rows in values.items()
+        }
+        return cls(**matrices)
+
+
+def measure_pairs(
+    group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu", timeout: float = TIMEOUT_SECONDS
+) -> Pairs:
+    """Measure every two ranks of a group. Every rank of it must call this; all get the same result.
+
+    Takes a few seconds: messages grow until they take tens of milliseconds, which each pair agrees on for itself.
+
+    Args:
+        group: with gloo, nccl or xccl; the default group if None.
+        device: where the messages lie.
+        timeout: seconds after which ranks that do not answer are given up.
+
+    Raises:
+        RuntimeError: a rank is gone, or did not answer in time.
+    """
+    return _Meter(group, torch.device(device), timeout).measure()
+
+
+def rounds(size: int) -> Iterator[list[int]]:
+    """The rounds of a tournament: for each round the peer of every rank, and itself for one that has to pause.
+
+    In as many rounds as there are peers (one more where somebody has to pause) every rank meets every other once.
+    """
+    places = size + size % 2  # the last place of an odd number is the pause
+    for turn in range(places - 1):
+        # The last place stays where it is, and the others turn around it: the circle method.
+        peers = [(turn - rank) % (places - 1) for rank in range(places - 1)]
+        alone = next(rank for rank, peer in enumerate(peers) if rank == peer)
+        peers[alone] = places - 1
+        peers.append(alone)
+        yield [peer if peer < size else rank for rank, peer in enumerate(peers[:size])]
+
+
+class _Meter:
+    """Sends and takes times, on one rank."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
+        self._group, self._device = group or dist.group.WORLD, device
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        # One for all that follows: ranks that wait for each other then give up together.
+        self._deadline = time.monotonic() + timeout
+
+    def measure(self) -> Pairs:
+        roll_call.attend()
+        self._come_together()  # also opens what the backend opens with all ranks together
+        latency, bandwidth = self._nothing(), self._nothing()
+        for peers in rounds(self._size):
+            if (peer := peers[self._rank]) != self._rank:
+                # From the peer to here.
+                latency[peer, self._rank] = self._latency(peer)
+                bandwidth[peer, self._rank] = self._bandwidth(peer)
+        latency, bandwidth = self._gathered(latency), self._gathered(bandwidth)
+        loaded = self._gathered(self._loaded(bandwidth)) if self._tells_arrivals() else None
+        return Pairs(latency, bandwidth, loaded)
+
+    def _latency(self, peer: int) -> float:
+        times = []
+        ball = torch.zeros(8, dtype=torch.uint8, device=self._device)
+        serves = self._rank < peer
+        self._exchange(peer, 1)  # which opens the connection
+        for _ in range(PINGS):
+            started = time.perf_counter()
+            for sends in (serves, not serves):
+                self._wait(self._post(dist.isend if sends else dist.irecv, ball, peer), peer)
+            times.append(time.perf_counter() - started)
+        # The fastest but the first, which may find the ball there already.
+        return min(times[1:]) / 2
+
+    def _bandwidth(self, peer: int) -> float:
+        size, spent = FIRST_BYTES, self._exchange(peer, FIRST_BYTES)
+        while self._agreed(peer, spent < ENOUGH_SECONDS and size < LAST_BYTES):
+            size *= GROWTH
+            spent = self._exchange(peer, size)
+        if self._agreed(peer, spent < BRIEF_SECONDS):
+            spent = min(spent, self._exchange(peer, size), self._exchange(peer, size))
+        return size / spent
+
+    def _agreed(self, peer: int, wish: bool) -> bool:
+        """What the lower of two ranks wants: both have to do the same."""
+        wishes = torch.tensor([wish], dtype=torch.uint8, device=self._device)
+        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, wishes, peer), peer)
+        return bool(wishes.item())
+
+    def _exchange(self, peer: int, size: int) -> float:
+        """Seconds until a message from a peer is here, while it gets as large a one."""
+        for count in (1, size):  # the first says that the peer is there
+            there, here = (torch.zeros(count, dtype=torch.uint8, device=self._device) for _ in range(2))
+            self._synchronize()
+            started = time.perf_counter()
+            # Receives come first: gloo announces them on the same connection, where they would queue behind a message
+            # that is sent, and the two directions would then follow each other.
+            received, *sent = self._post_all([(dist.irecv, here, peer), (dist.isend, there, peer)])
+            self._wait([received], peer)
+            spent = time.perf_counter() - started
+            self._wait(sent, peer)
+        return spent
+
+    def _loaded(self, bandwidth: np.ndarray) -> np.ndarray:
+        """Bytes per second from every rank to this one, while everybody sends to everybody."""
+        # All ranks have the same bandwidths before them, and so agree on the sizes.
+        sizes = np.clip(LOADED_SECONDS * bandwidth, FIRST_BYTES, LOADED_BYTES // self._size)
+        sizes = np.nan_to_num(sizes).astype(int)
+        spent = [self._arrivals(sizes, repeat) for repeat in range(LOADED_REPEATS)]
+        loaded, peers = self._nothing(), np.arange(self._size) != self._rank
+        # The fastest would be that of a message which once was the first in its queue.
+        loaded[peers, self._rank] = sizes[peers, self._rank] / np.median(spent, axis=0)[peers]
+        return loaded
+
+    def _arrivals(self, sizes: np.ndarray, repeat: int) -> np.ndarray:
+        """Seconds until the message of each rank is here; a thread waits for each, as none can be asked."""
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        # Who is served first has an advantage, which must not look like a topology.
+        random.Random(f"{self._rank} {repeat}").shuffle(peers)
+        here = {peer: torch.zeros(sizes[peer, self._rank], dtype=torch.uint8) for peer in peers}
+        there = {peer: torch.zeros(sizes[self._rank, peer], dtype=torch.uint8) for peer in peers}
+        arrived, errors = np.zeros(self._size), []
+
+        def wait(peer: int, work: dist.Work) -> None:
+            try:
+                self._wait([work], peer)
+                arrived[peer] = time.perf_counter()
+            except RuntimeError as error:
+                errors.append(error)
+
+        receives = {peer: self._post(dist.irecv, here[peer], peer)[0] for peer in peers}
+        threads = [threading.Thread(target=wait, args=item, daemon=True) for item in receives.items()]
+        for thread in threads:
+            thread.start()
+        self._come_together()
+        started = time.perf_counter()
+        sends = {peer: self._post(dist.isend, there[peer], peer) for peer in peers}
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        for peer, works in sends.items():
+            self._wait(works, peer)
+        return np.maximum(arrived - started, 1e-6)  # others may have started a moment before
+
+    def _tells_arrivals(self) -> bool:
+        return self._device.type == "cpu" and dist.get_backend(self._group) == "gloo"
+
+    def _post(self, operation: Any, message: torch.Tensor, peer: int) -> list[dist.Work]:
+        return self._post_all([(operation, message, peer)])
+
+    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]], tag: int = 0) -> list[dist.Work]:
+        """Start sends and receives together, as NCCL needs them; one work for each where the backend has that."""
+        with self._naming({peer for *_, peer in operations}):
+            return dist.batch_isend_irecv(
+                [dist.P2POp(what, data, group=self._group, tag=tag, group_peer=peer) for what, data, peer in operations]
+            )
+
+    def _wait(self, works: list[dist.Work], peer: int) -> None:
+        with self._naming({peer}):
+            for work in works:
+                work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+        self._synchronize()
+
+    def _naming(self, peers: set[int]) -> roll_call.naming_the_lost:
+        members = dist.get_process_group_ranks(self._group)
+        return roll_call.naming_the_lost([members[rank] for rank in sorted({self._rank, *peers})], "probe")
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def _come_together(self) -> None:
+        self._of_all(torch.zeros(1))
+
+    def _of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """What every rank holds, shape (P, ...), pair by pair: so each rank notices itself which one is gone."""
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        there = values.to(self._device)
+        here = there.repeat(self._size, *[1] * values.ndim)
+        works = (
+            self._post_all(
+                [(dist.irecv, here[peer], peer) for peer in peers] + [(dist.isend, there, peer) for peer in peers],
+                _WORD,
+            )
+            if peers
+            else []
+        )
+        # A backend that starts them as one has one work for all of them.
+        for number, work in enumerate(works):
+            self._wait([work], peers[number % len(peers)])
+        return here.cpu()
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros((self._size, self._size))
+
+    def _gathered(self, column: np.ndarray) -> np.ndarray:
+        """The matrix of which every rank has its own column, and zeros elsewhere."""
+        columns = self._of_all(torch.tensor(column[:, self._rank], dtype=torch.float32))
+        gathered = columns.numpy().T.astype(float)
+        np.fill_diagonal(gathered, math.nan)
+        return gathered
+
+
+def plot(pairs: Pairs, file: Path | str) -> None:
+    """Draw the matrices as heat maps, side by side, in a format that the file's suffix names."""
+    from matplotlib.figure import Figure
+
+    every = [
+        ("latency / ms", pairs.latency_seconds, 1e3),
+        ("bandwidth of a pair / MB/s", pairs.bytes_per_second, 1e-6),
+        ("bandwidth while all send to all / MB/s", pairs.loaded_bytes_per_second, 1e-6),
+    ]
+    panels = [(title, matrix * unit) for title, matrix, unit in every if matrix is not None]
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    for axes, (title, matrix) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        image = axes.imshow(matrix, norm="log", cmap="viridis")
+        axes.set(title=title, xlabel="to rank", ylabel="from rank")
+        axes.locator_params(integer=True)
+        figure.colorbar(image, ax=axes)
+    figure.savefig(file)
+
+
+def _rows(matrix: np.ndarray) -> list[list[float | None]]:
+    return [[None if math.isnan(value) else value for value in row] for row in matrix.tolist()]

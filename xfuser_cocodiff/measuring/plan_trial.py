@@ -1,0 +1,83 @@
+"""Trials of plans: those that the model of the links finds best against the flat collective, on a message of a size.
+
+The model has errors, above all where a message takes about as long by several plans.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.traffic import Traffic
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.planner import ranking, seconds
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.measuring.stopwatch import race
+
+CONTENDERS = 3
+"""Plans that are tried beside the flat collective."""
+WORTH_A_TRIAL = 1.3
+"""Those that the model finds more than so many times slower than the best are not tried."""
+MUST_SAVE = 0.03
+"""Share of the flat collective's time that another plan must save in the trial."""
+EFFORTS = ((3, 5), (1, 3))
+"""How many calls a trial times in a row, and how often: the first for which there is time."""
+
+
+def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
+    """The plans other than flat that are worth a trial, those that the planner prefers first.
+
+    Flat by direct sends is always among them where the profile knows of these: that it sends fewest bytes does not
+    depend on how well the links were measured.
+    """
+    ranked = [plan for plan, _ in ranking(profile, message_bytes)]
+    limit = WORTH_A_TRIAL * seconds(profile, ranked[0], message_bytes)
+    flat = Plan.flat(profile.topology)
+    shapes: dict[frozenset, Plan] = {}  # the order of stages makes no difference to the model; one order is enough
+    if profile.direct:
+        shapes[frozenset(flat.stages)] = replace(flat, direct=(True,))
+    for plan in ranked:
+        if plan != flat and seconds(profile, plan, message_bytes) <= limit:
+            shapes.setdefault(frozenset(plan.stages), plan)
+    return list(shapes.values())[:CONTENDERS]
+
+
+def trial_seconds(profile: Profile, others: list[Plan], size: int, effort: tuple[int, int]) -> float:
+    """How long a trial of a size takes, as far as the model knows."""
+    plans = [Plan.flat(profile.topology), *others]
+    return sum(seconds(profile, plan, size) for plan in plans) * (math.prod(effort) + 1)
+
+
+def tried(
+    mesh: Mesh, others: list[Plan], size: int, effort: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+) -> Plan:
+    """The plan that is fastest for a size, found by a trial among all ranks, each of which must call this.
+
+    Args:
+        mesh: what the plans are of. Nothing may be under way in it.
+        others: plans to hold against the flat one.
+        size: of the message, in bytes.
+        effort: calls in a row, and rounds.
+        group: all ranks of the mesh.
+        device: where messages lie.
+    """
+    trials, flat = replace(mesh, traffic=Traffic()), Plan.flat(mesh.topology)
+    if not others:
+        return flat
+
+    share = max(1, size // mesh.topology.size)
+    message = torch.zeros(mesh.topology.size * share, dtype=torch.uint8, device=device)
+
+    def work(plan: Plan) -> Callable[[], torch.Tensor]:
+        return functools.partial(trials.all_to_all, message.view(*plan.shape, share), plan)
+
+    works = [work(plan) for plan in (flat, *others)]
+    race(works, 1, 1, group, device)  # opens connections and allocates
+    by_flat, *by_others = map(median, race(works, *effort, group, device))
+    best = min(range(len(others)), key=by_others.__getitem__)
+    return others[best] if by_others[best] < (1 - MUST_SAVE) * by_flat else flat

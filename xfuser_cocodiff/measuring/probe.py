@@ -1,0 +1,258 @@
+"""The probe: measures what the planner needs to know of the links of a mesh.
+
+Every figure is taken while all ranks communicate, since that is what an all-to-all does, and is that of the slowest
+rank; all ranks of the group end up with the same profile. It comes in pieces, of which each takes a tenth of a second
+or two on slow links, so that a run can take them one after the other.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.codec.codec import Codec, Reference, decode, encode
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.traffic import Label, Traffic
+from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine.plan import Plan, Stage
+from xfuser_cocodiff.machine.planner import stage_cost
+from xfuser_cocodiff.machine.profile import AxisLink, Profile
+from xfuser_cocodiff.machine.topology import Axis
+from xfuser_cocodiff.measuring.stopwatch import pace
+
+_PEER_BYTES = 64
+"""Sent to each peer to see what a collective costs when there is next to nothing to send."""
+_FIRST_BYTES, _LAST_BYTES, _GROWTH = 2**15, 2**26, 4
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
+"""A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
+little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
+_SMALL_CALLS, ROUNDS = 3, 3
+_LABEL = Label("probe")
+_SQUARE = 512
+"""Side of the matrices that are multiplied while a message travels."""
+_CODEC = Codec(bits=2)
+_COPIED_BYTES = {False: 2**20, True: 2**27}
+_CODED_TOKENS, _CODED_CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
+"""What copies and the codec are timed by, tokens of 128 values and calls in a row, by whether the device queues work.
+There, less would show what it costs to launch kernels, which is hidden while the host is ahead."""
+COPY, CODEC, OVERLAP, DIRECT = "copy", "codec", "overlap", "direct "
+"""Names of pieces; those of stages are their axes, with another one of direct sends for each."""
+
+Sample = tuple[float, int, float]
+"""One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
+
+
+def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profile:
+    """Measure the profile of a mesh, all of it. Every rank of the group must call this.
+
+    Args:
+        mesh: made over `group`, with a group for every axis of its topology and for all of them.
+        group: all ranks of the mesh.
+        device: where the tensors of the all-to-alls lie.
+    """
+    probe = Probe(mesh, group, device)
+    while probe.missing:
+        probe.go_on()
+    profile = probe.profile
+    assert profile is not None  # nothing is missing
+    return profile
+
+
+class Probe:
+    """The probe of a mesh, piece by piece. All ranks must call its methods alike.
+
+    Args:
+        mesh: made over `group`, with a group for every axis of its topology and for all of them.
+        group: all ranks of the mesh.
+        device: where the tensors of the all-to-alls lie.
+        found: pieces that are known already; further ones are added to it.
+        rounds: how often a figure is taken; the fastest counts.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        found: dict[str, Sample | float] | None = None,
+        rounds: int = ROUNDS,
+    ) -> None:
+        self.mesh, self.group, self.device = dataclasses.replace(mesh, traffic=Traffic()), group, device
+        self.found = {} if found is None else found
+        self._rounds = rounds
+        self._stages = self._all_stages()
+
+    def _all_stages(self) -> dict[str, Stage]:
+        """The stages to measure, by name: each axis along which anything moves, and all of them."""
+        topology = self.mesh.topology
+        stages: dict[str, Stage] = {axis.name: (dim,) for dim, axis in enumerate(topology.axes) if axis.size > 1}
+        flat = Plan.flat(topology).stages[0]
+        return {**stages, "+".join(stages): flat} if len(flat) > 1 else stages
+
+    @property
+    def missing(self) -> list[str]:
+        """Pieces that are not known yet, those that a profile cannot do without first."""
+        pieces = [*self._stages, COPY, CODEC]
+        if devices.of(self.device.type).sends_directly:
+            # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
+            pieces += [DIRECT + name for name in self._stages]
+        elif self._stages:
+            # What overlaps on a CPU, layers find out by trying; on an accelerator the host does not see how long.
+            pieces.append(OVERLAP)
+        return [piece for piece in pieces if piece not in self.found]
+
+    def go_on(self) -> None:
+        """Measure the next piece."""
+        piece = self.missing[0]
+        others = {COPY: self._copy_speed, CODEC: self._codec_speed, OVERLAP: self.overlap}
+        if piece in others:
+            self.found[piece] = others[piece]()
+        else:
+            self.found[piece] = self._sample(self._stages[piece.removeprefix(DIRECT)], piece.startswith(DIRECT))
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the pieces so far say of the machine; None where they are too few. The planner counts on direct sends
+        only when all is known."""
+        if any(piece not in self.found for piece in (*self._stages, COPY, CODEC)):
+            return None
+        profile = dataclasses.replace(self._profile(""), overlap=self._speeds.get(OVERLAP))
+        if self.missing or not devices.of(self.device.type).sends_directly:
+            return profile
+        return dataclasses.replace(profile, direct=self._profile(DIRECT))
+
+    def _profile(self, kind: str) -> Profile:
+        topology = self.mesh.topology
+        samples = {name: found for name, found in self.found.items() if isinstance(found, tuple)}
+        axes = [samples.get(kind + axis.name) for axis in topology.axes]
+        flat = Plan.flat(topology).stages[0]
+        whole = samples[kind + "+".join(self._axis_names)] if len(flat) > 1 else None
+        launch = _launch_seconds(topology.shape, axes, whole)
+        links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
+        profile = Profile(topology, links, launch, self._speeds[COPY], self._speeds[CODEC])
+        if whole is None:
+            return profile
+        _, more_bytes, more_seconds = whole
+        return dataclasses.replace(profile, contention=more_seconds / stage_cost(profile, flat, more_bytes).wire)
+
+    @property
+    def _speeds(self) -> dict[str, float]:
+        """Of the pieces that are no samples."""
+        return {name: found for name, found in self.found.items() if not isinstance(found, tuple)}
+
+    @property
+    def _axis_names(self) -> list[str]:
+        return [axis.name for axis in self.mesh.topology.axes if axis.size > 1]
+
+    def _sample(self, stage: Stage, direct: bool) -> Sample:
+        """Small messages, then larger ones until they take long enough to show the bandwidth."""
+        size = self.mesh.topology.size
+        small = self._seconds(stage, direct, _PEER_BYTES * size, _SMALL_CALLS)
+        message, enough = _FIRST_BYTES, small + max(_SHORTEST_SECONDS, min(_LONGEST_SECONDS, 10 * small))
+        # On slow links it is these messages that take long: one call each, and more of the one that is long enough.
+        taken = self._long_enough(stage, direct, message, enough)
+        while taken < enough and message < _LAST_BYTES:
+            message *= _GROWTH
+            taken = self._long_enough(stage, direct, message, enough)
+        return small, message - _PEER_BYTES * size, max(taken - small, 1e-9)
+
+    def _long_enough(self, stage: Stage, direct: bool, message: int, enough: float) -> float:
+        """Seconds of a message, taken with care where they are enough."""
+        taken = self._seconds(stage, direct, message, 1, rounds=1)
+        if taken < enough or self._rounds == 1:
+            return taken
+        return min(taken, self._seconds(stage, direct, message, 1, rounds=self._rounds - 1))
+
+    def _copy_speed(self) -> float:
+        """Bytes per second at which a message is reordered between two stages."""
+        size = self.mesh.topology.size
+        share = _COPIED_BYTES[devices.of(self.device.type).queues] // size**2
+        buffer = torch.empty(size, size, share, dtype=torch.uint8, device=self.device).transpose(0, 1)
+        return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
+
+    def _codec_speed(self) -> float:
+        """Bytes of values per second that go through a codec: coded here, and others decoded."""
+        queues = devices.of(self.device.type).queues
+        values = torch.randn(1, 1, 1, _CODED_TOKENS[queues], 2**7, device=self.device)
+        values = values.to(torch.bfloat16) if queues else values
+        target = torch.empty_like(values)
+        payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        sent, received = Reference(), Reference()
+        for reference in (sent, received):
+            reference.advance(torch.zeros_like(values), keeps_change=False)
+
+        def code() -> None:
+            encode(values, sent, _CODEC, None, payload)
+            decode(payload, received, _CODEC, None, target)
+
+        return values.nbytes / self._taken(code, _CODED_CALLS[queues])
+
+    def overlap(self) -> float:
+        """Share of an exchange that hides behind computation: both at once against each alone.
+
+        It is 0 where an exchange holds up the host or the device until it is done, as under oneCCL's CCL_OP_SYNC=1. It
+        goes by axis, as the one of V may, and is as long as a flat one that shows the bandwidth.
+        """
+        topology = self.mesh.topology
+        plan = Plan.hierarchical(topology)
+        share = self._sample(Plan.flat(topology).stages[0], False)[1] // topology.size
+        message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=self.device)
+        square = torch.randn(_SQUARE, _SQUARE, device=self.device)
+
+        def compute(times: int) -> None:
+            for _ in range(times):
+                torch.mm(square, square)
+
+        def both(times: int) -> None:
+            handle = self.mesh.post(message, plan, _LABEL, lambda received: received)
+            compute(times)
+            handle.wait()
+
+        exchange = self._taken(lambda: both(0), 1)
+        times = max(1, round(exchange / self._taken(lambda: compute(_SMALL_CALLS), 1) * _SMALL_CALLS))
+        computation, together = (self._taken(functools.partial(work, times), 1) for work in (compute, both))
+        hidden = (exchange + computation - together) / min(exchange, computation)
+        return min(max(hidden, 0.0), 1.0)
+
+    def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
+        """Of a message; with `rounds`, timed so often right after others along the same stage."""
+        topology = self.mesh.topology
+        peers = math.prod(topology.shape[dim] for dim in stage)
+        message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
+        plan = Plan(topology, (stage,), direct=(direct,))
+        return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls, rounds)
+
+    def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
+        # The fastest: what others take longer is the time of something else on the machine.
+        return min(pace(work, calls, rounds or self._rounds, self.group, self.device, is_warm=rounds is not None))
+
+
+def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:
+    if sample is None:  # nobody to send to
+        return AxisLink(axis.name, 0.0, 1.0)
+    (small, more_bytes, more_seconds), peers = sample, axis.size - 1
+    return AxisLink(
+        axis.name,
+        latency_seconds=(small - launch) / peers,
+        bytes_per_second=more_bytes * peers / axis.size / more_seconds,
+    )
+
+
+def _launch_seconds(shape: tuple[int, ...], axes: list[Sample | None], whole: Sample | None) -> float:
+    """Solve small messages for what a collective costs beside its peers.
+
+    An axis of size s costs launch + (s - 1) latency. The flat collective costs launch once and each latency as often as
+    there are peers that differ on that axis first; everything but the launch is measured.
+    """
+    if whole is None:
+        return 0.0  # one axis: nothing tells launch and latency apart, and no plan depends on it
+    inner, weights, weighted = 1, 0, 0.0
+    for size, sample in zip(reversed(shape), reversed(axes), strict=True):
+        if sample is not None:
+            weights, weighted = weights + inner, weighted + inner * sample[0]
+        inner *= size
+    cheapest = min(sample[0] for sample in axes if sample is not None)
+    return min(max((weighted - whole[0]) / (weights - 1), 0.0), 0.9 * cheapest)

@@ -1,0 +1,102 @@
+"""Times communication on all ranks of a group at once."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.machine import device as devices
+
+
+def race(
+    works: Sequence[Callable[[], object]],
+    calls: int,
+    rounds: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    after: Callable[[], object] = lambda: None,
+) -> list[list[float]]:
+    """Seconds of one call of each piece of work, per round, on the slowest rank; the same on every rank.
+
+    They take turns, so that all of them meet the same machine, and in every round another one begins.
+
+    Args:
+        works: what every rank of the group does, in the same order; each waits for what it starts.
+        calls: in a row; what one of them waits for stragglers of the one before is part of its time.
+        rounds: how often all of them have their turn.
+        group: the ranks.
+        device: where they work.
+        after: called after each turn, when no clock runs.
+    """
+    times = torch.empty(len(works), rounds, dtype=torch.float64)
+    order = list(range(len(works)))
+    for turn in range(rounds):
+        first = turn % len(works)
+        for number in order[first:] + order[:first]:
+            _come_together(group, device)
+            started = time.perf_counter()
+            for _ in range(calls):
+                works[number]()
+            _synchronize(device)
+            times[number, turn] = (time.perf_counter() - started) / calls
+            after()
+    return _of_all(times.to(device), group).amax(0).tolist()
+
+
+def pace(
+    work: Callable[[], object],
+    calls: int,
+    rounds: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    is_warm: bool = False,
+) -> list[float]:
+    """Seconds of one call of a piece of work, per round, on the slowest rank; the same on every rank.
+
+    One call before the rounds is not timed: it opens connections, allocates, and brings those ranks together that the
+    work is shared by. That costs less than :func:`race`, whose works are told apart more surely.
+
+    Args:
+        work: what every rank of the group does; it waits for what it starts.
+        calls: in a row.
+        rounds: how often they are timed.
+        group: the ranks.
+        device: where they work.
+        is_warm: whether something like it has been timed just before, so that no call need go untimed.
+    """
+    times = torch.empty(rounds, dtype=torch.float64)
+    if not is_warm:
+        work()
+    _synchronize(device)
+    for turn in range(rounds):
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _synchronize(device)
+        times[turn] = (time.perf_counter() - started) / calls
+    return _of_all(times.to(device), group).amax(0).tolist()
+
+
+def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:
+    _of_all(torch.zeros(1, device=device), group)
+    _synchronize(device)
+
+
+def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What every rank holds, shape (P, ...), by an all-to-all: there every rank notices itself if one is gone."""
+    size = group.size()
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        values = values.cpu()
+    with roll_call.naming_the_lost(group, "stopwatch"):
+        found = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
+        if isinstance(found, functional.AsyncCollectiveTensor):
+            found = found.wait()
+    return found.view(size, *values.shape)
+
+
+def _synchronize(device: torch.device) -> None:
+    if devices.of(device.type).queues:
+        torch.accelerator.synchronize()

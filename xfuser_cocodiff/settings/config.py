@@ -1,0 +1,303 @@
+"""What the user asked for: flags and environment become one frozen, validated record."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.codec.memory import GIB
+from xfuser_cocodiff.codec.modes import CodecSchedule
+from xfuser_cocodiff.machine import launcher
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import FLAT, Topology
+from xfuser_cocodiff.settings.options import ACROSS_NODES, AUTO, EXACT, MODES, OFF, OPTIONS, OVERLAPS, Option
+from xfuser_cocodiff.settings.placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
+
+_CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the user fixed of how exchanges overlap with computation; None is left to a trial."""
+
+    v_first: bool | None = None
+    """Whether V's exchange starts before Q and K are there."""
+    head_groups: int | None = None
+    """Groups of a rank's heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CocoDiffConfig:
+    """The plugin's settings for one engine, the same on every rank."""
+
+    topology: Topology
+    """Levels of every Ulysses group."""
+
+    ring: str = OUTER
+    """Where the ring lies: one of PLACEMENTS."""
+
+    plan: Plan | None = None
+    """How the all-to-all runs; None leaves it to the planner."""
+
+    profile: Profile | None = None
+    """What the planner goes by; None lets it probe the links."""
+
+    timeout: float | None = None
+    """Seconds that a collective may take; None is torch's default."""
+
+    overlap: Overlap = Overlap()
+    """What overlaps with computation."""
+
+    mode: str = EXACT
+    """One of MODES."""
+
+    schedule: str | None = None
+    """Changes to the mode's schedule."""
+
+    slow_axes: tuple[str, ...] | None = None
+    """Axes on which the mode may approximate; None leaves it to the profile."""
+
+    virtual: Topology | None = None
+    """Of ranks that one rank stands for."""
+
+    max_error: float | None = None
+    """Relative error above which a step is followed by an exact one."""
+
+    memory_budget: int | None = None
+    """Bytes that references may take on each rank."""
+
+    kernels: str = AUTO
+    """One of kernels.CHOICES."""
+
+    synchronous: bool = False
+    """Whether the machine is told to run collectives one by one (CCL_OP_SYNC): on an accelerator nothing is hidden."""
+
+    cache: Path | None = None
+    """Folder that keeps what is found of the machine; None keeps nothing."""
+
+    detected: bool = False
+    """Whether the topology was read from the launcher rather than given."""
+
+    def __post_init__(self) -> None:
+        _check_choice("cocodiff_mode", self.mode, MODES)
+
+
+def resolve(
+    values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks, device_type: str = "cuda"
+) -> CocoDiffConfig | None:
+    """Combine flags and environment variables; flags win.
+
+    Args:
+        values: option fields as parsed; None or False means not given.
+        environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
+        ranks: those that share a sequence.
+        device_type: where this rank's tensors lie, as PyTorch names it.
+
+    Returns:
+        The settings, or None when the plugin is not asked for.
+
+    Raises:
+        ValueError: names the flag or variable, its value and what is valid.
+    """
+    chosen = {option.field: _choose(option, values, environment) for option in OPTIONS}
+    use, source = chosen["use_cocodiff"]
+    if not _as_bool(use, source):
+        return None
+    mode, source = chosen["cocodiff_mode"]
+    _check_choice(source, mode or EXACT, MODES)
+    virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.ulysses))
+    ground = _ground(chosen, ranks)
+    topology = ground.topology
+    mode = mode or (ACROSS_NODES if virtual else usual_mode(ground.detected))
+    v_first, source = chosen["cocodiff_v_first"]
+    _check_choice(source, v_first or AUTO, OVERLAPS)
+    overlap = Overlap(
+        v_first={"on": True, "off": False}.get(v_first), head_groups=_read(chosen["cocodiff_head_groups"], _head_groups)
+    )
+    return CocoDiffConfig(
+        topology=topology,
+        plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
+        ring=ground.ring,
+        profile=ground.profile
+        or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
+        timeout=_read(chosen["cocodiff_timeout"], _seconds),
+        overlap=overlap,
+        mode=mode,
+        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode)),
+        slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology)),
+        virtual=virtual,
+        max_error=_read(chosen["cocodiff_max_error"], _error),
+        memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
+        kernels=_read(chosen["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
+        synchronous=launcher.collectives_block(environment),
+        cache=_read(chosen[_CACHE.field], _cache) if chosen[_CACHE.field][0] else cache_folder(environment),
+        detected=chosen["cocodiff_topology"][0] is None,
+    )
+
+
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> Ground:
+    given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
+    profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
+    wanted, source = chosen["cocodiff_ring"]
+    _check_choice(source, wanted or AUTO, (AUTO, *PLACEMENTS))
+    mode = chosen["cocodiff_mode"][0]
+    try:
+        return settle(
+            ranks,
+            given,
+            None if wanted == AUTO else wanted,
+            profile,
+            lambda topology: modes.usual(mode or usual_mode(topology), None),
+        )
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _topology(text: str, ranks: Ranks) -> Topology:
+    """Of a Ulysses group, or of all ranks."""
+    if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.whole:
+        return Topology.parse(text)
+    return Topology.parse(text, ranks.ulysses)
+
+
+def usual_mode(detected: Topology) -> str:
+    """The mode of Ulysses groups for which none is given."""
+    return ACROSS_NODES if has_nodes(detected) else EXACT
+
+
+def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:
+    """A value by its parser, whose error then names the source; None where none was given."""
+    value, source = chosen
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _plan(text: str, topology: Topology) -> Plan | None:
+    if text == AUTO:
+        return None
+    try:
+        return Plan.parse(text, topology)
+    except ValueError as error:
+        raise ValueError(f"{error}, or {AUTO!r}") from None
+
+
+def _profile(text: str, topology: Topology, ranks: Ranks) -> Profile:
+    profile = Profile.read(Path(text))
+    if profile.topology != topology:
+        beside = f", and {ranks.detected_whole} with its rings" if ranks.ring > 1 else ""
+        raise ValueError(
+            f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}{beside}; "
+            "--cocodiff_topology can say that they are the same"
+        )
+    return profile
+
+
+def _schedule(text: str, mode: str) -> str:
+    usual = modes.usual(mode, None)
+    if usual is None:
+        raise ValueError(
+            f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
+        )
+    CodecSchedule.parse(text, usual)
+    return text
+
+
+def _virtual(text: str, degree: int) -> Topology:
+    if degree > 1:
+        raise ValueError(f"{text!r} is for one rank that stands for many; valid with it is --ulysses_degree 1")
+    return Topology.parse(text)
+
+
+def _axes(text: str, topology: Topology) -> tuple[str, ...]:
+    known, found = [axis.name for axis in topology.axes], tuple(name.strip() for name in text.split(","))
+    if not set(found) <= set(known):
+        raise ValueError(f"{text!r} is not valid; the axes of the topology {topology} are {', '.join(known)}")
+    return found
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path | None:
+    """The folder that keeps what is found of the machine, as variables have it; None where nothing is kept."""
+    if text := environment.get(_CACHE.variable):
+        return _cache(text)
+    try:
+        return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache", "cocodiff")
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
+
+
+def _cache(text: str) -> Path | None:
+    if text != OFF and Path(text).exists() and not Path(text).is_dir():
+        raise ValueError(f"{text!r} is not valid; valid are a folder and {OFF!r}")
+    return None if text == OFF else Path(text)
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, "seconds above 0")
+
+
+def _error(text: str) -> float:
+    return _positive(text, "numbers above 0, such as 0.05")
+
+
+def _gib(text: str) -> int:
+    return int(_positive(text, "GiB above 0, such as 2.5") * GIB)
+
+
+def _kernels(text: str, device_type: str) -> str:
+    if text not in kernels.CHOICES:
+        raise ValueError(f"{text!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
+    kernels.resolved(text, device_type)  # whether it can be had
+    return text
+
+
+def _positive(text: str, valid: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not valid; valid are {valid}")
+    return value
+
+
+def _head_groups(text: str) -> int | None:
+    if text == AUTO:
+        return None
+    if not (str(text).isdecimal() and int(text) >= 1):
+        raise ValueError(f"{text!r} is not valid; valid are {AUTO!r} and numbers from 1")
+    return int(text)
+
+
+def given(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """The options that the user gave, each with the flag or variable that counts."""
+    said = {option.field: _choose(option, values, environment) for option in OPTIONS}
+    return {option.field: said[option.field][1] for option in OPTIONS if said[option.field][0] != option.default}
+
+
+def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, str]:
+    """The option's value and the name under which the user gave it."""
+    value = values.get(option.field)
+    if value not in (None, False):
+        return value, option.flag
+    if environment.get(option.variable):
+        return environment[option.variable], option.variable
+    return option.default, option.flag
+
+
+def _as_bool(value: Any, source: str) -> bool:
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(f"{source}={value!r} is not valid; valid are {', '.join(_TRUE)} and {', '.join(_FALSE[:-1])}")
+    return text in _TRUE
+
+
+def _check_choice(source: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{source}: {value!r} is not valid; valid are {', '.join(choices)}")

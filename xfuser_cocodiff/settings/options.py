@@ -1,0 +1,154 @@
+"""The options of the plugin: names, variables, defaults and what is said of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.machine import launcher, plan
+from xfuser_cocodiff.machine.topology import NOTATION
+from xfuser_cocodiff.settings.placement import PLACEMENTS
+
+AUTO = "auto"
+OFF = "off"
+EXACT = "exact"
+MODES = (EXACT, "paper", "balanced", "fast")
+ACROSS_NODES = "balanced"
+"""The mode where none is given and ranks lie on several nodes; within a node it is exact."""
+OVERLAPS = (AUTO, "on", "off")
+ASKED = "use_cocodiff"
+"""The option that asks for the plugin."""
+RECORD_VARIABLE = "COCODIFF_RECORD"
+"""Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
+TRACE_VARIABLE = "COCODIFF_TRACE"
+"""Environment variable: when set, a trace of the last steps is recorded too."""
+OTHER_VARIABLES = (
+    *(RECORD_VARIABLE, TRACE_VARIABLE, launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE"),
+    *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
+)
+"""Variables that are no options: of the entry point, the emulated cluster and the scripts."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the plugin: a flag of xDiT's parsers, a field of its arguments and an environment variable."""
+
+    field: str
+    variable: str
+    default: Any
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.field}"
+
+
+OPTIONS = (
+    Option(ASKED, "COCODIFF_ENABLE", False, "Run Ulysses attention over CoCoDiff's exchanges."),
+    Option(
+        "cocodiff_topology",
+        "COCODIFF_TOPOLOGY",
+        None,
+        f"Topology of a Ulysses group: {NOTATION}. With --ring_degree it may be that of all ranks of both. Detected "
+        "from the launcher when not given.",
+    ),
+    Option(
+        "cocodiff_ring",
+        "COCODIFF_RING",
+        None,
+        "Where the ring lies with --ring_degree: outer (xDiT's own: across the machine, Ulysses among neighbouring "
+        "ranks), inner (the other way round), or auto (the default): what a --cocodiff_profile of all ranks finds "
+        "faster, else outer.",
+        (AUTO, *PLACEMENTS),
+    ),
+    Option(
+        "cocodiff_a2a",
+        "COCODIFF_A2A",
+        None,
+        f"Plan of the all-to-all: {AUTO!r} (the default, the planner's choice for each size), {plan.NOTATION}.",
+    ),
+    Option(
+        "cocodiff_profile",
+        "COCODIFF_PROFILE",
+        None,
+        "What the planner goes by: a file that `cocodiff probe --json` wrote. The links are probed when not given.",
+    ),
+    Option(
+        "cocodiff_timeout",
+        "COCODIFF_TIMEOUT",
+        None,
+        "Seconds after which an all-to-all that a rank does not answer ends the job; torch's default when not given.",
+    ),
+    Option(
+        "cocodiff_v_first",
+        "COCODIFF_V_FIRST",
+        None,
+        "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if that is faster.",
+        OVERLAPS,
+    ),
+    Option(
+        "cocodiff_head_groups",
+        "COCODIFF_HEAD_GROUPS",
+        None,
+        f"Groups of a rank's heads, of which one attends while others travel: {AUTO} (the default) or their number.",
+    ),
+    Option(
+        "cocodiff_mode",
+        "COCODIFF_MODE",
+        None,
+        "What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate. Without it, "
+        f"{ACROSS_NODES} where the launcher started ranks on several nodes, else exact.",
+        MODES,
+    ),
+    Option(
+        "cocodiff_schedule",
+        "COCODIFF_SCHEDULE",
+        None,
+        f"Changes to a mode's schedule, such as {modes.NOTATION}.",
+    ),
+    Option(
+        "cocodiff_slow_axes",
+        "COCODIFF_SLOW_AXES",
+        None,
+        "Axes on which a mode may approximate, such as 'node,gpu'; those that the profile finds slow when not given.",
+    ),
+    Option(
+        "cocodiff_virtual",
+        "COCODIFF_VIRTUAL",
+        None,
+        "Topology of ranks that are not there: with --ulysses_degree 1, approximate as they would, to see the cost.",
+    ),
+    Option(
+        "cocodiff_max_error",
+        "COCODIFF_MAX_ERROR",
+        None,
+        "Relative error of a layer's values above which the next step travels exactly; no bound when not given.",
+    ),
+    Option(
+        "cocodiff_memory_budget",
+        "COCODIFF_MEMORY_BUDGET",
+        None,
+        "GiB that a mode's references may take on each rank; no bound when not given.",
+    ),
+    Option(
+        "cocodiff_kernels",
+        "COCODIFF_KERNELS",
+        None,
+        f"What codes values and moves them: triton, torch, or {AUTO} (the default): Triton on accelerators.",
+        kernels.CHOICES,
+    ),
+    Option(
+        "cocodiff_cache",
+        "COCODIFF_CACHE",
+        None,
+        "Folder that keeps what is found of this machine, so that the next process starts with it; off keeps nothing. "
+        "~/.cache/cocodiff when not given.",
+    ),
+    Option(
+        launcher.SHARE_FIELD,
+        launcher.SHARE_VARIABLE,
+        False,
+        "Several ranks have one device: messages go through the host's memory. Found out where ranks outnumber them.",
+    ),
+)

@@ -1,0 +1,4 @@
+"""The sites of xDiT where Q, K, V and O travel, over the plugin's exchanges.
+In: what xDiT's USP and its exchanges are given.
+Out: `usp.patches`, `sites.patches`, `ring_attention.patches`.
+"""

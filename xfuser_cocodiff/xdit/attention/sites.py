@@ -1,0 +1,100 @@
+"""The sites of xDiT where the Ulysses exchange happens."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.xdit.engine.engine import active
+from xfuser_cocodiff.xdit.patching.patch import Patch
+
+_USP = "xfuser.model_executor.layers.usp"
+
+
+def patches() -> list[Patch]:
+    """Rows that put the exchange in place."""
+    return [
+        Patch(_USP, "_ft_c_input_all_to_all", "Q, K or V: sequence to heads", _single(HEADS, SEQUENCE), ("x",)),
+        Patch(_USP, "_ft_c_output_all_to_all", "O: heads to sequence", _single(SEQUENCE, HEADS), ("x",)),
+        Patch(_USP, "_combined_qkv_all_to_all", "Q, K and V in one message", _packed(_alike), ("q", "k", "v", "extra")),
+        Patch(
+            _USP, "_combined_gqa_qkv_all_to_all", "with fewer K/V heads", _packed(_grouped), ("q", "k", "v", "extra")
+        ),
+        Patch(
+            "yunchang.comm.all_to_all",
+            "all_to_all_4D",
+            "xDiT's long-context attention (StepVideo, SANA)",
+            _yunchang,
+            ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
+        ),
+    ]
+
+
+def _fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
+    """Whether the exchange can take these tensors. What it leaves, stock handles or rejects in its own words.
+
+    Depends on shapes and dtypes only, which are the same on every rank.
+    """
+    return mesh is not None and all(
+        tensor.ndim == 4 and tensor.shape[dim] % mesh.topology.size == 0 and tensor.dtype == tensors[0].dtype
+        for tensor in tensors
+    )
+
+
+def _single(scatter_dim: int, gather_dim: int) -> Callable[[Callable], Callable]:
+    def replace(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def all_to_all(x: torch.Tensor) -> torch.Tensor:
+            mesh = active().mesh
+            return reshard([x], scatter_dim, gather_dim, mesh)[0] if _fits((x,), scatter_dim, mesh) else original(x)
+
+        return all_to_all
+
+    return replace
+
+
+def _packed(fit_together: Callable[..., bool]) -> Callable[[Callable], Callable]:
+    def replace(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def all_to_all(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            tensors, mesh = (q, k, v, *extra), active().mesh
+            if not (_fits(tensors, HEADS, mesh) and fit_together(*tensors)):
+                return original(*tensors)
+            return tuple(reshard(tensors, HEADS, SEQUENCE, mesh))
+
+        return all_to_all
+
+    return replace
+
+
+def _alike(*tensors: torch.Tensor) -> bool:
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor) -> bool:
+    """Whether K and V may have fewer heads than Q: what else differs, stock rejects."""
+    return q.shape[::3] == k.shape[::3] and _alike(k, v) and _alike(q, *extra)
+
+
+def _yunchang(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def all_to_all_4D(  # noqa: N802 (yunchang's name)
+        input: torch.Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        group: dist.ProcessGroup | None = None,
+        use_sync: bool = False,
+    ) -> torch.Tensor:
+        from yunchang.globals import PROCESS_GROUP
+
+        mesh = active().mesh if group is PROCESS_GROUP.ULYSSES_PG else None
+        if {scatter_idx, gather_idx} != {1, 2} or use_sync or not _fits((input,), scatter_idx, mesh):
+            return original(input, scatter_idx, gather_idx, group, use_sync)
+        return reshard([input], scatter_idx, gather_idx, mesh)[0]
+
+    return all_to_all_4D

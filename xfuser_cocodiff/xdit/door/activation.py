@@ -1,0 +1,129 @@
+"""Puts the patch table in place and takes it away again."""
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+from xfuser_cocodiff import autoload
+from xfuser_cocodiff.settings.options import RECORD_VARIABLE
+from xfuser_cocodiff.xdit.attention import ring_attention, sites, usp
+from xfuser_cocodiff.xdit.clock import recorder, run_clock
+from xfuser_cocodiff.xdit.door import flags, used
+from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
+from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
+from xfuser_cocodiff.xdit.platform import platform
+
+PACKAGE = "xfuser"
+SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
+"""Versions of xfuser whose sites the table fits."""
+
+_installed: PatchSet | None = None
+_clock: run_clock.Clock | None = None
+"""Of what is installed."""
+
+
+def install() -> bool:
+    """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`."""
+    global _installed, _clock
+    autoload.unwatch()
+    if _installed is None or _installed.withdrawn:
+        clock = run_clock.Clock(recorders())
+        patch_set = PatchSet(table(clock), PACKAGE)
+        if reason := obstacle(patch_set):
+            note(f"xDiT stays as it is: {reason}")
+            return False
+        patch_set.install()
+        _installed, _clock = patch_set, clock
+    return not _installed.withdrawn
+
+
+def uninstall() -> None:
+    """Restore every site, or have none patched when xDiT is imported later."""
+    global _installed, _clock
+    autoload.unwatch()
+    if _installed is not None:
+        if PACKAGE in sys.modules:
+            engine.active().close()
+        _clock.close()
+        _installed.uninstall()
+        _installed = _clock = None
+
+
+def run(steps: int | None) -> run_clock.Sampling:
+    """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
+    in_use = _installed is not None and not _installed.withdrawn and PACKAGE in sys.modules
+    return run_clock.Sampling(_clock if in_use else None, steps)
+
+
+def recorders() -> list[recorder.Recorder]:
+    """Who keeps a record, where one was asked for."""
+    folder = os.environ.get(RECORD_VARIABLE)
+    return [recorder.Recorder(Path(folder), rank=int(os.environ.get("RANK", "0")))] if folder else []
+
+
+def table(clock: run_clock.Clock | None = None) -> list[Patch]:
+    """Every row for this machine."""
+    here, clock = platform.detect(), clock or run_clock.Clock(recorders())
+    return [
+        *(platform.patches(here) if here else []),
+        *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
+        *flags.patches(),
+        *ring.patches(),
+        *start.patches(),
+        *sites.patches(),
+        *usp.patches(),
+        *lost.patches(),
+        *used.patches(),
+        *clock.patches(),
+        *(row for each in clock.listeners if isinstance(each, recorder.Recorder) for row in recorder.patches(each)),
+    ]
+
+
+def obstacle(patch_set: PatchSet) -> str | None:
+    """Why a patch set cannot be installed here; None when it can."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "xfuser is not installed"
+    version = xdit_version()
+    if version is not None and version not in SUPPORTED:
+        return f"xfuser {version} is not supported, only {SUPPORTED}"
+    problems = patch_set.problems()
+    return f"it is not the xfuser that this plugin knows ({'; '.join(problems)})" if problems else None
+
+
+def xdit_version() -> str | None:
+    """Version of the installed xfuser; None where it is absent or runs from a source tree."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class RowState:
+    """One row of the table, for `cocodiff env`."""
+
+    site: str
+    why: str
+    state: str
+    """'applied', 'ready' (applied when its module is imported), 'not needed', 'used' (as it is) or what is wrong with
+    it."""
+
+
+def states() -> list[RowState]:
+    """The state of every row in this process."""
+    patch_set = _installed or PatchSet(table(), PACKAGE)
+
+    def state(row: Patch) -> str:
+        if not row.needed:
+            return "not needed"
+        if patch_set.is_applied(row):
+            return "applied"
+        return row.problem() or ("ready" if row.replace else "used")
+
+    return [RowState(row.name, row.why, state(row)) for row in patch_set.rows]

@@ -1,0 +1,196 @@
+"""What one engine of xDiT has of the plugin. It lies on xDiT's runtime state, and ends with it: what one engine knows,
+counts and holds, another one in the same process never sees."""
+
+import os
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention.reshard import send_to_heads
+from xfuser_cocodiff.attention.schedule import Schedule, Trial
+from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.codec.virtual import VirtualRanks
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.part import Part
+from xfuser_cocodiff.exchange.traffic import Label, Traffic
+from xfuser_cocodiff.measuring.planned import Planned
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
+from xfuser_cocodiff.xdit.engine.runs import Runs
+from xfuser_cocodiff.xdit.engine.trials import Trials
+from xfuser_cocodiff.xdit.layers.layers import Kind, Layer, Layers
+from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
+
+
+@dataclass(eq=False)
+class Engine:
+    """The plugin in one engine; by itself, one that leaves everything to stock xDiT."""
+
+    config: CocoDiffConfig | None = None
+    mesh: Mesh | None = None
+    """None where stock xDiT's exchanges run, and where one rank stands for many."""
+    planned: Planned | None = None
+    """What the mesh goes by."""
+    runtime: Runtime | None = None
+    """What codecs know of the run under way; None where nothing is to be approximated."""
+    exact_because: str | None = None
+    """Why nothing is to be approximated although a mode that does was asked for."""
+    overlap: Overlap = field(default_factory=Overlap)
+    """What is fixed of how exchanges overlap with computation."""
+    layers: Layers = field(init=False)
+    """The attention layers that are followed."""
+    runs: Runs = field(init=False)
+    """The runs that were declared, or are recognised."""
+    traffic: Traffic = field(init=False)
+    """What exchanges moved, stock's too where somebody watches them."""
+    trials: Trials | None = field(init=False, default=None)
+    """What is tried of schedules and plans; None without a mesh."""
+
+    def __post_init__(self) -> None:
+        self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
+        self.traffic = self.mesh.traffic if self.mesh else Traffic()
+        self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
+        if self.mesh:
+            self.planned = self.planned or Planned(self.mesh, None)
+            self.trials = Trials(self.planned, self._schedules, mean, compute_device(), self.keep)
+
+    @property
+    def virtual(self) -> VirtualRanks | None:
+        """The ranks that this one stands for; None where it stands for itself."""
+        return self.runtime.virtual if self.runtime else None
+
+    def enter(self) -> None:
+        """Have what is below engines do as this one is set."""
+        kernels.use(self.config.kernels if self.config else AUTO)
+
+    def close(self) -> None:
+        """Leave modules as they were, and drop what is held of a run."""
+        self.layers.clear()
+        self.runs.clear()
+
+    def _schedules(self) -> list[Trial]:
+        return [kind.trial for kind in self.layers.kinds if kind.trial]
+
+    def known_schedule(self, kind: Kind) -> Schedule | None:
+        """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
+        rank."""
+        if self.planned.known is None or self.overlap != Overlap():
+            return None
+        found = self.planned.known.schedules.get(self._name(kind))
+        return found if found and (kind.ready or not found.v_first) else None
+
+    def _name(self, kind: Kind) -> str:
+        """Of a kind, with what its schedule depends on beside the layer."""
+        mode = f"{self.config.mode} {self.config.schedule or ''}" if self.runtime else EXACT
+        return f"{mode} {self.config.plan or AUTO} {kind.signature}"
+
+    def keep(self) -> None:
+        """Something was found: keep it for the next process. One rank of each group does."""
+        if self.planned.known is None:
+            return
+        kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
+        if self.overlap == Overlap():
+            self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
+        try:
+            self.planned.known.keep()
+        except OSError as error:
+            note(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+
+    def _counts(self) -> bool:
+        return self is active() and not torch.compiler.is_compiling()
+
+    def _new_step(self) -> None:
+        self.layers.end_step()
+
+    def _run_begins(self, total: int | None) -> None:
+        if self.trials:
+            self.trials.begin_run(total)
+
+    def _step_ends(self) -> None:
+        if self.trials and self._counts() and not is_captured():
+            self.trials.end_step()
+
+    def _follows(self) -> bool:
+        return self.mesh is not None and self._counts()
+
+    def all_agree(self, value: object) -> bool:
+        """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
+        if self.mesh is None:
+            return True
+        digest = zlib.crc32(repr(value).encode())
+        lowest, highest = reduced([digest, -digest], "min")
+        return lowest == -highest
+
+    # What travels.
+
+    def coding(self, layer: Layer | None, share: Share | None) -> Coding | None:
+        """How the exchanges of a layer are coded in this call; all ranks find the same."""
+        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
+            return None
+        if share is None:
+            self.runtime.refuse("its K and V are of other tokens than its Q, which is not understood")
+            return None
+        if is_captured():
+            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
+            return None
+
+        def found() -> Coding | None:
+            return self.runtime.coding(layer.name, id(layer), layer.branch, share, id(layer.root))
+
+        if layer.call is None:  # its first call ever, which is not followed yet
+            return found()
+        if layer.call.coding is None:
+            layer.call.coding = found()
+        return layer.call.coding
+
+    def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
+        """Start the exchange of a layer's V, or of its first part where the call has several."""
+        self.enter()
+        part = Part(0, layer.call.schedule.groups)
+        return send_to_heads(
+            [value], self.mesh, Label("v", layer.name), part, self.coding(layer, layer.call.kind.share)
+        )
+
+
+def reduced(values: list[float], operation: str) -> list[float]:
+    """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
+    decide alike too. All of these ranks must call this.
+
+    It goes by xDiT's group for values of the host, which is gloo's: no device is waited for, and an exchange that is
+    under way is not in its way.
+    """
+    from xfuser.core.distributed import get_sp_group
+
+    group, found = get_sp_group().cpu_group, torch.tensor(values, dtype=torch.float64)
+    with roll_call.naming_the_lost(group, "agreement"):
+        dist.all_reduce(found, _OPERATIONS[operation], group=group)
+    return found.tolist()
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def mean(values: list[float]) -> list[float]:
+    """Their means over the same ranks."""
+    *sums, ranks = reduced([*values, 1.0], "sum")
+    return [value / ranks for value in sums]
+
+
+_NONE = Engine()
+"""In force while xDiT has no runtime state."""
+
+
+def active() -> Engine:
+    """The engine of the runtime state in force."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return getattr(_RUNTIME, "cocodiff", None) or _NONE

@@ -1,0 +1,297 @@
+"""The runs of an engine: who declares them, and which of them a call of a transformer belongs to.
+
+The newest run that was declared and is not over is coded. While another one is open, a transformer is that one's whose
+step ends after its call, and must be given the same prompt: what may be of either travels exactly. While none is
+declared, a run is recognised from the calls themselves; see :mod:`moment`.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.xdit.engine.moment import Moment, UnclearError
+from xfuser_cocodiff.xdit.layers.layers import Root
+from xfuser_cocodiff.xdit.patching.log import note
+
+MAX_BRANCHES = 16
+"""Calls of a transformer in one step; more of them mean that steps are not seen."""
+_IDLE_CALLS = 2
+"""Calls of transformers after which something ought to have been coded."""
+DECLARE = "declare its runs: `with xfuser_cocodiff.run(steps=...) as run:`, and `run.step()` after each step"
+_ANEW = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
+_NESTED = (
+    "a run began while another one was open: what both of them call travels exactly, and so does the older one as "
+    "long as the newer one is open"
+)
+_NO_LAYER = (
+    "no attention came through xDiT's USP from Python: compiled graphs, and exchanges that a model makes elsewhere, "
+    "travel exactly"
+)
+
+
+@dataclass(eq=False)
+class Run:
+    """One call of a pipeline, or what a sampler declares as such."""
+
+    total: int | None = None
+    """Steps, if that is known."""
+    by: Any = None
+    """Who ends its steps: a scheduler, a loop, or a sampler."""
+    steps: int = 0
+    """That have ended."""
+    lost: bool = False
+    """Whether its steps were not seen, so that the rest of it travels exactly."""
+    roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
+    """The transformers that it calls."""
+    prompts: dict[tuple[int, int], Moment] = field(default_factory=dict)
+    """What they were given last in each branch, while another run is open."""
+
+
+class Runs:
+    """The runs of one engine.
+
+    Args:
+        runtime: what codecs know of the run that is coded; None where nothing is to be approximated.
+        new_step: has branches counted anew.
+        agreed: whether all ranks pass the same; they call it alike.
+        begins: told of a run that begins, and of its steps if their number is known.
+        ends_step: told of each step of the newest run, once it has ended.
+    """
+
+    def __init__(
+        self,
+        runtime: Callable[[], Runtime | None],
+        new_step: Callable[[], None],
+        agreed: Callable[[object], bool] = lambda value: True,
+        begins: Callable[[int | None], None] = lambda total: None,
+        ends_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runtime, self._new_step = runtime, new_step
+        self._agreed, self._begins, self._ends_step = agreed, begins, ends_step
+        self._declared: list[Run] = []
+        """And not over; the newest comes last."""
+        self._shown: _Shown | None = None
+        """What calls show, while no run is declared."""
+        self._coded: Run | None = None
+        """The one that the runtime knows."""
+        self._why = f"no run was seen; {DECLARE}"
+        self._idle = 0
+        """Calls in a row that did nothing for a mode."""
+
+    @property
+    def newest(self) -> Run | None:
+        """The run that was declared last, if it is not over."""
+        return self._declared[-1] if self._declared else None
+
+    def ended_by(self, by: Any) -> Run | None:
+        """The run whose steps somebody ends."""
+        return next((run for run in self._declared if run.by is by), None)
+
+    def begin(self, total: int | None = None, by: Any = None) -> Run:
+        """A run is declared. Another one by the same is over.
+
+        Args:
+            total: its steps, if that is known.
+            by: who ends its steps.
+        """
+        self._declared = [run for run in self._declared if run.by is not by]
+        self._shown, self._why, self._idle = None, _NO_LAYER, 0
+        run = Run(total or None, by)
+        self._declared.append(run)
+        self._code(run)
+        self._begins(run.total)
+        return run
+
+    def end_step(self, run: Run | None = None) -> None:
+        """A step of a run has ended; of the newest where none is given."""
+        run = run or self.newest
+        if run not in self._declared:
+            return
+        run.steps += 1
+        if run is not self.newest:
+            self._take_back(run)
+        self._new_step()
+        runtime = self._runtime()
+        over = run.steps == run.total
+        if runtime and run is self._coded:
+            runtime.end_step()
+            # Whoever moves the runtime to other steps decides when it is at the last one.
+            over = over if run.lost else not runtime.is_running
+        if runtime and run.steps == 2 and not runtime.has_acted:
+            self._warn(runtime)
+        if run is self.newest:
+            self._ends_step()
+        if over:
+            self.end(run)
+
+    def end(self, run: Run | None = None) -> None:
+        """A run is over, or broken off; the newest where none is given."""
+        run = run or self.newest
+        if run not in self._declared:
+            return
+        self._declared.remove(run)
+        self._new_step()
+        if run is self._coded:
+            self._stop()
+
+    def clear(self) -> None:
+        """All of them are over."""
+        self._declared.clear()
+        self._shown = None
+        self._stop()
+
+    def called(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A transformer is about to be called. All ranks find the same."""
+        runtime = self._runtime()
+        if runtime is None:
+            if not self._declared:  # each call may as well be a step, for those who only want time to pass
+                self._ends_step()
+            return
+        find = self._claimed if self._declared else self._recognised
+        root.run = find(root, args, kwargs)
+        if root.run is None and not self._declared:
+            self._ends_step()
+        if root.run and root.calls >= MAX_BRANCHES:
+            self._lose(root.run, f"after {root.calls} calls of its transformer no step has ended; {DECLARE}")
+        if root.run and root.run.lost:
+            root.run = None
+        if root.run is None and self._declared:  # which has been said
+            return
+        self._idle = 0 if root.run and runtime.has_acted else self._idle + 1
+        if self._idle > _IDLE_CALLS:
+            self._warn(runtime)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing was coded, where nothing was."""
+        runtime = self._runtime()
+        return (runtime and runtime.refusal) or self._why
+
+    def _code(self, run: Run) -> None:
+        """Have the runtime know this run, from where it stands."""
+        self._new_step()
+        self._coded = run
+        if runtime := self._runtime():
+            runtime.begin_run(run.total, run.steps)
+
+    def _stop(self) -> None:
+        self._coded = None
+        if runtime := self._runtime():
+            runtime.end_run()
+
+    def _lose(self, run: Run, why: str) -> None:
+        """The rest of the run that is coded travels exactly."""
+        if not run.lost:
+            self._why, run.lost = why, True
+            note(f"a run travels exactly from here on: {why}")
+            self._runtime().end_run()
+
+    def _take_back(self, run: Run) -> None:
+        """What was called since a step ended was called by this run, and not by the newest."""
+        if called := {root for root in self.newest.roots if root.calls}:
+            self.newest.roots.difference_update(called)
+            run.roots.update(called)
+            self._code(self.newest)
+
+    def _claimed(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
+        """The run that a call belongs to, where some are declared."""
+        newest = self._declared[-1]
+        owner = next((run for run in self._declared if root in run.roots), newest)
+        owner.roots.add(root)
+        if owner is not newest:
+            self._why = _NESTED
+            note(_NESTED)
+            return None
+        if self._coded is not newest:  # a newer one is over
+            self._code(newest)
+        if len(self._declared) > 1:
+            self._compare_prompts(newest, root, args, kwargs)
+        return newest
+
+    def _compare_prompts(self, run: Run, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
+        """While another run is open, only the prompt tells that a call is not that one's."""
+        try:
+            now = Moment.of(root.transformer, args, kwargs)
+        except UnclearError as error:
+            return self._lose(run, f"another one is open, and {error}")
+        same = run.prompts.setdefault((id(root), root.calls), now).same_prompt(now)
+        # A rank may be given the same tensor again where another one is given a copy.
+        if not self._agreed(same) or not same:
+            self._lose(run, "another one is open, and the prompt has changed")
+
+    def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
+        """The run that a call belongs to, where none is declared.
+
+        What is found goes by which tensors are the same, and a rank may be given the same one again where another is
+        given a copy: all of them must find the same.
+        """
+        moment, why = None, "ranks are given tensors that are the same on some of them and made anew on others"
+        try:
+            moment = Moment.of(root.transformer, args, kwargs)
+            is_new = self._shown is None or not self._shown.holds(root, moment)
+            found = "a new run" if is_new else "the next step" if self._shown.goes_on(moment) else "the same step"
+        except UnclearError as error:
+            found = why = str(error)
+        if not self._agreed(found) or moment is None:
+            self._why, self._shown = f"{why}; {DECLARE}", None
+            self._stop()
+            return None
+        if is_new:
+            self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
+            self._code(Run())
+            self._begins(None)
+        elif found == "the next step":
+            self._coded.steps += 1
+            self._new_step()
+            self._runtime().end_step()
+            self._ends_step()
+        self._shown.take(root, moment)
+        return self._coded
+
+    def _warn(self, runtime: Runtime) -> None:
+        note(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
+
+
+class _Shown:
+    """A run as the calls of transformers show it: times that go one way, and prompts that stay.
+
+    Calls at the same time are branches of guidance. A time that jumps back, or another prompt, is another run.
+
+    Args:
+        first: the moment of its first call.
+    """
+
+    def __init__(self, first: Moment) -> None:
+        self._last, self._direction = first, 0
+        self._branches: dict[tuple[int, int], Moment] = {}
+        """The last moment of each transformer in each branch."""
+        self._begins: dict[int, float] = {}
+        """Time of the first call of each transformer."""
+
+    def holds(self, root: Root, moment: Moment) -> bool:
+        """Whether a call can only be one of this run."""
+        last = self._last
+        if moment.scale != last.scale:
+            return False
+        change = (moment.time > last.time) - (moment.time < last.time)
+        if change and self._direction not in (0, change):
+            return False
+        branch = 0 if change else root.calls
+        known = self._branches.get((id(root), branch))
+        if known is None:
+            # A branch more than at the steps before may as well be the first call of the next run.
+            return branch == 0 or self._begins[id(root)] == moment.time
+        return known.same_prompt(moment)
+
+    def goes_on(self, moment: Moment) -> bool:
+        """Whether a call of this run begins another step."""
+        return moment.time != self._last.time
+
+    def take(self, root: Root, moment: Moment) -> None:
+        """Remember a call of this run, once branches are counted anew where it begins a step."""
+        self._direction = (moment.time > self._last.time) - (moment.time < self._last.time) or self._direction
+        self._last = moment
+        self._begins.setdefault(id(root), moment.time)
+        self._branches[id(root), root.calls] = moment

@@ -1,0 +1,227 @@
+"""An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform as machine
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.codec.virtual import VirtualRanks
+from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
+from xfuser_cocodiff.measuring import findings
+from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.measuring.planned import planned_mesh
+from xfuser_cocodiff.settings.config import CocoDiffConfig
+from xfuser_cocodiff.settings.options import EXACT
+from xfuser_cocodiff.xdit.engine import ring
+from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
+from xfuser_cocodiff.xdit.patching.log import note, tell
+from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.platform.platform import compute_device
+
+_NO_SLOW_AXIS = "--cocodiff_mode {}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes"
+
+
+def patches() -> list[Patch]:
+    """The row that has an engine start with xDiT's own."""
+    return [
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "initialize_runtime_state",
+            "groups of each axis are made once all ranks are there",
+            _with_engine,
+            ("pipeline", "engine_config"),
+        ),
+    ]
+
+
+def _with_engine(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        active().close()
+        original(pipeline, engine_config)
+        from xfuser.core.distributed.runtime_state import _RUNTIME
+
+        if engine_config is not None and _RUNTIME is not None:
+            _RUNTIME.cocodiff = started(pipeline, engine_config)
+            _RUNTIME.cocodiff.enter()
+
+    return initialize_runtime_state
+
+
+def unsupported(engine_config: Any) -> str | None:
+    """Why this engine's exchanges are left to stock xDiT; the same on every rank, as the engine config is."""
+    if engine_config.parallel_config.pp_degree > 1:
+        return "PipeFusion keeps K and V of its own"
+    if engine_config.runtime_config.use_fp8_comms:
+        return "--use_fp8_comms has an all-to-all of its own"
+    if engine_config.runtime_config.use_spargeattn_head_balance:
+        return "--use_spargeattn_head_balance permutes heads between steps"
+    return None
+
+
+def started(pipeline: Any, engine_config: Any) -> Engine:
+    """The plugin as an engine's settings have it. Every rank must call this."""
+    parallel = engine_config.parallel_config
+    config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
+    if config is None:
+        return Engine()
+    if config.virtual:
+        runtime = _virtual_runtime(config)
+        if runtime:
+            _lead_through_usp(pipeline)
+        return Engine(config, runtime=runtime, exact_because=None if runtime else _NO_SLOW_AXIS.format(config.mode))
+    if parallel.ulysses_degree == 1:
+        note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
+        return Engine(config)
+    if reason := unsupported(engine_config):
+        note(f"{reason}, so this run keeps stock xDiT's all-to-all")
+        return Engine(config)
+    from yunchang.globals import PROCESS_GROUP
+
+    group = PROCESS_GROUP.ULYSSES_PG
+    if parallel.ulysses_degree < parallel.sp_degree and ring.found(group, parallel.ring_degree) != config.ring:
+        note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
+        return Engine(config)
+    if parallel.ring_degree > 1:
+        hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
+        note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
+    if engine_config.runtime_config.use_torch_compile:
+        note(
+            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
+            "in one group, and everything travels exactly"
+            + (
+                ""
+                if config.mode == EXACT
+                else f", so --cocodiff_mode {config.mode} does nothing; choose one of the two"
+            )
+        )
+    # A graph has the plans that are known when it is traced, and an accelerator asks the planner what overlaps.
+    compiled = engine_config.runtime_config.use_torch_compile
+    return engine_over(group, config, at_once=compiled or devices.of(compute_device().type).queues, compiled=compiled)
+
+
+def engine_over(
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    known: Findings | None = None,
+    at_once: bool = True,
+    compiled: bool = False,
+) -> Engine:
+    """An engine over the ranks of a group, every one of which must call this.
+
+    Args:
+        group: a Ulysses group.
+        config: the settings.
+        known: what was found of the machine; when not given, what the settings' folder keeps.
+        at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
+            time for it.
+        compiled: whether exchanges become part of compiled graphs, which know no codecs.
+    """
+    if known is None:
+        from xfuser.core.distributed import get_sp_group
+
+        # Those of all Ulysses groups beside a ring: they try things together, and must begin alike. By the group for
+        # what lies on the host, which is gloo's wherever the device's may be another one's.
+        known = findings.shared(get_sp_group().cpu_group, _versions(config, group), _rank(), config.cache)
+    largest = functools.partial(reduced, operation="max")
+    planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
+    engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
+    engine.keep()
+    if compiled and config.mode != EXACT:
+        engine.exact_because = "--use_torch_compile: compiled graphs know no codecs"
+    else:
+        engine.runtime = _runtime_over(engine)
+    return engine
+
+
+def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What findings are of, beside the ranks: the same on all of them."""
+    emulated = json.loads(os.environ.get(CLUSTER_VARIABLE, "{}"))
+    return {
+        "topology": str(config.topology),
+        "degree": config.topology.size,
+        "backend": dist.get_backend(group),
+        "kernels": config.kernels,
+        "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
+        **{name: _version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
+        return None
+
+
+def _rank() -> dict[str, Any]:
+    device = compute_device()
+    name = torch.get_device_module(device).get_device_name() if device != devices.CPU else machine.machine()
+    return {"host": machine.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
+
+
+def _runtime_over(engine: Engine) -> Runtime | None:
+    """What codecs are to know of runs; None where nothing is to be approximated."""
+    config, way = engine.config, engine.planned.way
+    if config.mode == EXACT:
+        return None
+    if way is None:
+        engine.exact_because = _NO_SLOW_AXIS.format(config.mode)
+        note(engine.exact_because)
+        return None
+    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
+    _tell(config, ", ".join(moving[dim] for dim in way.slow_dims))
+    return _runtime(config, way, functools.partial(reduced, operation="max"), None)
+
+
+def _lead_through_usp(pipeline: Any) -> None:
+    """Give attention to xDiT where a rank that is alone leaves it to diffusers, as in SD3.5."""
+    from xfuser.model_executor.layers import attention_processor as xdit
+
+    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
+    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
+        for module in transformer.modules() if transformer is not None else ():
+            ours = processors.get(type(getattr(module, "processor", None)))
+            if ours:
+                module.processor = ours()
+                module.processor.use_long_ctx_attn_kvcache = True  # K and V are not to go to PipeFusion's cache
+
+
+def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
+    if config.mode == EXACT:
+        note(f"--cocodiff_virtual with --cocodiff_mode {EXACT}: there is nothing to see")
+        return None
+    moving = [axis.name for axis in config.virtual.axes if axis.size > 1]
+    profile = config.profile and config.profile.slow_axes
+    slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
+    virtual = VirtualRanks(config.virtual, tuple(slow))
+    if virtual.places == 1:
+        note(_NO_SLOW_AXIS.format(config.mode))
+        return None
+    _tell(config, f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}")
+    return _runtime(config, None, list, virtual)
+
+
+def _tell(config: CocoDiffConfig, where: str) -> None:
+    """By what it codes, and what to expect, is said when a run has been coded."""
+    note(f"mode {config.mode} on {where}; --cocodiff_mode {EXACT} equals stock xDiT bit for bit")
+
+
+def _runtime(
+    config: CocoDiffConfig,
+    way: SlowWay | None,
+    agreed: Callable[[list[float]], list[float]],
+    virtual: VirtualRanks | None,
+) -> Runtime:
+    return Runtime(
+        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=tell
+    )

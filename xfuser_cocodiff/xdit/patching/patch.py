@@ -1,0 +1,150 @@
+"""The patch mechanism: rows that say what is replaced, checked as a whole, applied all or none, taken back by sweep."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from xfuser_cocodiff.xdit.patching import source
+from xfuser_cocodiff.xdit.patching.log import note
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One site of the host that the plugin replaces, or calls."""
+
+    module: str
+    symbol: str
+    """Dotted path inside the module."""
+    why: str
+    replace: Callable[[Any], Any] | None
+    """Makes the replacement from the original; None where the plugin uses it as it is, and it only has to be there."""
+    parameters: tuple[str, ...] | None = None
+    """Parameters that the original must have, in this order; None where the replacement does not care."""
+    unless: tuple[str, str] | None = None
+    """Module and symbol of a host that does of itself what this row is for."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.symbol}"
+
+    @property
+    def needed(self) -> bool:
+        """Whether the installed host lacks what this row adds."""
+        return self.unless is None or source.found(*self.unless) is None
+
+    def problem(self) -> str | None:
+        """What keeps this row from fitting the installed host, found without importing it."""
+        found = source.found(self.module, self.symbol)
+        if found is None:
+            return f"{self.name} does not exist"
+        if self.parameters is not None and found != self.parameters:
+            return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)})"
+        return None
+
+
+@dataclass
+class _Applied:
+    patch: Patch
+    owner: Any
+    attribute: str
+    original: Any
+    replacement: Any
+
+
+@dataclass
+class PatchSet:
+    """Rows that stand or fall together. A row is applied as soon as its module has run."""
+
+    rows: Sequence[Patch]
+    package: str
+    """Top-level package whose modules may hold copies of the replaced functions."""
+    applied: list[_Applied] = field(default_factory=list)
+    withdrawn: bool = False
+    """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
+    needed: list[Patch] = field(init=False)
+    """Rows to apply: not those whose work the host does itself, nor those that replace nothing."""
+
+    def __post_init__(self) -> None:
+        self.needed = [row for row in self.rows if row.replace and row.needed]
+
+    def problems(self) -> list[str]:
+        """Why the set cannot be applied to the installed host; empty when it can."""
+        checked = [*self.needed, *(row for row in self.rows if row.replace is None)]
+        return [problem for row in checked if (problem := row.problem())]
+
+    def install(self) -> None:
+        """Apply rows whose modules are loaded, and watch the import of the others."""
+        for name in dict.fromkeys(row.module for row in self.needed):
+            if name in sys.modules:
+                self.apply(sys.modules[name])
+        if len(self.applied) < len(self.needed) and not self.withdrawn:
+            sys.meta_path.insert(0, self)
+
+    def uninstall(self) -> None:
+        """Restore every site, in reverse, and the copies that other modules took of it."""
+        self.withdrawn = True
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+        while self.applied:
+            done = self.applied.pop()
+            setattr(done.owner, done.attribute, done.original)
+            self._sweep(done.replacement, done.original)
+
+    def apply(self, module: ModuleType) -> None:
+        """Apply the rows of a module that has run. An error takes back the whole set, and is reported, not raised:
+        it is ours, and no reason for the host not to be imported."""
+        try:
+            for row in self.needed:
+                if row.module == module.__name__ and not self.withdrawn and not self.is_applied(row):
+                    self._apply(row, module)
+        except Exception as error:
+            self.uninstall()
+            note(f"xDiT stays as it is: {type(error).__name__}: {error}")
+
+    def is_applied(self, row: Patch) -> bool:
+        """Whether a row is applied."""
+        return any(done.patch is row for done in self.applied)
+
+    def _apply(self, row: Patch, module: ModuleType) -> None:
+        *path, attribute = row.symbol.split(".")
+        owner: Any = module
+        for part in path:
+            owner = getattr(owner, part)
+        # Through the class dict, so that a staticmethod is kept as one.
+        original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
+        replacement = row.replace(original)
+        setattr(owner, attribute, replacement)
+        self.applied.append(_Applied(row, owner, attribute, original, replacement))
+        self._sweep(original, replacement)
+
+    def _sweep(self, old: Any, new: Any) -> None:
+        """Exchange copies that modules of the host made with ``from ... import``."""
+        if not callable(old):
+            return  # None and other shared values stand in places that are not copies
+        for name, module in list(sys.modules.items()):
+            if name == "__main__" or name.partition(".")[0] == self.package:
+                for key, value in list(vars(module).items()):
+                    if value is old:
+                        setattr(module, key, new)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Part of the import system: have the rows of a module applied right after it has run."""
+        if not any(row.module == name for row in self.needed):
+            return None
+        for finder in list(sys.meta_path):
+            if finder is not self and (spec := finder.find_spec(name, path, target)):
+                self._apply_after_execution(spec)
+                return spec
+        return None
+
+    def _apply_after_execution(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.apply(module)
+
+        loader.exec_module = exec_module
