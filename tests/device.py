@@ -122,7 +122,7 @@ WRITTEN = {
 
 @contextlib.contextmanager
 def standing_in(launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Code and move by Triton's kernels, with stand-ins for the kernels themselves."""
+    """Encode and move by Triton's kernels, with stand-ins for the kernels themselves."""
     from xfuser_cocodiff import kernels
     from xfuser_cocodiff.kernels import fused
 
@@ -198,7 +198,7 @@ class Device(TorchDispatchMode):
         return all(self._memory[_storage(each)].what == PINNED for each in tensors if each.device.type == "cpu")
 
     def by_triton(self) -> contextlib.AbstractContextManager[None]:
-        """Code and move by Triton's kernels."""
+        """Encode and move by Triton's kernels."""
 
         def launched(name: str, grid: tuple[int, ...], given: dict[str, Any]) -> None:
             self.sweep()

@@ -44,7 +44,7 @@ def run(steps: int | None = None) -> "Sampling":
     within a step are branches of guidance. Leaving the block ends the run, also by an exception, and drops all that is
     held of it; so does reaching `steps`. Every rank must do the same. Without the plugin in use nothing happens.
 
-    Of runs inside each other, also those of diffusers pipelines, the innermost is coded. A transformer that an outer
+    Of runs inside each other, also those of diffusers pipelines, the innermost is encoded. A transformer that an outer
     one has called already, and the outer one itself while the inner one is open, travel exactly.
 
     Args:

@@ -16,8 +16,8 @@ from tests.quick import in_turn
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Lane
-from xfuser_cocodiff.exchange.part import Part
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.device import CPU
 from xfuser_cocodiff.machine.plan import Plan
@@ -42,7 +42,7 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(4, 2)[dist.get_rank()].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
     repeats = query.shape[1] // key.shape[1]
     return functional.scaled_dot_product_attention(
         query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -54,10 +54,10 @@ def check(rank: int, text: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for key_heads in (16, 8):
             q, k, v = whole(1, 16, dtype), whole(2, key_heads, dtype), whole(3, key_heads, dtype)
-            expected = share(attend(q, k, v, Part()))
+            expected = share(attend(q, k, v, HeadGroup()))
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
-                    sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups)) if early else None
+                    sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
                     found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early=sent)
                     assert torch.equal(found, expected), (dtype, key_heads, groups, early)
 
@@ -92,10 +92,10 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         for step in range(200):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]
-            sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups))
+            sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
             lag()
             found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early=sent)
-            assert torch.equal(found, share(attend(q, k, v, Part()))), step
+            assert torch.equal(found, share(attend(q, k, v, HeadGroup()))), step
 
 
 @pytest.mark.parametrize(("plan", "staged"), in_turn([("flat*",), ("hierarchical",)], [True, False]))
@@ -118,13 +118,13 @@ def fail_between(rank: int, groups: int, early: bool) -> None:
         raise ArithmeticError("in between")
 
     for attention in (fail, attend, fail, attend):
-        sent = send_to_heads([share(v)], mesh, Label("v"), Part(0, groups)) if early else None
+        sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
         try:
             found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early=sent)
         except ArithmeticError:
             assert attention is fail
         else:
-            assert torch.equal(found, share(attend(q, k, v, Part())))
+            assert torch.equal(found, share(attend(q, k, v, HeadGroup())))
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.coding import Wire
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.layer_codecs import Wire
 from xfuser_cocodiff.codec.memory import GIB, Need, Share
 from xfuser_cocodiff.codec.modes import CodecSchedule, usual
 from xfuser_cocodiff.codec.runtime import Runtime
-from xfuser_cocodiff.exchange.part import WHOLE
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.settings.options import MODES
 
 PLACES, HEAD_DIM = 3, 8
@@ -28,7 +28,7 @@ def hold(wires: dict, schedule: CodecSchedule, dtype: torch.dtype, compact: bool
     """Go through some steps as an exchange would."""
     generator = torch.Generator().manual_seed(0)
     for name in "vqko":
-        wire = wires.setdefault((name, WHOLE), Wire(codecs.Reference(compact), codecs.Reference(compact)))
+        wire = wires.setdefault((name, ALL_HEADS), Wire(codecs.Reference(compact), codecs.Reference(compact)))
         for step in range(steps):
             codec = schedule.codecs(step, 9)[name]
             values = torch.randn(SHAPE, generator=generator).to(dtype)
@@ -47,7 +47,7 @@ def test_what_is_foreseen_is_what_is_held(mode: str, dtype: torch.dtype, compact
     hold(wires, schedule, dtype, compact, steps=4)
     held = sum(wire.sent.nbytes + wire.received.nbytes for wire in wires.values())
     if mode == "paper":  # here Q and K make a choice of their own; in an exchange they take V's
-        held -= sum(wires[name, WHOLE].sent.seen.nbytes for name in "qk")
+        held -= sum(wires[name, ALL_HEADS].sent.seen.nbytes for name in "qk")
     assert held == Need.of(share(dtype), schedule, PLACES)[compact]
 
 
@@ -65,14 +65,14 @@ class Run:
         self.runtime.begin_run(9)
 
     def step(self) -> list[bool]:
-        """Which layers are coded."""
+        """Which layers are encoded."""
         found = []
         for branch in range(self.branches):
             for layer in range(self.layers):
-                coding = self.runtime.coding(str(layer), layer, branch, share(torch.bfloat16))
-                found.append(coding is not None)
-                if coding:
-                    hold(coding.wires, self.runtime.schedule, torch.bfloat16, coding.compact, steps=3)
+                layer_codecs = self.runtime.layer_codecs(str(layer), layer, branch, share(torch.bfloat16))
+                found.append(layer_codecs is not None)
+                if layer_codecs:
+                    hold(layer_codecs.wires, self.runtime.schedule, torch.bfloat16, layer_codecs.compact, steps=3)
         self.runtime.end_step()
         return found
 
@@ -81,7 +81,7 @@ FULL, COMPACT = Need.of(share(torch.bfloat16), usual("balanced", 50), PLACES)
 
 
 @pytest.mark.parametrize(
-    ("budget", "held", "coded"),
+    ("budget", "held", "encoded"),
     [
         (None, 4 * FULL, 4),
         (4 * FULL, 4 * FULL, 4),
@@ -91,16 +91,16 @@ FULL, COMPACT = Need.of(share(torch.bfloat16), usual("balanced", 50), PLACES)
         (COMPACT - 1, 0, 0),
     ],
 )
-def test_a_budget_is_kept(budget: int | None, held: int, coded: int) -> None:
+def test_a_budget_is_kept(budget: int | None, held: int, encoded: int) -> None:
     run = Run(budget, layers=4)
     for _ in range(2):
         run.begin()
         for _ in range(3):
-            assert run.step() == [True] * coded + [False] * (4 - coded)
+            assert run.step() == [True] * encoded + [False] * (4 - encoded)
             assert run.runtime.expected_bytes == run.runtime.reference_bytes == held
-            assert run.runtime.reports[-1].exact_layers == 4 - coded
+            assert run.runtime.reports[-1].exact_layers == 4 - encoded
     assert any(f"{4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said)
-    assert any(f"{4 - coded} of 4 layers travel exactly" in line for line in run.said) == (coded < 4)
+    assert any(f"{4 - encoded} of 4 layers travel exactly" in line for line in run.said) == (encoded < 4)
 
 
 def test_branches_of_guidance_find_room_at_once() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff.codec import modes
-from xfuser_cocodiff.codec.codec import CHANGE, EXACT
+from xfuser_cocodiff.codec.codecs import CHANGE, EXACT
 from xfuser_cocodiff.codec.modes import CodecSchedule
 
 

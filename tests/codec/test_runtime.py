@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.codec import Loss, Reference
-from xfuser_cocodiff.codec.coding import Wire, coded_by
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import Loss, Reference
+from xfuser_cocodiff.codec.layer_codecs import Wire, codec_for
 from xfuser_cocodiff.codec.memory import Need, Share
 from xfuser_cocodiff.codec.modes import usual
 from xfuser_cocodiff.codec.runtime import Runtime
-from xfuser_cocodiff.exchange.part import WHOLE
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 
 SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
 WAY = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cpu"))))
@@ -26,41 +26,41 @@ def loss(lacking: float, wanted: float) -> Loss:
     return Loss(torch.tensor(lacking), torch.tensor(wanted))
 
 
-def hold(coding: object, value: float) -> None:
+def hold(layer_codecs: object, value: float) -> None:
     """As an exchange would leave a reference."""
     wire = Wire(Reference(), Reference())
     wire.sent.advance(torch.full((4,), float(value)), keeps_change=False)
-    coding.wires["v", WHOLE] = wire
+    layer_codecs.wires["v", ALL_HEADS] = wire
 
 
-def held(coding: object) -> float | None:
-    wire = coding.wires.get(("v", WHOLE))
+def held(layer_codecs: object) -> float | None:
+    wire = layer_codecs.wires.get(("v", ALL_HEADS))
     return wire and wire.sent.expected(0.0)[0].item()
 
 
 def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
     one = runtime()
-    assert one.coding("a", 1, 0, SHARE) is None  # no run is under way
+    assert one.layer_codecs("a", 1, 0, SHARE) is None  # no run is under way
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        hold(one.coding(*key, SHARE), number)
+        hold(one.layer_codecs(*key, SHARE), number)
     one.end_step()
-    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
+    assert [held(one.layer_codecs(*key, SHARE)) for key in keys] == [0, 1, 2]
     assert one.reference_bytes == 3 * 16
     one.end_step()
-    assert [held(one.coding(*key, SHARE)) for key in keys] == [0, 1, 2]
+    assert [held(one.layer_codecs(*key, SHARE)) for key in keys] == [0, 1, 2]
     one.end_step()  # the last one
-    assert one.coding(*keys[0], SHARE) is None
+    assert one.layer_codecs(*keys[0], SHARE) is None
     assert one.reference_bytes == 0
 
 
 def test_a_run_that_was_broken_off_leaves_nothing() -> None:
     one = runtime()
     one.begin_run(3)
-    hold(one.coding("a", 1, 0, SHARE), 7)
+    hold(one.layer_codecs("a", 1, 0, SHARE), 7)
     one.begin_run(3)
-    assert held(one.coding("a", 1, 0, SHARE)) is None
+    assert held(one.layer_codecs("a", 1, 0, SHARE)) is None
     assert one.step == 0
 
 
@@ -70,7 +70,7 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
         one.begin_run(total)
         shares = []
         for _ in range(total):
-            shares.append(one.coding("a", 1, 0, SHARE).codecs["v"].share)
+            shares.append(one.layer_codecs("a", 1, 0, SHARE).codecs["v"].share)
             one.end_step()
         assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
@@ -78,8 +78,8 @@ def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
 def test_layers_that_are_left_out_travel_exactly() -> None:
     one = runtime(changes="exact=blocks.3")
     one.begin_run(3)
-    assert one.coding("blocks.3.attn", 1, 0, SHARE) is None
-    assert one.coding("blocks.30.attn", 2, 0, SHARE) is not None
+    assert one.layer_codecs("blocks.3.attn", 1, 0, SHARE) is None
+    assert one.layer_codecs("blocks.30.attn", 2, 0, SHARE) is not None
 
 
 def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
@@ -87,11 +87,11 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.coding("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
-        coding = one.coding("a", 1, 0, SHARE)
-        exact.append(coding.codecs["q"].is_exact)
+        one.layer_codecs("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
+        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
+        exact.append(layer_codecs.codecs["q"].is_exact)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
-        coding.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
+        layer_codecs.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
         one.end_step()
     assert exact == [True, False, False, True, False, False]
     assert [report.was_refresh for report in one.reports] == exact
@@ -103,9 +103,9 @@ def test_the_bound_is_agreed() -> None:
     one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
+    assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
     one.end_step()
-    assert one.coding("a", 1, 0, SHARE).codecs["v"].is_exact
+    assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
 
 
 def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
@@ -116,10 +116,10 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
     one.begin_run(50)
 
     def step(unsound: float) -> bool:
-        coding = one.coding("a", 1, 0, SHARE)
-        coding.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
+        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
+        layer_codecs.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
-        return coding.is_exact
+        return layer_codecs.is_exact
 
     assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
     of_another_rank[0] = 1.0
@@ -144,16 +144,16 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
     errors, found_exact = [], set()
     for step in range(8):
-        coding = one.coding("a", 1, 0, SHARE)
-        codec = coded_by(coding, "v", WHOLE, shape, torch.float32)
-        wire = coding.wire("v", WHOLE)
+        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
+        codec = codec_for(layer_codecs, "v", ALL_HEADS, shape, torch.float32)
+        wire = layer_codecs.wire("v", ALL_HEADS)
         values = first + 0.05 * step * change
         if step in spoilt:
             values[0, 0, 1, 4, 7] = bad
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
         loss = codecs.encode(values, wire.sent, codec, None, payload)
         codecs.decode(payload, wire.received, codec, None, found)
-        coding.account.losses += [loss] if loss else []
+        layer_codecs.account.losses += [loss] if loss else []
         one.end_step()
         assert step in spoilt or found.isfinite().all()
         errors.append((found - values).norm() / values.norm())
@@ -173,7 +173,7 @@ def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
         one.begin_run(3)
         for _ in range(3):
             for number in range(12):
-                one.coding(f"blocks.{number}.attn", number, 0, SHARE)
+                one.layer_codecs(f"blocks.{number}.attn", number, 0, SHARE)
             one.end_step()
     [message] = [line for line in said if line.startswith("exact=")]
     assert message.startswith("exact=block.7 names no layer; near are blocks.7,")
@@ -188,10 +188,10 @@ def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, an
     one.begin_run(20)
     for step, transformer in enumerate(order):
         for branch in (0, 1):
-            coding = one.coding("attn", transformer, branch, SHARE, transformer)
+            layer_codecs = one.layer_codecs("attn", transformer, branch, SHARE, transformer)
             # What was left is forgotten, whoever comes back to it.
-            assert held(coding) == (None if step in anew else ord(transformer) + branch)
-            hold(coding, ord(transformer) + branch)
+            assert held(layer_codecs) == (None if step in anew else ord(transformer) + branch)
+            hold(layer_codecs, ord(transformer) + branch)
         one.end_step()
     assert one.expected_bytes == (2 if anew[-1] == 4 else 4) * need
 
@@ -202,7 +202,7 @@ def test_a_budget_is_for_the_transformer_in_use() -> None:
     one = Runtime(WAY, "balanced", None, None, list, budget=need, say=said.append)
     one.begin_run(20)
     for transformer in "aabb":
-        assert not one.coding("attn", transformer, 0, SHARE, transformer).compact
+        assert not one.layer_codecs("attn", transformer, 0, SHARE, transformer).compact
         one.end_step()
     assert not any("travel exactly" in line for line in said)
 
@@ -212,7 +212,7 @@ def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
     one.begin_run(20)
     for step in range(4):
         for transformer in "ab":
-            coding = one.coding("attn", transformer, 0, SHARE, transformer)
-            assert held(coding) == (ord(transformer) if step else None)
-            hold(coding, ord(transformer))
+            layer_codecs = one.layer_codecs("attn", transformer, 0, SHARE, transformer)
+            assert held(layer_codecs) == (ord(transformer) if step else None)
+            hold(layer_codecs, ord(transformer))
         one.end_step()

@@ -161,7 +161,7 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
 
 def test_many_modes_are_compared_with_one_stock(script: Callable, tmp_path: Path, capsys) -> None:
     line = script("--differ-if-fast")
-    assert cli.main([line[0], "--modes", "exact,fast", *line[1:]]) == 1  # fast differs, and coded nothing
+    assert cli.main([line[0], "--modes", "exact,fast", *line[1:]]) == 1  # fast differs, and encoded nothing
     said = capsys.readouterr().out
     assert [said.count(f"{side} 1: started") for side in ("stock", "exact", "fast")] == [1, 1, 1]
     runs = json.loads((tmp_path / "out/report.json").read_text())["runs"]

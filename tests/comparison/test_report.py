@@ -145,14 +145,14 @@ def test_an_approximate_mode_may_differ(tmp_path: Path) -> None:
     assert "approximation" in report.verdict(figures)[1]
 
 
-def coded(*errors: float, sent: int) -> list[dict]:
+def encoded(*errors: float, sent: int) -> list[dict]:
     """What the recorder writes of codecs: steps of one layer."""
     rest = {"sent_bytes": sent, "exact_bytes": 100, "repeated": 1, "reference_bytes": 5000}
     return [{"step": step, "errors": {"a": e}, "was_refresh": not e, **rest} for step, e in enumerate(errors)]
 
 
 def test_codecs_are_told_of(tmp_path: Path) -> None:
-    ranks = [[{**run(step(0.1), step(0.1)), "codecs": coded(0.0, error, sent=20)}] for error in (0.1, 0.3)]
+    ranks = [[{**run(step(0.1), step(0.1)), "codecs": encoded(0.0, error, sent=20)}] for error in (0.1, 0.3)]
     stock, fast = [[run(step(0.1), step(0.1))]] * 2, ranks
     sides = [Outcome.read([leave(tmp_path / name, *side)], 1) for name, side in (("stock", stock), ("fast", fast))]
     named = [
@@ -180,7 +180,7 @@ def test_what_was_coded_or_why_not(tmp_path: Path) -> None:
         side = Outcome.read([leave(tmp_path / name, *ranks)], 1)
         return figures(side, side, tmp_path)
 
-    fast = found("fast", coded(0.1, sent=20))
+    fast = found("fast", encoded(0.1, sent=20))
     assert (fast["coded_fraction"], fast["coded_reason"]) == (0.2, None)
     exact = found("exact", None)
     assert (exact["coded_fraction"], exact["coded_reason"]) == (None, "everything was to travel exactly")

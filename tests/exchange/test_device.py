@@ -16,14 +16,14 @@ from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pr
 from tests.quick import in_turn, pairwise
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.codec import EXACT, Codec
-from xfuser_cocodiff.codec.coding import Account, Coding
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT, Codec
+from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Lane
-from xfuser_cocodiff.exchange.part import Part
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.machine.plan import Plan
@@ -77,18 +77,18 @@ def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:
     return mesh, SlowWay((0,), (2, 2), 0, *parts)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-def run(mesh: Mesh, groups: int, v_first: bool, codings: Iterator[Coding | None]) -> None:
+def run(mesh: Mesh, groups: int, v_first: bool, steps_of: Iterator[LayerCodecs | None]) -> None:
     """Layer after layer, as a transformer has them: each computes what the next one reads, and drops the rest."""
     hidden = torch.randn(2, 8, 8, 16, device=device())
-    for coding in codings:
+    for layer_codecs in steps_of:
         value = hidden * 3
-        early = send_to_heads([value], mesh, Label("v"), Part(0, groups), coding) if v_first else None
+        early = send_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
         query, key = hidden + 1, hidden - 1
-        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, coding=coding)
+        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, layer_codecs=layer_codecs)
 
 
 def exact(rank: int, plan: str) -> None:
@@ -104,20 +104,20 @@ def test_exact_exchanges_are_in_order(plan: str) -> None:
     ranks.run(exact, 1, plan)
 
 
-def coded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
+def encoded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
     for v_first, (staged, late) in itertools.product(BOTH, THREADS):
         with Device(late) as made, made.by_triton() if fused else nullcontext():
             make_tables()
             mesh, way = way_of(slow, staged)
-            run(mesh, 1, v_first, codings(way, codec))
+            run(mesh, 1, v_first, steps_of(way, codec))
         assert (made.recorded > 0) is staged
 
 
-def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
+def steps_of(way: SlowWay, codec: Codec) -> Iterator[LayerCodecs]:
     """Of one layer, step by step."""
     wires, account = {}, Account()
     for step in range(STEPS):
-        yield Coding(way, dict.fromkeys("qkvo", codec if step else EXACT), wires, account, step)
+        yield LayerCodecs(way, dict.fromkeys("qkvo", codec if step else EXACT), wires, account, step)
         if step == 1:  # a budget that turned out to be too small
             for wire in wires.values():
                 wire.squeeze(way)
@@ -125,7 +125,7 @@ def codings(way: SlowWay, codec: Codec) -> Iterator[Coding]:
 
 @pytest.mark.parametrize(("slow", "codec", "fused"), pairwise(itertools.product(["node", "all"], CODECS, BOTH)))
 def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
-    ranks.run(coded, 1, slow, CODECS[codec], fused)
+    ranks.run(encoded, 1, slow, CODECS[codec], fused)
 
 
 def take_times(rank: int, plan: str) -> list[str]:
@@ -239,13 +239,13 @@ def test_memory_that_is_given_away_too_early_is_found(waits: bool) -> None:
 
 
 MOST = 12
-"""Operations of a coded layer beside its kernels: for small ones a launch is what takes longest."""
+"""Operations of an encoded layer beside its kernels: for small ones a launch is what takes longest."""
 DRIFT_ADDS = 12
 """To choose tokens, to pack and unpack the choice, and to number them at both ends."""
 
 
 def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
-    """Of kernels, and of all else, in a layer of which every tensor is coded."""
+    """Of kernels, and of all else, in a layer of which every tensor is encoded."""
     codecs_of = {**dict.fromkeys("qkv", Codec(2, share, predictor=0.5)), "o": Codec(2, predictor=0.5)}
     with Device() as made, made.by_triton():
         make_tables()
@@ -253,10 +253,10 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
         query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
         wires: dict = {}
         for step in range(3):
-            coding = Coding(way, codecs_of if step else dict.fromkeys("qkvo", EXACT), wires, Account(), step)
+            layer_codecs = LayerCodecs(way, codecs_of if step else dict.fromkeys("qkvo", EXACT), wires, Account(), step)
             made.launched.clear()
-            early = send_to_heads([value], mesh, Label("v"), Part(), coding) if v_first else None
-            ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, coding=coding)
+            early = send_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
+            ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
         kernels = sum(count for name, count in made.launched.items() if name.endswith("_kernel"))
         return kernels, made.launched.total() - kernels
 
@@ -289,8 +289,8 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
             wires: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
-                coding = codecs_of and Coding(way, codecs_of, wires, Account())
-                ulysses_attention(query, query, query, lambda query, *_: query, mesh, coding=coding)
+                layer_codecs = codecs_of and LayerCodecs(way, codecs_of, wires, Account())
+                ulysses_attention(query, query, query, lambda query, *_: query, mesh, layer_codecs=layer_codecs)
             found += made.grids
     return found
 

@@ -17,10 +17,10 @@ import torch
 
 from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.codec.codec import Codec
+from xfuser_cocodiff.codec.codecs import Codec
 from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.kernels.layout import merged
-from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away
+from xfuser_cocodiff.kernels.rows import Active, Encoded, away, put_away
 
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
@@ -78,19 +78,19 @@ class Case:
         mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
         return Active(mask.to(DEVICE), scores.shape[-1], count)
 
-    def coded(self, kernel, *how: object, values: torch.Tensor | None = None) -> "Pair":
+    def encoded(self, kernel, *how: object, values: torch.Tensor | None = None) -> "Pair":
         """A payload among other bytes, which are not written, and what else came of values."""
         values, (_, _, _, bits, active) = self.values if values is None else values, how
         codec = Codec(bits, 1.0 if active is None else active.count / active.tokens)
         size = codec.payload_bytes(self.held.shape, values.dtype)
         wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
-        coded = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.here)
+        encoded = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.here)
         assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
         assert self.here is None or (wide[self.here] == 0xA5).all()
-        return wide[:, 8 : 8 + size], coded
+        return wide[:, 8 : 8 + size], encoded
 
 
-Pair = tuple[torch.Tensor, Coded]
+Pair = tuple[torch.Tensor, Encoded]
 
 
 def same_but_for_scales(case: Case, ours: Pair, theirs: Pair, rows: int, bits: int | None) -> None:
@@ -120,20 +120,20 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor) -> None:
     case = Case(dtype, here)
     known = case.held, case.before if predictor else None, predictor, bits, case.active(active)
-    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    ours, theirs = case.encoded(fused, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, 2 * 3 * (active or case.held.shape[3]), bits)
-    payload, coded = ours
+    payload, encoded = ours
     if bits or active:
-        torch.testing.assert_close(coded.lacking, theirs[1].lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
-        torch.testing.assert_close(coded.wanted, theirs[1].wanted, rtol=1e-3, atol=0)
+        torch.testing.assert_close(encoded.lacking, theirs[1].lacking, rtol=1e-2 if bits else 1e-3, atol=1e-3)
+        torch.testing.assert_close(encoded.wanted, theirs[1].wanted, rtol=1e-3, atol=0)
     else:
-        assert coded.lacking is coded.wanted is theirs[1].lacking is None
+        assert encoded.lacking is encoded.wanted is theirs[1].lacking is None
 
-    # What one has coded both decode alike, and that is what the sender holds.
+    # What one has encoded both decode alike, and that is what the sender holds.
     found, landed = torch.zeros_like(case.target), torch.zeros_like(case.target)
-    assert torch.equal(fused.decode(payload, *known, case.target, here), coded.held)
-    assert torch.equal(reference.decode(payload, *known, found, here), coded.held)
-    put_away(landed, coded.held, here)
+    assert torch.equal(fused.decode(payload, *known, case.target, here), encoded.held)
+    assert torch.equal(reference.decode(payload, *known, found, here), encoded.held)
+    put_away(landed, encoded.held, here)
     assert torch.equal(case.target, landed) and torch.equal(found, landed)
 
 
@@ -144,7 +144,7 @@ def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor
 def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens) -> None:
     case = Case(torch.float32, 1, dim=dim, tokens=tokens)
     known = case.held, case.before, 0.5, 2, None
-    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    ours, theirs = case.encoded(fused, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, 6 * tokens, 2)
     assert torch.equal(fused.decode(ours[0], *known, case.target, 1), ours[1].held)
     found, wanted = (each.scores(case.values, *known[:3], 1) for each in (fused, reference))
@@ -156,19 +156,19 @@ def test_no_token_may_be_active(fused, bits) -> None:
     case = Case(torch.bfloat16, 1)
     known = case.held, case.before, 0.5, bits, case.active(0)
     for kernel in (fused, reference):
-        payload, coded = case.coded(kernel, *known)
-        assert payload.numel() == 0 and torch.equal(coded.held, reference.expected(*known[:3]))
-        assert torch.equal(kernel.decode(payload, *known, case.target, 1), coded.held)
+        payload, encoded = case.encoded(kernel, *known)
+        assert payload.numel() == 0 and torch.equal(encoded.held, reference.expected(*known[:3]))
+        assert torch.equal(kernel.decode(payload, *known, case.target, 1), encoded.held)
 
 
 def test_values_land_between_any_strides(fused) -> None:
     case = Case(torch.bfloat16, 0)
     known = case.held, case.before, 0.5, 2, None
-    payload, coded = case.coded(reference, *known)
+    payload, encoded = case.encoded(reference, *known)
     for kernel in (fused, reference):
         across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
         kernel.decode(payload, *known, across, 0)
-        assert torch.equal(across[1:], coded.held) and not across[0].any()
+        assert torch.equal(across[1:], encoded.held) and not across[0].any()
 
 
 @pytest.mark.parametrize(("bits", "bad"), in_turn([(8,), (2,), (1,)], [float("nan"), float("inf"), -float("inf")]))
@@ -176,7 +176,7 @@ def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits
     case = Case(torch.float32, None)
     case.values[1, 0, 2, 4, 3] = bad
     known = case.held, None, 0.0, bits, None
-    ours, theirs = case.coded(fused, *known), case.coded(reference, *known)
+    ours, theirs = case.encoded(fused, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, 2 * 3 * 11, bits)
     assert not ours[1].lacking.isfinite()
     wrong = ~ours[1].held.isfinite().all(-1)
@@ -192,8 +192,8 @@ def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, her
     case.values[1, 0, 2, 4, 3] = bad
     wanted = away(case.values, here).nan_to_num(0.0, 0.0, 0.0)
     for kernel in (fused, reference):
-        payload, coded = case.coded(kernel, None, None, 0.0, None, None)
-        assert torch.equal(coded.held, wanted)
+        payload, encoded = case.encoded(kernel, None, None, 0.0, None, None)
+        assert torch.equal(encoded.held, wanted)
         assert torch.equal(kernel.decode(payload, None, None, 0.0, None, None, case.target, here), wanted)
         arrived = away(case.target, here)
         torch.testing.assert_close(arrived, away(case.values, here), rtol=0, atol=0, equal_nan=True)
@@ -203,7 +203,7 @@ def test_zeros_and_differences_too_small_for_a_scale(fused) -> None:
     case = Case(torch.float32, None)
     for values in (case.held.clone(), case.held + 1e-30):
         known = case.held, None, 0.0, 4, None
-        ours, theirs = (case.coded(kernel, *known, values=values) for kernel in (fused, reference))
+        ours, theirs = (case.encoded(kernel, *known, values=values) for kernel in (fused, reference))
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].held, case.held)
 
 
@@ -254,7 +254,7 @@ def test_what_triton_needs_to_build(
 def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
     """A CPU needs no Triton: importing the plugin must not ask for it."""
     code = (
-        "import sys, torch, xfuser_cocodiff.codec.codec, xfuser_cocodiff.attention.reshard as e;"
+        "import sys, torch, xfuser_cocodiff.codec.codecs, xfuser_cocodiff.attention.reshard as e;"
         "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -320,11 +320,11 @@ def test_each_value_is_read_once_and_written_once(
     known = case.held, case.before, 0.5, bits, case.active(active)
     size, unused = case.held.numel(), (0, 0)
     expected = [(size, size) if bits or active else unused, unused]
-    payload, coded = case.coded(fused, *known)
+    payload, encoded = case.encoded(fused, *known)
     sent = payload[:-1].nbytes if bits else payload[:-1].nbytes // 4
     assert accesses.of(case.values) == [(size, size), unused]  # less what is the rank's own
     assert accesses.of(case.held) == accesses.of(case.before) == expected
-    assert accesses.of(coded.held) == [unused, (size, size)]
+    assert accesses.of(encoded.held) == [unused, (size, size)]
     assert accesses.of(payload) == [unused, (sent, sent)]
     accesses = Accesses(monkeypatch)
     held = fused.decode(payload, *known, case.target, case.here)
@@ -435,21 +435,20 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
     assert "small" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("mode", "coded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
-def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, coded: str) -> None:
+@pytest.mark.parametrize(("mode", "encoded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
+def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, encoded: str) -> None:
     """Once as it is, and then by the codecs of the mode's later steps."""
     from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.codec import codec as codecs
-    from xfuser_cocodiff.codec import modes
+    from xfuser_cocodiff.codec import codecs, modes
     from xfuser_cocodiff.simulation.workloads import Workload
 
     used, encode = [], codecs.encode
     monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
     small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
     bench._exchanges(small, 64, 4, DEVICE, mode)()
-    late = modes.usual(mode, 50).codecs(49, 50) if coded else {}
-    assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(coded) // 2)
-    assert used[len(used) // 2 :] == [late[name] for name in coded[len(coded) // 2 :]]
+    late = modes.usual(mode, 50).codecs(49, 50) if encoded else {}
+    assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(encoded) // 2)
+    assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]
 
 
 class Once:

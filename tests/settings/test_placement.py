@@ -90,10 +90,10 @@ def test_the_choice() -> None:
     known = profile("4x2", 1e6, FAST)
     assert placement.choose(known, 4, 2, exact) == "inner"
     assert placement.choose(known, 2, 4, exact) == "outer"  # as many bytes between nodes either way
-    assert placement.choose(known, 2, 4, balanced) == "inner"  # and a third of them are coded
+    assert placement.choose(known, 2, 4, balanced) == "inner"  # and a third of them are encoded
     two = profile("2x4", 1e6, FAST)
     assert placement.choose(two, 4, 2, exact) == "outer"
-    assert placement.choose(two, 4, 2, balanced) == "inner"  # only Ulysses can be coded
+    assert placement.choose(two, 4, 2, balanced) == "inner"  # only Ulysses can be encoded
     assert placement.choose(profile("3x4", 1e6, FAST), 4, 3, balanced) == "outer"  # strides of 3 straddle nodes
 
 

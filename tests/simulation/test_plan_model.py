@@ -103,11 +103,11 @@ def test_traffic_by_hand() -> None:
     assert found.sent_bytes["node"] == pytest.approx(4 * one / 2)  # half of all ranks are in the other node
     flat, by_axis = 4 * one * 3 / 8, 4 * one * 3 / 4
     assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
-    coded = outlook.outlook(case, Split(8, 2, "inner"), "balanced")
-    assert coded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
+    encoded = outlook.outlook(case, Split(8, 2, "inner"), "balanced")
+    assert encoded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
     # 2 bits for values and a byte for each 128 of them, behind one exact step.
     share = (1 + 49 * (128 * 2 / 8 + 1) / 256) / 50
-    assert coded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
+    assert encoded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
 
 
 @pytest.mark.parametrize("mode", ["balanced", "fast", "paper"])

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.codec import coding as coded
-from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.codec import exchange
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.exchange.part import WHOLE, Part
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.plan import Plan
 
@@ -44,7 +44,7 @@ def reshard(
         The resharded tensors, contiguous.
     """
     plan = mesh.plan_for(_nbytes(tensors))
-    pieces = [_by_destination(tensor, scatter_dim, plan, WHOLE) for tensor in tensors]
+    pieces = [_by_destination(tensor, scatter_dim, plan, ALL_HEADS) for tensor in tensors]
     message = _pack(pieces, plan)
     if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
         received = mesh.all_to_all(message, plan)
@@ -56,29 +56,33 @@ def reshard(
 
 
 def send_to_heads(
-    tensors: Sequence[torch.Tensor], mesh: Mesh, label: Label, part: Part = WHOLE, coding: Coding | None = None
+    tensors: Sequence[torch.Tensor],
+    mesh: Mesh,
+    label: Label,
+    head_group: HeadGroup = ALL_HEADS,
+    layer_codecs: LayerCodecs | None = None,
 ) -> Handle[list[torch.Tensor]]:
-    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/part.count, S, D), all in one message.
+    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
 
     Args:
         tensors: of one dtype; they must not change before the handle was waited for.
         mesh: ranks and their topology.
-        label: what they are; with a coding, a letter for each.
-        part: of the heads that each rank gets.
-        coding: what travels on slow axes; everything, as it is, when not given.
+        label: what they are; with an encoding, a letter for each.
+        head_group: of the heads that each rank gets.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
     """
-    if coding:
+    if layer_codecs:
         plan = Plan.hierarchical(mesh.topology)
-        pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+        pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
         heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
         results = [
             tensor.new_empty(len(tensor), count, plan.topology.size * tensor.shape[SEQUENCE], tensor.shape[-1])
             for tensor, count in zip(tensors, heads, strict=True)
         ]
-        targets = [_by_destination(result, SEQUENCE, plan, WHOLE) for result in results]
-        return coded.send(pieces, targets, mesh, coding, label, part, results)
-    plan = mesh.plan_for(_nbytes(tensors) // part.count)
-    pieces = [_by_destination(tensor, HEADS, plan, part) for tensor in tensors]
+        targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
+        return exchange.send(pieces, targets, mesh, layer_codecs, label, head_group, results)
+    plan = mesh.plan_for(_nbytes(tensors) // head_group.count)
+    pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
     message = _pack(pieces, plan)
 
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
@@ -92,23 +96,23 @@ def send_to_sequence(
     target: torch.Tensor,
     mesh: Mesh,
     label: Label,
-    part: Part,
-    coding: Coding | None = None,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs | None = None,
 ) -> Handle[None]:
-    """Start to bring a part of the heads back, from (B, H/P/part.count, S, D) to its place in `target`.
+    """Start to bring a part of the heads back, from (B, H/P/head_group.count, S, D) to its place in `target`.
 
     Args:
         tensor: must not change before the handle was waited for.
         target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
         mesh: ranks and their topology.
         label: what it is.
-        part: which part it is.
-        coding: what travels on slow axes; everything, as it is, when not given.
+        head_group: which part it is.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
     """
-    plan = Plan.hierarchical(mesh.topology) if coding else mesh.plan_for(_nbytes([tensor]))
-    piece, place = _by_destination(tensor, SEQUENCE, plan, WHOLE), _by_destination(target, HEADS, plan, part)
-    if coding:
-        return coded.send([piece], [place], mesh, coding, label, part, None)
+    plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.plan_for(_nbytes([tensor]))
+    piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
+    if layer_codecs:
+        return exchange.send([piece], [place], mesh, layer_codecs, label, head_group, None)
     message = _pack([piece], plan)
     return mesh.post(message, plan, label, lambda received: kernels.move(place, _unpack(received, [piece], plan)[0]))
 
@@ -119,11 +123,11 @@ def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
     return tensor.view(*sizes[:dim], *plan.shape, sizes[dim] // plan.topology.size, *sizes[dim + 1 :])
 
 
-def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, part: Part) -> torch.Tensor:
+def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, head_group: HeadGroup) -> torch.Tensor:
     """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a part has."""
     split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
-    if part.count > 1:
-        split = part.of(split, scatter_dim + levels)
+    if head_group.count > 1:
+        split = head_group.of(split, scatter_dim + levels)
     return split.permute(_moved(split.ndim, scatter_dim, 0, levels))
 
 

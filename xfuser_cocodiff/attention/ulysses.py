@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
-from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.exchange.part import Part
 from xfuser_cocodiff.exchange.traffic import Label
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadGroup], torch.Tensor]
 """Attention of one part of a rank's heads: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
 
 
@@ -32,7 +32,7 @@ def ulysses_attention(
     groups: int = 1,
     layer: str = "",
     early: Handle[list[torch.Tensor]] | None = None,
-    coding: Coding | None = None,
+    layer_codecs: LayerCodecs | None = None,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
@@ -45,30 +45,30 @@ def ulysses_attention(
         groups: parts of the heads; every element is that of one group, where attention treats heads alike.
         layer: its name in traces.
         early: the exchange of V's first part, already under way.
-        coding: what travels on slow axes; everything, as it is, when not given.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    if groups == 1 and coding is None:
+    if groups == 1 and layer_codecs is None:
         return _at_once(query, key, value, attend, mesh, layer, early)
-    parts = [Part(index, groups) for index in range(groups)]
+    head_groups = [HeadGroup(index, groups) for index in range(groups)]
     coming: list[Handle[list[torch.Tensor]]] = []
     going: list[Handle[None]] = []
     result = None
     try:
-        for part in parts:  # all of them now, so that the links never run dry
-            with_value = early is None or part.index > 0
+        for head_group in head_groups:  # all of them now, so that the links never run dry
+            with_value = early is None or head_group.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
-            coming.append(send_to_heads(tensors, mesh, Label(what, layer), part, coding))
+            coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs))
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
-        for part, handle in zip(parts, coming, strict=True):
+        for head_group, handle in zip(head_groups, coming, strict=True):
             received = handle.wait()
             its_query, its_key, its_value = received if len(received) == 3 else (*received, *first_value)
-            attended = attend(its_query, its_key, its_value, part)
+            attended = attend(its_query, its_key, its_value, head_group)
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
-            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), part, coding))
+            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), head_group, layer_codecs))
         for sending in going:
             sending.wait()
         return result
@@ -96,4 +96,4 @@ def _at_once(
         [value] = early.wait()
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh, Label("qkv", layer))
-    return reshard([attend(query, key, value, Part())], SEQUENCE, HEADS, mesh, Label("o", layer))[0]
+    return reshard([attend(query, key, value, HeadGroup())], SEQUENCE, HEADS, mesh, Label("o", layer))[0]

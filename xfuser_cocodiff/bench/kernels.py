@@ -11,8 +11,8 @@ from torch.utils import benchmark
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.codec import modes
-from xfuser_cocodiff.codec.codec import Codec
-from xfuser_cocodiff.codec.coding import Account, Coding
+from xfuser_cocodiff.codec.codecs import Codec
+from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.collectives import InFlight, Mesh
 from xfuser_cocodiff.exchange.lane import Lane
@@ -59,7 +59,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
 
     Returns:
         The record: for each row `seconds`, `bytes_per_second` and their ratio to the copy's, each a list of repeats;
-        for each case and mode what coding Q, K, V and O adds to attention and projections of the layer: all that the
+        for each case and mode what encoding Q, K, V and O adds to attention and projections of the layer: all that the
         device does in exchanges by codecs, less the same in exact ones.
     """
     rows, layers = [], []
@@ -77,7 +77,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             rows.append({**row, "seconds": seconds[work.name], "bytes_per_second": speeds, "ratio_to_copy": ratios})
         for mode in CODED:
             turns = zip(seconds[mode], seconds[EXACT], seconds["layer"], strict=True)
-            shares = [(coded - exact) / whole for coded, exact, whole in turns]
+            shares = [(encoded - exact) / whole for encoded, exact, whole in turns]
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     used = kernels.TRITON if kernels.is_fused(device) else kernels.TORCH
@@ -125,18 +125,18 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     active = Active(mask.scatter_(-1, kernels.scores(values, *known, here).topk(count, -1).indices, 1), tokens, count)
     sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
     payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
-    full, coded = held.nbytes, (PLACES - 1) * sizes[0]
+    full, encoded = held.nbytes, (PLACES - 1) * sizes[0]
     moved = torch.empty_like(values, memory_format=torch.contiguous_format)
     return [
         _Work("move", lambda: kernels.move(moved, values), 2 * values.nbytes),
         _Work("scores", lambda: kernels.scores(values, *known, here), 3 * full),
-        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, payload, here), 4 * full + coded),
+        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, payload, here), 4 * full + encoded),
         _Work(
             "encode, chosen tokens",
             lambda: kernels.encode(values, *known, BITS, active, some, here),
             4 * full + (PLACES - 1) * sizes[1],
         ),
-        _Work("decode", lambda: kernels.decode(payload, *known, BITS, None, target, here), 4 * full + coded),
+        _Work("decode", lambda: kernels.decode(payload, *known, BITS, None, target, here), 4 * full + encoded),
     ]
 
 
@@ -196,8 +196,8 @@ def _exchanges(
     codecs = usual.codecs(STEPS - 1, STEPS) if usual else None
 
     def call() -> None:
-        coding = Coding(way, codecs, wires, Account(), seed=0) if codecs else None
-        ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, coding=coding)
+        layer_codecs = LayerCodecs(way, codecs, wires, Account(), seed=0) if codecs else None
+        ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, layer_codecs=layer_codecs)
 
     call()  # which finds no references, and sends all
     return call

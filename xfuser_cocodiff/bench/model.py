@@ -110,12 +110,12 @@ class Contender:
         return self.engine.runtime
 
     def go_on(self) -> None:
-        """Stand at another step of a run: first at those that are exact, then all over those that are coded."""
+        """Stand at another step of a run: first at those that are exact, then all over those that are encoded."""
         if self.done == 0:
             self.engine.runs.begin(_RUN_STEPS)
-        coded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
-        past = self.done - coded[0]
-        self.runtime.step = self.done if past < 0 else coded[round(past * _GOLDEN * len(coded)) % len(coded)]
+        encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
+        past = self.done - encoded[0]
+        self.runtime.step = self.done if past < 0 else encoded[round(past * _GOLDEN * len(encoded)) % len(encoded)]
         self.done += 1
 
     @property
@@ -131,8 +131,8 @@ class Contender:
         reports = [] if self.runtime is None else [one for one in self.runtime.reports if not one.was_refresh]
         if not sum(report.exact_bytes for report in reports):
             return 1.0
-        coded = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
-        return self.exact_share + (1 - self.exact_share) * coded
+        encoded = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
+        return self.exact_share + (1 - self.exact_share) * encoded
 
 
 def shares(text: str) -> list[float]:
@@ -347,10 +347,10 @@ def _compare(
     a2a, hidden = _seconds_of_exchanges(contenders, runs, device, told)
     told.expect(0)
     rows = []
-    for mode, coded in times.items():
+    for mode, encoded in times.items():
         # Steps of a run that are exact count as stock's, which is no better than they are.
         share = contenders[mode].exact_share
-        seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], coded, strict=True)]
+        seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], encoded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}
         predicted = sum(planner.seconds(profile, plans[size], size) * count for size, count in messages.items())

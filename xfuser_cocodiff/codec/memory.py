@@ -9,7 +9,7 @@ order that decides. That needs no forecast: each layer asks for room when it is 
 
 from typing import NamedTuple
 
-from xfuser_cocodiff.codec.codec import CHANGE
+from xfuser_cocodiff.codec.codecs import CHANGE
 from xfuser_cocodiff.codec.modes import CodecSchedule
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.codec.codec import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, aligned, part_bytes
+from xfuser_cocodiff.codec.codecs import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, aligned, section_bytes
 from xfuser_cocodiff.kernels.quantise import STEPS
 
 NOTATION = (
@@ -64,7 +64,7 @@ class CodecSchedule:
             dtype: of their values.
             total: steps of the run.
         """
-        return [coded_bytes(self.codecs(step, total), names, shapes, dtype) for step in range(total)]
+        return [link_bytes(self.codecs(step, total), names, shapes, dtype) for step in range(total)]
 
     def leaves_out(self, layer: str) -> bool:
         """Whether a layer always travels exactly."""
@@ -106,14 +106,14 @@ class CodecSchedule:
         return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
 
 
-def coded_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes of a link for an exchange at one step: a flag, the choices of tokens, and values; see :mod:`coding`."""
+def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+    """Bytes of a link for an exchange at one step: a flag, the choices of tokens, and values; see :mod:`exchange`."""
     like, size = dict(zip(names, shapes, strict=True)), aligned(1)
     for name, shape in like.items():
         codec = codecs[name]
         if codec.share < 1 and name not in CHOOSING and shape[TOKENS] != like["v"][TOKENS]:
             codec = replace(codec, share=1.0)  # V's choice says nothing of its tokens
-        size += sum(map(aligned, part_bytes(codec, name, shape, dtype)))
+        size += sum(map(aligned, section_bytes(codec, name, shape, dtype)))
     return size
 
 

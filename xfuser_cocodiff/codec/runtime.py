@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff.codec import modes
-from xfuser_cocodiff.codec.codec import EXACT, Loss
-from xfuser_cocodiff.codec.coding import Account, Coding, Wire
+from xfuser_cocodiff.codec.codecs import EXACT, Loss
+from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, Wire
 from xfuser_cocodiff.codec.memory import GIB, Budget, Need, Share
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.codec.slow_way import SlowWay
@@ -191,9 +191,9 @@ class Runtime:
             sum(state.is_exact for state in self._states.values()),
         )
 
-    def coding(
+    def layer_codecs(
         self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
-    ) -> Coding | None:
+    ) -> LayerCodecs | None:
         """How a layer's exchanges travel in a call of its transformer; None where they travel without codecs.
 
         Args:
@@ -220,7 +220,7 @@ class Runtime:
                 name: replace(EXACT, predictor=0.0 if self._mends else codec.predictor)
                 for name, codec in codecs.items()
             }
-        return Coding(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
+        return LayerCodecs(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
 
     @property
     def _defers(self) -> bool:

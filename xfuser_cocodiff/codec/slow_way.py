@@ -51,7 +51,7 @@ class SlowWay:
         slow = [dim for dim in moving if topology.axes[dim].name in slow_axes]
         fast = [dim for dim in moving if dim not in slow]
 
-        def part(dims: list[int]) -> Mesh:
+        def submesh(dims: list[int]) -> Mesh:
             if dims == moving:
                 return mesh
             own = subgroup(group, tuple(ranks[i] for i in topology.neighbours(rank, *dims)))
@@ -66,8 +66,8 @@ class SlowWay:
             tuple(map(moving.index, slow)),
             tuple(topology.axes[dim].size for dim in moving),
             topology.neighbours(rank, *slow).index(rank),
-            part(slow),
-            part(fast) if fast else None,
+            submesh(slow),
+            submesh(fast) if fast else None,
         )
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class SlowWay:
         """Slow axes, then fast ones."""
         return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
 
-    def parted(self, piece: torch.Tensor) -> torch.Tensor:
+    def split(self, piece: torch.Tensor) -> torch.Tensor:
         """(*shape, B, n, s, D) as (S, F, B, n, s, D)."""
         levels = len(self.shape)
         ordered = piece.permute(*self._order, *range(levels, piece.ndim))
@@ -103,10 +103,10 @@ class SlowWay:
         except RuntimeError:
             return target.new_empty(shape), False
 
-    def joined(self, parted: torch.Tensor) -> torch.Tensor:
+    def joined(self, split: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`parted`, as a view."""
         sizes = [self.shape[dim] for dim in self._order]
         levels = len(sizes)
-        ordered = parted.view(*sizes, *parted.shape[2:])
+        ordered = split.view(*sizes, *split.shape[2:])
         back = sorted(range(levels), key=self._order.__getitem__)
         return ordered.permute(*back, *range(levels, ordered.ndim))

@@ -14,10 +14,10 @@ from fractions import Fraction
 
 import torch
 
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.codec import EXACT
-from xfuser_cocodiff.codec.coding import Coding, chosen_of, coded_by, is_finite
-from xfuser_cocodiff.exchange.part import WHOLE
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.machine.topology import Topology
 
 _HEADS, _TOKENS = 1, 2
@@ -47,12 +47,14 @@ class VirtualRanks:
         """Whether so many heads, or tokens of a segment, can be dealt to the ranks."""
         return size % self.topology.size == 0
 
-    def part_of(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
+    def share_of(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
         """Of tensors (B, H, N, D) with such segments of tokens, what one of the ranks would have to exchange."""
         dealt = sum(size for size in segments if self.deals(size)) if self.deals(shape[_HEADS]) else 0
         return Fraction(dealt, shape[_TOKENS] * self.topology.size)
 
-    def send(self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], coding: Coding) -> list:
+    def send(
+        self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
+    ) -> list:
         """What many ranks would get of tensors (B, H, N, D) if all of them were put together again.
 
         Args:
@@ -60,39 +62,41 @@ class VirtualRanks:
             tensors: all that there is.
             segments: parts of the tokens, such as text and image, of each of which every rank has its share. Those that
                 cannot be dealt stay as they are: xDiT gives them to every rank as a whole.
-            coding: how to code.
+            layer_codecs: how to encode.
         """
         found = {}
         for name, tensor in sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] != "v"):
             parts = list(tensor.split(list(segments), _TOKENS))
             dealt = [place for place, size in enumerate(segments) if self.deals(size)]
             if dealt and self.deals(tensor.shape[_HEADS]):
-                sent = self._sent(name, [parts[place] for place in dealt], coding)
+                sent = self._sent(name, [parts[place] for place in dealt], layer_codecs)
                 for place, part in zip(dealt, sent, strict=True):
                     parts[place] = part
             found[name] = torch.cat(parts, _TOKENS)
         return [found[name] for name in names]
 
-    def _sent(self, name: str, parts: list[torch.Tensor], coding: Coding) -> list[torch.Tensor]:
+    def _sent(self, name: str, parts: list[torch.Tensor], layer_codecs: LayerCodecs) -> list[torch.Tensor]:
         rows = self._rows(parts, to_heads=name != "o")
-        return self._parts(self._coded(name, rows, coding), [part.shape[_TOKENS] for part in parts], name != "o")
+        return self._parts(
+            self._encoded(name, rows, layer_codecs), [part.shape[_TOKENS] for part in parts], name != "o"
+        )
 
-    def _coded(self, name: str, rows: torch.Tensor, coding: Coding) -> torch.Tensor:
+    def _encoded(self, name: str, rows: torch.Tensor, layer_codecs: LayerCodecs) -> torch.Tensor:
         """Rows (S, S, F, F, B, n, s, D) of which those off the first diagonal have gone through the codec."""
         sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
-        codec = coded_by(coding, name, WHOLE, values.shape, values.dtype)
-        reference = coding.wire(name, WHOLE).sent
-        active = chosen_of(coding, name, WHOLE, values, codec)
-        sizes = codecs.part_bytes(codec, name, values.shape, values.dtype)
+        codec = codec_for(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
+        reference = layer_codecs.wire(name, ALL_HEADS).sent
+        active = active_for(layer_codecs, name, ALL_HEADS, values, codec)
+        sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
         payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
         loss = codecs.encode(values, reference, codec, active, payload)
-        coding.account.sent_bytes += len(values) * sum(map(codecs.aligned, sizes))
-        coding.account.exact_bytes += values.nbytes
+        layer_codecs.account.sent_bytes += len(values) * sum(map(codecs.aligned, sizes))
+        layer_codecs.account.exact_bytes += values.nbytes
         if loss:
-            coding.account.losses.append(loss)
+            layer_codecs.account.losses.append(loss)
         if loss and not is_finite(loss):
-            coding.account.repeated += 1
+            layer_codecs.account.repeated += 1
             codecs.encode(values, reference, EXACT, None, torch.empty_like(values).flatten(1).view(torch.uint8))
             received = values
         else:

@@ -117,8 +117,8 @@ class Judge:
             self._after_step()
             return keep(*step) if keep else {}
 
-        coded = replace(self._config, mode=row.mode, schedule=row.schedule)
-        self._solo.use(None if row.mode == EXACT else coded)
+        approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
+        self._solo.use(None if row.mode == EXACT else approximated)
         generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
         size = {"height": self._size, "width": self._size}
         more = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}

@@ -115,12 +115,12 @@ def coded_fraction(repeats: Sequence[Repeat]) -> float | None:
 
 
 def coded_reason(repeats: Sequence[Repeat]) -> str | None:
-    """Why nothing was coded, in the recorder's words; None where it gives none."""
+    """Why nothing was encoded, in the recorder's words; None where it gives none."""
     return next((run["coded_reason"] for repeat in repeats for run in repeat if run.get("coded_reason")), None)
 
 
 def is_exact(repeats: Sequence[Repeat]) -> bool:
-    """Whether nothing was to be coded: the recorder keeps no account of it then."""
+    """Whether nothing was to be encoded: the recorder keeps no account of it then."""
     return all(run.get("codecs") is None for repeat in repeats for run in repeat)
 
 

@@ -1,5 +1,5 @@
-"""Work on rows of values, done once for each: scored, coded, decoded, moved.
-In: tensors of any strides, what both ends hold of them, and how they are to be coded.
+"""Work on rows of values, done once for each: scored, encoded, decoded, moved.
+In: tensors of any strides, what both ends hold of them, and how they are to be encoded.
 Out: `scores`, `encode`, `decode`, `move`; `use` and `resolved`, which choose between two sets of kernels.
 
 `reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and reads and writes each tensor
@@ -20,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.kernels.rows import Active, Coded
+from xfuser_cocodiff.kernels.rows import Active, Encoded
 from xfuser_cocodiff.machine import device as devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -114,8 +114,8 @@ def encode(
     active: Active | None,
     payload: torch.Tensor,
     here: int | None = None,
-) -> Coded:
-    """Code values by their difference to what is expected of them.
+) -> Encoded:
+    """Encode values by their difference to what is expected of them.
 
     Args:
         values: (P, G, H, T, D), of any strides.
@@ -149,7 +149,7 @@ def decode(
         held: of the receiver, as that of the sender.
         before: the same.
         predictor: see :func:`scores`.
-        bits: as it was coded.
+        bits: as it was encoded.
         active: the sender's.
         target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own place.
         here: see above.

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.kernels.layout import merged
-from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away, typed
+from xfuser_cocodiff.kernels.rows import Active, Encoded, away, put_away, typed
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantise.NOT_FINITE))
@@ -250,7 +250,7 @@ def encode(
     active: Active | None,
     payload: torch.Tensor,
     here: int | None,
-) -> Coded:
+) -> Encoded:
     """See the package."""
     values, is_exact = _rows_of(values), bits is None and active is None
     places, *sizes = values.shape
@@ -266,7 +266,7 @@ def encode(
         sizes[-1], form.block_dim, form.block_rows, bits or 0, before is not None, active is not None,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return Coded(now) if sums is None else Coded(now, *sums.sum(0))
+    return Encoded(now) if sums is None else Encoded(now, *sums.sum(0))
 
 
 def decode(
@@ -314,7 +314,7 @@ def move(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class _Form(NamedTuple):
-    """How values (L, G, H, T, D) are coded by programs."""
+    """How values (L, G, H, T, D) are encoded by programs."""
 
     grid: tuple[int]
     block_dim: int

@@ -5,7 +5,7 @@ import math
 import torch
 
 from xfuser_cocodiff.kernels.quantise import dequantise, quantise
-from xfuser_cocodiff.kernels.rows import Active, Coded, away, put_away, typed
+from xfuser_cocodiff.kernels.rows import Active, Encoded, away, put_away, typed
 
 _TOKENS = 3
 
@@ -31,12 +31,12 @@ def encode(
     active: Active | None,
     payload: torch.Tensor,
     here: int | None,
-) -> Coded:
+) -> Encoded:
     """See the package."""
     values = away(values, here)
     if bits is None and active is None:
         put_away(_values_in(payload, values), values, here)
-        return Coded(_kept(values))
+        return Encoded(_kept(values))
     hoped = expected(held, before, predictor)
     part = _part(values, active)
     if bits is None:
@@ -44,11 +44,11 @@ def encode(
     else:
         base = _part(hoped, active)
         packed, scales, difference = quantise(part - base, bits)
-        for room, found in zip(_coded_in(payload, base, bits), (packed, scales), strict=True):
+        for room, found in zip(_encoded_in(payload, base, bits), (packed, scales), strict=True):
             put_away(room, found, here)
         part = _moved(base, difference)
     now = _with(hoped, part, active, before is not None)
-    return Coded(now, square(values - now), square(values))
+    return Encoded(now, square(values - now), square(values))
 
 
 def decode(
@@ -71,7 +71,7 @@ def decode(
     if bits is None:
         part = away(_values_in(payload, base), here)
     else:
-        levels, scales = (away(part, here) for part in _coded_in(payload, base, bits))
+        levels, scales = (away(part, here) for part in _encoded_in(payload, base, bits))
         part = _moved(base, dequantise(levels, scales, bits))
     now = _with(hoped, part, active, before is not None)
     put_away(target, now, here)
@@ -88,7 +88,7 @@ def _values_in(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return typed(payload, like.dtype).view(len(payload), *like.shape[1:])
 
 
-def _coded_in(payload: torch.Tensor, like: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encoded_in(payload: torch.Tensor, like: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels (P, ..., D * bits / 8) and scales (P, ..., 1) in bytes (P, n), in their place, for values (L, ..., D)."""
     rows, width = like.shape[1:-1], like.shape[-1] * bits // 8
     levels, scales = payload.split([math.prod(rows) * width, math.prod(rows)], 1)

@@ -34,7 +34,7 @@ class Active:
         return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
 
 
-class Coded(NamedTuple):
+class Encoded(NamedTuple):
     """What came of values."""
 
     held: torch.Tensor

@@ -100,7 +100,7 @@ def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = N
     """The way of an exchange, by the best plans.
 
     As it is, it takes all axes at once. Coded, a message goes along the fast axes first, as it is; then what has to
-    cross slow ones is coded, and goes along these.
+    cross slow ones is encoded, and goes along these.
 
     Args:
         profile: the machine, which tells slow axes.
@@ -121,7 +121,7 @@ def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = N
 
 
 def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> float:
-    """Predicted time of an exchange: of its legs, and of coding what crosses slow axes; for arguments see above."""
+    """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see above."""
     way = legs(profile, message_bytes, payload_bytes)
     moving = sum(seconds(*leg) for leg in way)
     if payload_bytes is None or not profile.slow_axes:

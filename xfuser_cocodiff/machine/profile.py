@@ -10,7 +10,7 @@ from xfuser_cocodiff.machine.topology import Topology
 
 SLOW_SHARE = 0.2
 """An axis is slow where a rank sends at less than this share of the speed at which it codes. At less than the whole,
-since what coding leaves still has to travel, and small messages cost their calls; machines are noisy besides."""
+since what encoding leaves still has to travel, and small messages cost their calls; machines are noisy besides."""
 _SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
 
 

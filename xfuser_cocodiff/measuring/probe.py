@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.codec.codec import Codec, Reference, decode, encode
+from xfuser_cocodiff.codec.codecs import Codec, Reference, decode, encode
 from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
 from xfuser_cocodiff.machine import device as devices
@@ -174,7 +174,7 @@ class Probe:
         return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
 
     def _codec_speed(self) -> float:
-        """Bytes of values per second that go through a codec: coded here, and others decoded."""
+        """Bytes of values per second that go through a codec: encoded here, and others decoded."""
         queues = devices.of(self.device.type).queues
         values = torch.randn(1, 1, 1, _CODED_TOKENS[queues], 2**7, device=self.device)
         values = values.to(torch.bfloat16) if queues else values

@@ -96,7 +96,7 @@ def settle(
         given: topology that the user gave, of a Ulysses group or of all ranks.
         wanted: placement that the user wants; None leaves it to the profile.
         profile: what is known of links; it decides if it is of all ranks.
-        schedule_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
+        schedule_of: how the exchanges of Ulysses groups with a topology are encoded; None where they are not.
 
     Raises:
         ValueError: the groups do not lie on the axes of the profile.
@@ -132,7 +132,7 @@ def choose(profile: Profile, ulysses: int, ring: int, schedule_of: Callable[[Top
         profile: of all ranks.
         ulysses: Ulysses degree.
         ring: ring degree.
-        schedule_of: how the exchanges of Ulysses groups with a topology are coded; None where they are not.
+        schedule_of: how the exchanges of Ulysses groups with a topology are encoded; None where they are not.
     """
     outer, inner = (Split(ulysses, ring, placement) for placement in PLACEMENTS)
     if not all(split.fits(profile.topology) for split in (outer, inner)):
@@ -147,14 +147,14 @@ def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> 
     if split.ulysses > 1:
         part = profile.along(split.ulysses_topology(profile.topology))
         for names in ("qkv", "o"):
-            payload = _coded(names, schedule) if schedule else None
+            payload = _payload_bytes(names, schedule) if schedule else None
             total += planner.exchange_seconds(part, len(names) * one, payload)
     if split.ring > 1:
         total += planner.gather_seconds(profile.along(split.ring_topology(profile.topology)), 2 * one)
     return total
 
 
-def _coded(names: str, schedule: CodecSchedule) -> float:
+def _payload_bytes(names: str, schedule: CodecSchedule) -> float:
     shapes = [TYPICAL_SHAPE] * len(names)
     return statistics.fmean(schedule.sent_bytes(names, shapes, torch.bfloat16, TYPICAL_STEPS))
 

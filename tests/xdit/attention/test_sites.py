@@ -158,9 +158,9 @@ def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> No
     from xfuser_cocodiff.xdit.engine.engine import Engine
     from xfuser_cocodiff.xdit.platform import platform
 
-    engine = Engine(runtime=SimpleNamespace(coding=lambda *_: "coded", refuse=lambda _: None))
+    engine = Engine(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", refuse=lambda _: None))
     layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
-    assert engine.coding(layer, "share") == "coded"
+    assert engine.layer_codecs(layer, "share") == "coded"
     monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert engine.coding(layer, "share") is None
+    assert engine.layer_codecs(layer, "share") is None

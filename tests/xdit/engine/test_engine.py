@@ -53,9 +53,9 @@ def side_by_side(rank: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(together, single, strict=True))
         assert dict(engine.traffic.sent_bytes) == sent
         assert engine.layers.kinds and all(kind.ready for kind in engine.layers.kinds)
-    coded, exact, finer = (results for results, _ in alone)
-    assert torch.equal(coded[0], exact[0])
-    assert not any(torch.equal(coded[-1], other[-1]) for other in (exact, finer))
+    encoded, exact, finer = (results for results, _ in alone)
+    assert torch.equal(encoded[0], exact[0])
+    assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
 
 def test_engines_side_by_side_do_not_see_each_other() -> None:

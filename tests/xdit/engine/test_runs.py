@@ -62,12 +62,12 @@ class Transformer(nn.Module):
         root = self.root
         if root.run is None:
             return False
-        coding = self.engine.runtime.coding("a", id(self), root.calls - 1, SHARE, id(root))
-        if coding is None:
+        layer_codecs = self.engine.runtime.layer_codecs("a", id(self), root.calls - 1, SHARE, id(root))
+        if layer_codecs is None:
             return False
-        found = held(coding)
+        found = held(layer_codecs)
         assert found in (None, request), f"request {request} met what is held of request {found}"
-        hold(coding, request)
+        hold(layer_codecs, request)
         return found is not None
 
 
@@ -252,7 +252,7 @@ def test_a_run_of_unknown_length_goes_on() -> None:
     engine.runs.begin(None)
     found = []
     for _ in range(70):
-        codecs = engine.runtime.coding("a", 1, 0, SHARE).codecs["v"]
+        codecs = engine.runtime.layer_codecs("a", 1, 0, SHARE).codecs["v"]
         found.append((codecs.bits, codecs.share))
         engine.runs.end_step()
     assert found[1] == (8, pytest.approx(1 - 0.5 / 49))
@@ -285,7 +285,7 @@ def test_two_pipelines_may_take_turns(said: list[str]) -> None:
 def test_two_pipelines_may_share_a_transformer(said: list[str]) -> None:
     engine = Engine()
     one = engine.transformer()
-    interleaved(engine, one, one)  # whatever is coded, nothing is mixed
+    interleaved(engine, one, one)  # whatever is encoded, nothing is mixed
     assert engine.held == 0
 
 
@@ -429,7 +429,7 @@ class Loops:
         return latents
 
     @property
-    def coded(self) -> list[float]:
+    def encoded(self) -> list[float]:
         """Share of its bytes that each step of the last run has sent."""
         return [report.sent_bytes / report.exact_bytes for report in self.engine.runtime.reports]
 
@@ -440,7 +440,7 @@ WAYS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_ite
 def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:
     """Latents of runs in a row, and what their steps sent."""
     loops = Loops(rank, config_of(mode))
-    return [(loops.run(*run), loops.coded if loops.engine.runtime else []) for run in runs]
+    return [(loops.run(*run), loops.encoded if loops.engine.runtime else []) for run in runs]
 
 
 @pytest.mark.parametrize(("branches", "ways"), [slow(1, WAYS), (2, ("by_hand", "declared"))])
@@ -452,14 +452,14 @@ def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...
     for rank, found in enumerate(ranks.run(all_loops, 2, "balanced", in_a_row)):
         (wanted, _), (scheduled, _) = exact[rank]
         torch.testing.assert_close(scheduled, wanted)
-        latents, coded = found[0]
+        latents, encoded = found[0]
         # The last step of a loop that nobody declares has not ended yet.
-        assert coded[0] >= 1 and len(coded) == STEPS - 1 and max(coded[1:]) < 0.2
+        assert encoded[0] >= 1 and len(encoded) == STEPS - 1 and max(encoded[1:]) < 0.2
         error = (latents - wanted).norm() / wanted.norm()
         assert 0 < error < 0.1
-        for (latents, coded), (seed, shown, _) in zip(found, in_a_row, strict=True):
+        for (latents, encoded), (seed, shown, _) in zip(found, in_a_row, strict=True):
             torch.testing.assert_close(latents, found[seed - 1][0], rtol=1e-5, atol=1e-5)
-            assert shown == "by_hand" or (len(coded) == STEPS and max(coded[1:]) < 0.2)
+            assert shown == "by_hand" or (len(encoded) == STEPS and max(encoded[1:]) < 0.2)
         assert torch.equal(found[1][0], fresh[rank][0][0])
         assert torch.equal(found[3][0], fresh[rank][0][0])
 

@@ -14,8 +14,8 @@ from xfuser_cocodiff.attention.schedule import GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.exchange.part import WHOLE, Part
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
@@ -85,16 +85,16 @@ def _virtually(
     """Attention of one rank, with what codecs would leave of its tensors among many."""
     engine.layers.discover()
     virtual, layer = engine.virtual, engine.layers.running()
-    coding = None
+    layer_codecs = None
     if layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        coding = engine.coding(layer, _share(query, key, value, part=virtual.part_of(query.shape, parts)))
-    if coding is None:
+        layer_codecs = engine.layer_codecs(layer, _share(query, key, value, part=virtual.share_of(query.shape, parts)))
+    if layer_codecs is None:
         return original(query, key, value, **vars(given))
-    query, key, value = virtual.send("qkv", [query, key, value], parts, coding)
+    query, key, value = virtual.send("qkv", [query, key, value], parts, layer_codecs)
     attended = original(query, key, value, **vars(given))
-    return virtual.send("o", [attended], parts, coding)[0]
+    return virtual.send("o", [attended], parts, layer_codecs)[0]
 
 
 def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, mesh: Mesh) -> bool:
@@ -122,7 +122,7 @@ def _attention(
     share = _share(query, key, value, given.joint_query)
     if kind:
         kind.share = share
-    coding = engine.coding(layer or engine.layers.running(), share)
+    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
     try:
         usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
         if given.joint_strategy:
@@ -134,11 +134,11 @@ def _attention(
         raise
     name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
     if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
-        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, coding)
+        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
     cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
     comparing = _Comparing(attend, [] if cached else _counts_in_question(engine, kind, heads))
-    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, coding)
+    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
     sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
     _settle(kind, engine, comparing, lambda: mesh.ahead(*sizes))
     return result
@@ -153,7 +153,7 @@ def _attend(given: _Given) -> Attend:
     ring = get_ring_parallel_world_size()
     joint = usp._preprocess_joint_tensors(given.joint_key, given.joint_value) if given.joint_strategy else (None, None)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
         if usp._has_kv_cache(given.attn_layer):
             key, value = usp._update_and_get_kv_cache(key, value, given.attn_layer)
         key, value = usp._trim_trailing_kv_padding(key, value, given.attention_kwargs)
@@ -165,8 +165,8 @@ def _attend(given: _Given) -> Attend:
             "attention_kwargs": given.attention_kwargs,
             "joint_attn_kwargs": given.joint_strategy
             and {
-                "joint_key": part.of(joint[0], HEADS),
-                "joint_value": part.of(joint[1], HEADS),
+                "joint_key": head_group.of(joint[0], HEADS),
+                "joint_value": head_group.of(joint[1], HEADS),
                 "joint_strategy": given.joint_strategy,
                 "step": 0,
                 "total_steps": ring,
@@ -205,11 +205,16 @@ class _Comparing:
         self.seconds = 0.0
         """That comparing took."""
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part) -> torch.Tensor:
-        result, began = self._attend(query, key, value, WHOLE), time.perf_counter()
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup
+    ) -> torch.Tensor:
+        result, began = self._attend(query, key, value, ALL_HEADS), time.perf_counter()
         for count in self.same:
-            parts = [Part(index, count) for index in range(count)]
-            cut = [self._attend(*(part.of(each, HEADS) for each in (query, key, value)), part) for part in parts]
+            head_groups = [HeadGroup(index, count) for index in range(count)]
+            cut = [
+                self._attend(*(head_group.of(each, HEADS) for each in (query, key, value)), head_group)
+                for head_group in head_groups
+            ]
             self.same[count] = torch.equal(torch.cat(cut, HEADS), result)
         self.seconds += time.perf_counter() - began
         return result

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
-from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.exchange.part import Part
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
@@ -132,8 +132,8 @@ class Engine:
 
     # What travels.
 
-    def coding(self, layer: Layer | None, share: Share | None) -> Coding | None:
-        """How the exchanges of a layer are coded in this call; all ranks find the same."""
+    def layer_codecs(self, layer: Layer | None, share: Share | None) -> LayerCodecs | None:
+        """How the exchanges of a layer are encoded in this call; all ranks find the same."""
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
             return None
         if share is None:
@@ -143,21 +143,21 @@ class Engine:
             self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
             return None
 
-        def found() -> Coding | None:
-            return self.runtime.coding(layer.name, id(layer), layer.branch, share, id(layer.root))
+        def found() -> LayerCodecs | None:
+            return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
 
         if layer.call is None:  # its first call ever, which is not followed yet
             return found()
-        if layer.call.coding is None:
-            layer.call.coding = found()
-        return layer.call.coding
+        if layer.call.layer_codecs is None:
+            layer.call.layer_codecs = found()
+        return layer.call.layer_codecs
 
     def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
-        part = Part(0, layer.call.schedule.groups)
+        head_group = HeadGroup(0, layer.call.schedule.groups)
         return send_to_heads(
-            [value], self.mesh, Label("v", layer.name), part, self.coding(layer, layer.call.kind.share)
+            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
         )
 
 

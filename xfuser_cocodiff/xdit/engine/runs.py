@@ -18,7 +18,7 @@ from xfuser_cocodiff.xdit.patching.log import note
 MAX_BRANCHES = 16
 """Calls of a transformer in one step; more of them mean that steps are not seen."""
 _IDLE_CALLS = 2
-"""Calls of transformers after which something ought to have been coded."""
+"""Calls of transformers after which something ought to have been encoded."""
 DECLARE = "declare its runs: `with xfuser_cocodiff.run(steps=...) as run:`, and `run.step()` after each step"
 _ANEW = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
 _NESTED = (
@@ -53,7 +53,7 @@ class Runs:
     """The runs of one engine.
 
     Args:
-        runtime: what codecs know of the run that is coded; None where nothing is to be approximated.
+        runtime: what codecs know of the run that is encoded; None where nothing is to be approximated.
         new_step: has branches counted anew.
         agreed: whether all ranks pass the same; they call it alike.
         begins: told of a run that begins, and of its steps if their number is known.
@@ -74,7 +74,7 @@ class Runs:
         """And not over; the newest comes last."""
         self._shown: _Shown | None = None
         """What calls show, while no run is declared."""
-        self._coded: Run | None = None
+        self._current: Run | None = None
         """The one that the runtime knows."""
         self._why = f"no run was seen; {DECLARE}"
         self._idle = 0
@@ -115,7 +115,7 @@ class Runs:
         self._new_step()
         runtime = self._runtime()
         over = run.steps == run.total
-        if runtime and run is self._coded:
+        if runtime and run is self._current:
             runtime.end_step()
             # Whoever moves the runtime to other steps decides when it is at the last one.
             over = over if run.lost else not runtime.is_running
@@ -133,7 +133,7 @@ class Runs:
             return
         self._declared.remove(run)
         self._new_step()
-        if run is self._coded:
+        if run is self._current:
             self._stop()
 
     def clear(self) -> None:
@@ -165,24 +165,24 @@ class Runs:
 
     @property
     def reason(self) -> str:
-        """Why nothing was coded, where nothing was."""
+        """Why nothing was encoded, where nothing was."""
         runtime = self._runtime()
         return (runtime and runtime.refusal) or self._why
 
     def _code(self, run: Run) -> None:
         """Have the runtime know this run, from where it stands."""
         self._new_step()
-        self._coded = run
+        self._current = run
         if runtime := self._runtime():
             runtime.begin_run(run.total, run.steps)
 
     def _stop(self) -> None:
-        self._coded = None
+        self._current = None
         if runtime := self._runtime():
             runtime.end_run()
 
     def _lose(self, run: Run, why: str) -> None:
-        """The rest of the run that is coded travels exactly."""
+        """The rest of the run that is encoded travels exactly."""
         if not run.lost:
             self._why, run.lost = why, True
             note(f"a run travels exactly from here on: {why}")
@@ -204,7 +204,7 @@ class Runs:
             self._why = _NESTED
             note(_NESTED)
             return None
-        if self._coded is not newest:  # a newer one is over
+        if self._current is not newest:  # a newer one is over
             self._code(newest)
         if len(self._declared) > 1:
             self._compare_prompts(newest, root, args, kwargs)
@@ -243,12 +243,12 @@ class Runs:
             self._code(Run())
             self._begins(None)
         elif found == "the next step":
-            self._coded.steps += 1
+            self._current.steps += 1
             self._new_step()
             self._runtime().end_step()
             self._ends_step()
         self._shown.take(root, moment)
-        return self._coded
+        return self._current
 
     def _warn(self, runtime: Runtime) -> None:
         note(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")

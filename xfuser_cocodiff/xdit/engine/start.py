@@ -212,7 +212,7 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
 
 
 def _tell(config: CocoDiffConfig, where: str) -> None:
-    """By what it codes, and what to expect, is said when a run has been coded."""
+    """By what it codes, and what to expect, is said when a run has been encoded."""
     note(f"mode {config.mode} on {where}; --cocodiff_mode {EXACT} equals stock xDiT bit for bit")
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
-from xfuser_cocodiff.codec.coding import Coding
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.v_source import Called, Recipe, find_recipe
@@ -88,7 +88,7 @@ class _Call:
     arguments: dict[Argument, torch.Tensor] = field(default_factory=dict)
     before: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """Parts of the block that were called before the module, and what they were given; while the call is watched."""
-    parts: list[Called] = field(default_factory=list)
+    submodules: list[Called] = field(default_factory=list)
     """Of the module, while the call is watched."""
     ahead: dict[str, Called] = field(default_factory=dict)
     """Projections that were made ahead of time."""
@@ -96,8 +96,8 @@ class _Call:
     """Those of them that the processor has asked for since."""
     handle: Handle | None = None
     """V's exchange."""
-    coding: Coding | None = None
-    """How its exchanges are coded, once one of them was."""
+    layer_codecs: LayerCodecs | None = None
+    """How its exchanges are encoded, once one of them was."""
 
     def abandon(self) -> None:
         """Forget what was done ahead."""
@@ -197,10 +197,10 @@ class Layer:
         for hook in self._hooks:
             hook.remove()
         for path, forward in self._replaced.items():
-            part = self._module.get_submodule(path)
-            del part.forward
+            submodule = self._module.get_submodule(path)
+            del submodule.forward
             if forward:
-                part.forward = forward
+                submodule.forward = forward
 
     # A call.
 
@@ -230,7 +230,7 @@ class Layer:
             self._kind = call.kind
         if call.kind.refusal is None:
             if call.kind.recipe is None:
-                self._watch_parts()
+                self._watch_submodules()
             else:
                 self._listen(call.kind)
                 if call.kind.arguments and self._goes_first(call):
@@ -251,7 +251,9 @@ class Layer:
             return
         self._stop_watching()
         call.abandon()
-        exact_step = call.coding is not None and call.coding.is_exact  # which says nothing of those that are coded
+        exact_step = (
+            call.layer_codecs is not None and call.layer_codecs.is_exact
+        )  # which says nothing of those that are encoded
         if call.kind and call.kind.trial and not exact_step and sys.exc_info()[0] is None:
             call.kind.trial.took(time.perf_counter() - call.started)
 
@@ -265,13 +267,13 @@ class Layer:
     def _listen(self, kind: Kind) -> None:
         """Have V's projections ask for what was made ahead, and the part that comes first say so."""
         for path in kind.recipe.paths - self._replaced.keys():
-            part = self._module.get_submodule(path)
-            self._replaced[path] = vars(part).get("forward")
-            part.forward = self._asking(path, part.forward)
+            submodule = self._module.get_submodule(path)
+            self._replaced[path] = vars(submodule).get("forward")
+            submodule.forward = self._asking(path, submodule.forward)
         if kind.trigger and kind.trigger not in self._triggers:
             inside, path = kind.trigger
-            part = (self._module if inside else self._block).get_submodule(path)
-            self._hooks.append(part.register_forward_pre_hook(self._triggered))
+            submodule = (self._module if inside else self._block).get_submodule(path)
+            self._hooks.append(submodule.register_forward_pre_hook(self._triggered))
             self._triggers.add(kind.trigger)
 
     def _asking(self, path: str, forward: Callable) -> Callable:
@@ -332,24 +334,24 @@ class Layer:
 
     def _watch_block(self) -> None:
         before = self.call.before
-        for path, part in self._block.named_children():
-            if part is not self._module:
+        for path, submodule in self._block.named_children():
+            if submodule is not self._module:
 
                 def note(_: nn.Module, args: tuple, path: str = path) -> None:
                     before.extend((path, value) for value in args[:1] if torch.is_tensor(value))
 
-                self._watching.append(part.register_forward_pre_hook(note))
+                self._watching.append(submodule.register_forward_pre_hook(note))
 
-    def _watch_parts(self) -> None:
-        parts = self.call.parts
-        for path, part in self._module.named_modules():
+    def _watch_submodules(self) -> None:
+        submodules = self.call.submodules
+        for path, submodule in self._module.named_modules():
             if path:
 
                 def note(_: nn.Module, args: tuple, returned: Any, path: str = path) -> None:
                     if args and torch.is_tensor(args[0]) and torch.is_tensor(returned):
-                        parts.append(Called(path, args[0], returned))
+                        submodules.append(Called(path, args[0], returned))
 
-                self._watching.append(part.register_forward_hook(note))
+                self._watching.append(submodule.register_forward_hook(note))
 
     def _stop_watching(self) -> None:
         for hook in self._watching:
@@ -360,7 +362,7 @@ class Layer:
         """Find out how V came about in a call that was watched."""
         call, kind = self.call, self.call.kind
         self._stop_watching()
-        recipe = find_recipe(value, call.parts)
+        recipe = find_recipe(value, call.submodules)
         arguments: dict = {}
         trigger, refusal = None, "V does not come from parts of the module in a way that is known"
         if recipe:
@@ -374,11 +376,11 @@ class Layer:
     def _ways_ahead(self, recipe: Recipe) -> tuple[dict[str, Argument], tuple[bool, str] | None]:
         """When V could be projected: arguments and trigger of a kind."""
         call = self.call
-        given = {called.path: called.given for called in call.parts if called.path in recipe.paths}
+        given = {called.path: called.given for called in call.submodules if called.path in recipe.paths}
         if len(given) == 1:
             [only] = given.values()
             in_block = next(((False, path) for path, tensor in call.before if tensor is only), None)
-            in_module = next(((True, called.path) for called in call.parts if called.given is only), None)
+            in_module = next(((True, called.path) for called in call.submodules if called.given is only), None)
         else:
             in_block = in_module = None
         if in_block:
@@ -392,8 +394,8 @@ class Layer:
     def _foreign_hooks(self, recipe: Recipe) -> str | None:
         """Hooks that would see a projection twice."""
         for path in sorted(recipe.paths):
-            part = self._module.get_submodule(path)
-            if part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"):
+            submodule = self._module.get_submodule(path)
+            if submodule._forward_hooks or submodule._forward_pre_hooks or hasattr(submodule, "_hf_hook"):
                 return f"{path} has hooks of others"
         return None
 
@@ -468,13 +470,13 @@ class Layers:
     def kind(self, module: nn.Module, arguments: dict[Argument, torch.Tensor]) -> Kind:
         """The kind of a call."""
         name = type(module).__name__
-        parts = tuple(path for path, _ in module.named_children())
+        submodules = tuple(path for path, _ in module.named_children())
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
-        key = type(module), processor, parts, shapes
+        key = type(module), processor, submodules, shapes
         if key not in self._kinds:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
-            told = name, processor.__name__, parts, shapes, sizes, getattr(module, "heads", None)
+            told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
             self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
         return self._kinds[key]
 

@@ -1,11 +1,11 @@
-"""A part of the heads: what travels and attends as one."""
+"""A group of heads: what travels and attends as one."""
 
 from typing import NamedTuple
 
 import torch
 
 
-class Part(NamedTuple):
+class HeadGroup(NamedTuple):
     """One of several equal parts of the heads that each rank holds between two exchanges."""
 
     index: int = 0  # type: ignore[assignment]  # a tuple's own index and count are of no use here
@@ -17,4 +17,4 @@ class Part(NamedTuple):
         return tensor.narrow(dim, self.index * size, size)
 
 
-WHOLE = Part()
+ALL_HEADS = HeadGroup()

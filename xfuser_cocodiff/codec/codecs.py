@@ -246,7 +246,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def part_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+def section_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
     """Bytes for one link of a tensor's choice of tokens, 0 where it makes none, and of its values.
 
     Args:

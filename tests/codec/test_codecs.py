@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.quick import pairwise, slow_but
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.codec import EXACT, Codec, Reference
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
 
 SHAPE = (2, 3, 4, 10, 16)
 """Links, groups, heads, tokens, head dim."""
@@ -32,7 +32,7 @@ class Link:
     def carry(self, values: torch.Tensor, codec: Codec, seed: int = 0) -> torch.Tensor:
         """What arrives of values; only what an exchange would send goes from one end to the other."""
         links, groups, _, tokens, _ = values.shape
-        of_choice, of_values = codecs.part_bytes(codec, "v", values.shape, values.dtype)
+        of_choice, of_values = codecs.section_bytes(codec, "v", values.shape, values.dtype)
         chosen = unpacked = None
         if codec.share < 1:
             chosen = codecs.choose(values, self.sent, codec, seed)

@@ -13,13 +13,13 @@ from tests.quick import in_turn, slow_but
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.codec import codec as codecs
-from xfuser_cocodiff.codec.codec import EXACT, Codec, Reference
-from xfuser_cocodiff.codec.coding import Account, Coding, chosen_of, coded_by
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
+from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, active_for, codec_for
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.exchange.collectives import Mesh
-from xfuser_cocodiff.exchange.part import Part
+from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
@@ -94,21 +94,23 @@ def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o:
     mesh, way = way_of(topology, slow)
     pairs, wires, account = Pairs(topology, slow), {}, Account()
     for step in range(STEPS):
-        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        layer_codecs = LayerCodecs(
+            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+        )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
-            early = send_to_heads([v], mesh, Label("v"), coding=coding)
-            late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+            early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+            late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
             found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
         else:
-            handle = send_to_heads([q, k, v], mesh, Label("qkv"), coding=coding)
+            handle = send_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
             found = dict(zip("qkv", handle.wait(), strict=True))
         for name in "vqk":
             wanted = expected_heads(pairs, name, step, rank, size, codec)
             assert torch.equal(found[name], wanted), (name, step)
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
-        send_to_sequence(attended, target, mesh, Label("o"), Part(), coding).wait()
+        send_to_sequence(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
@@ -180,11 +182,13 @@ def spoil(rank: int, bad: float) -> list[int]:
     wires, account, codec = {}, Account(), Codec(2, 0.5)
     repeated = []
     for step in range(STEPS):
-        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
         tensor = whole("v", step)
         if step == 2:
             tensor[0, 15, 3, 1] = bad  # of rank 0, for rank 3
-        [found] = send_to_heads([cut(tensor, 2, size, rank).clone()], mesh, Label("v"), coding=coding).wait()
+        [found] = send_to_heads(
+            [cut(tensor, 2, size, rank).clone()], mesh, Label("v"), layer_codecs=layer_codecs
+        ).wait()
         repeated.append(account.repeated)
         wanted = cut(tensor, 1, size, rank)
         if step in (0, 2) and (step == 0 or rank % 2 == 1):  # rank 1 puts it on the slow axis, to rank 3
@@ -210,15 +214,15 @@ def give_up(rank: int, how: str) -> None:
         raise InterruptedError
 
     for step in range(STEPS):
-        coding = Coding(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
-        early = send_to_heads([v], mesh, Label("v"), coding=coding)
+        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
-                ulysses_attention(q, k, v, fail, mesh, early=early, coding=coding)
+                ulysses_attention(q, k, v, fail, mesh, early=early, layer_codecs=layer_codecs)
             continue
-        late = send_to_heads([q, k], mesh, Label("qk"), coding=coding)
+        late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
         if step == 2 and rank == 1:
             for handle in (early, late):
                 handle.abandon()
@@ -239,11 +243,14 @@ def test_values_of_another_shape_begin_anew(codec: Codec) -> None:
     """Nothing is expected of them by what was held of others."""
     wires: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        coding = Coding(None, {"v": codec}, wires, Account(), step)
+        layer_codecs = LayerCodecs(None, {"v": codec}, wires, Account(), step)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
-        used, wire = coded_by(coding, "v", Part(), values.shape, values.dtype), coding.wire("v", Part())
+        used, wire = (
+            codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
+            layer_codecs.wire("v", HeadGroup()),
+        )
         assert used.is_exact is (step in (0, 3))
-        active = chosen_of(coding, "v", Part(), values, used)
+        active = active_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
         codecs.encode(values, wire.sent, used, active, payload)
         codecs.decode(payload, wire.received, used, active, found)
@@ -267,14 +274,18 @@ def really(rank: int, topology: str, slow: tuple[str, ...], codec: Codec, codec_
     mesh, way = way_of(Topology.parse(topology, size), slow)
     wires, account, found = {}, Account(), []
     for step in range(STEPS):
-        coding = Coding(way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
+        layer_codecs = LayerCodecs(
+            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+        )
         mine = [torch.cat([cut(part, 2, size, rank) for part in whole(n, step).split(SEGMENTS, 2)], 2) for n in "qkv"]
-        found += send_to_heads(mine, mesh, Label("qkv"), coding=coding).wait()
+        found += send_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = torch.cat(
             [cut(part, 2, size, r) for r in range(size) for part in whole("o", step).split(SEGMENTS, 2)], 2
         )
-        send_to_sequence(cut(attended, 1, size, rank).contiguous(), target, mesh, Label("o"), Part(), coding).wait()
+        send_to_sequence(
+            cut(attended, 1, size, rank).contiguous(), target, mesh, Label("o"), HeadGroup(), layer_codecs
+        ).wait()
         found.append(target)
     return [*found, torch.tensor([account.sent_bytes, account.exact_bytes])]
 
@@ -302,9 +313,11 @@ def test_virtual_ranks_get_what_real_ones_get(
         return torch.cat([cut(part, 2, size, rank) for part in tensor.split(SEGMENTS, 2)], 2)
 
     for step in range(STEPS):
-        coding = Coding(None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step)
-        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, coding)
-        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, coding)
+        layer_codecs = LayerCodecs(
+            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+        )
+        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
+        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, layer_codecs)
         for rank, real in enumerate(results):
             for found, wanted in zip(qkv, real[4 * step : 4 * step + 3], strict=True):
                 assert torch.equal(heads_of(rank, found), wanted), (step, rank)

@@ -1,0 +1,133 @@
+"""How the tensors of a layer travel at one step: their codecs, what both ends of its links hold, and the account.
+
+Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as codecs have them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT, Codec, Loss, Reference
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.kernels.rows import Active
+
+
+@dataclass
+class Wire:
+    """A head group of a tensor of one layer, as both ends of this rank's links know it."""
+
+    sent: Reference
+    received: Reference
+    under_way: bool = False
+    """Whether an exchange has begun and not ended: the ends do not agree until it has."""
+
+    def squeeze(self, way: SlowWay | None) -> None:
+        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
+
+        Args:
+            way: which they are for; None among virtual ranks.
+        """
+        if way and way.fast:  # then values are encoded in the lane, and on its stream, where there is one
+            way.fast.lane.start("squeezing references", self.sent.squeeze).wait()
+        else:
+            self.sent.squeeze()
+        self.received.squeeze()
+
+
+@dataclass
+class Choice:
+    """Active tokens of one step: those that this rank sends, and those that it gets."""
+
+    sent: Active
+    received: Active | None = None
+
+
+@dataclass
+class Account:
+    """What codecs saved and what they left out."""
+
+    sent_bytes: int = 0
+    """Sent to other places on slow axes, by this rank as the first."""
+    exact_bytes: int = 0
+    """What that would have been without codecs."""
+    losses: list[Loss] = field(default_factory=list)
+    """What receivers lack, of each tensor that was not sent as it is. They stay on their device until somebody asks."""
+    repeated: int = 0
+    """Exchanges that were repeated exactly, since there were values that are not finite. On an accelerator the host
+    would have to wait to know; the next step is exact there instead."""
+
+
+@dataclass
+class LayerCodecs:
+    """How the tensors of a layer travel at one step."""
+
+    way: SlowWay | None
+    """None among virtual ranks."""
+    codecs: Mapping[str, Codec]
+    """For each of q, k, v and o; those of Q, K and V send as many tokens."""
+    wires: dict[tuple[str, HeadGroup], Wire]
+    """Of the layer; they outlive the step."""
+    account: Account
+    """Where it is all counted."""
+    seed: int = 0
+    """For choices by chance: another at each step."""
+    compact: bool = False
+    """Whether references are kept in 8 bits."""
+    choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
+    """Active tokens that V and O have chosen at this step."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything travels as it is."""
+        return all(codec.is_exact for codec in self.codecs.values())
+
+    def wire(self, name: str, head_group: HeadGroup) -> Wire:
+        """The wire of a head group of a tensor."""
+        if (name, head_group) not in self.wires:
+            self.wires[name, head_group] = Wire(Reference(self.compact), Reference(self.compact))
+        return self.wires[name, head_group]
+
+
+def codec_for(
+    layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int], dtype: torch.dtype
+) -> Codec:
+    """How a tensor (L, G, H, T, D) travels: exactly while there is no reference, where the last exchange never ended,
+    or where it cannot be packed; with all tokens where V has made no choice for it.
+
+    Depends on shapes and on what was sent before, which are the same on every rank.
+    """
+    codec, wire = layer_codecs.codecs[name], layer_codecs.wire(name, head_group)
+    packs = codec.bits is None or shape[-1] * codec.bits % 8 == 0
+    if not packs or wire.under_way or not wire.sent.fits(shape, dtype):
+        return EXACT  # nor is the change from what may be held now one that both ends know
+    if codec.share < 1 and name not in codecs.CHOOSING:
+        choice = layer_codecs.choices.get(("v", head_group))
+        if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
+            return replace(codec, share=1.0)
+    return codec
+
+
+def active_for(
+    layer_codecs: LayerCodecs,
+    name: str,
+    head_group: HeadGroup,
+    values: torch.Tensor,
+    codec: Codec,
+    here: int | None = None,
+) -> Active | None:
+    """The tokens that are sent: a choice made here, or V's; None stands for all."""
+    if codec.share == 1:
+        return None
+    if name in codecs.CHOOSING:
+        chosen = codecs.choose(values, layer_codecs.wire(name, head_group).sent, codec, layer_codecs.seed, here)
+        layer_codecs.choices[name, head_group] = Choice(chosen)
+        return chosen
+    return layer_codecs.choices["v", head_group].sent
+
+
+def is_finite(loss: Loss) -> bool:
+    """Whether the values were: the difference of infinite values is not a number."""
+    return bool(loss.lacking.isfinite())
