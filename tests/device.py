@@ -25,7 +25,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xfuser_cocodiff.exchange import collectives, lane
+from xfuser_cocodiff.exchange import lane, stages
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"
@@ -161,7 +161,7 @@ class Device(TorchDispatchMode):
             (torch, "Stream", self._stream),
             (torch.accelerator, "current_stream", lambda device: self.streams[-1]),
             (torch.Tensor, "record_stream", lambda *given: self._record_stream(*given)),
-            (collectives.dist, "all_to_all_single", self._all_to_all),
+            (stages.dist, "all_to_all_single", self._all_to_all),
             (lane, "ThreadPoolExecutor", lambda *_: Thread(self._late)),
         ]
         for place, name, new in replaced:

@@ -15,9 +15,10 @@ from tests import ranks
 from tests.quick import in_turn
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Lane
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.stages import Stages
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.device import CPU
 from xfuser_cocodiff.machine.plan import Plan
@@ -71,7 +72,8 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
     """Ranks that are late at random, everywhere: on the host, and on a device."""
     mesh, late = mesh_of(text, device), random.Random(rank)
     if staged:
-        mesh = dataclasses.replace(mesh, lane=Lane(device, staged))
+        stages = dataclasses.replace(mesh.stages, staged=staged)
+        mesh = dataclasses.replace(mesh, stages=stages, lane=Lane(device, staged))
 
     def lag() -> None:
         if late.random() < 0.3:
@@ -79,7 +81,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         if device.type == "cuda" and late.random() < 0.3:
             torch.cuda._sleep(late.randrange(5_000_000))
 
-    def late_start(self: Mesh, *arguments: object) -> object:
+    def late_start(self: Stages, *arguments: object) -> object:
         lag()
         return start(self, *arguments)
 
@@ -87,8 +89,8 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         lag()
         return attend(*arguments)
 
-    start, tensors = Mesh.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
-    with mock.patch.object(Mesh, "start", late_start):
+    start, tensors = Stages.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
+    with mock.patch.object(Stages, "start", late_start):
         for step in range(200):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]

@@ -18,8 +18,8 @@ from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, active_for, codec_for
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology

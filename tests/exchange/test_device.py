@@ -21,9 +21,11 @@ from xfuser_cocodiff.codec.codecs import EXACT, Codec
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Lane
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
+from xfuser_cocodiff.exchange.stages import Stages
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.machine.plan import Plan
@@ -65,7 +67,8 @@ def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane |
     """A mesh among ranks that are not there either."""
     made = Plan.parse(plan, topology)
     groups = {stage: SimpleNamespace(size=lambda: topology.size) for stage in made.stages}
-    return Mesh(topology, groups, lambda nbytes: made, lane=lane or Lane(device(), staged))
+    stages = Stages(groups, device(), staged)
+    return Mesh(topology, stages, Policy(lambda nbytes: made), lane or Lane(device(), staged))
 
 
 def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:

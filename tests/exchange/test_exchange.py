@@ -14,7 +14,8 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.codec.slow_way import SlowWay
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine.plan import Plan, candidates
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
 
@@ -43,7 +44,7 @@ def check_reshard(rank: int, sizes: list[int], chosen: list[int], shapes: list[t
     plans += [dataclasses.replace(plan, direct=_some(len(plan.stages))) for plan in plans]
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
     for plan in [plans[number % len(plans)] for number in chosen] or plans:
-        way = dataclasses.replace(mesh, choose=lambda message_bytes, plan=plan: plan)
+        way = dataclasses.replace(mesh, policy=Policy(lambda message_bytes, plan=plan: plan))
         for scatter, gather in ((1, 2), (2, 1)):
             got = reshard(tensors, scatter, gather, way)
             alone = [reshard([tensor], scatter, gather, way)[0] for tensor in tensors]

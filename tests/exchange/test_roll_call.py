@@ -16,7 +16,7 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.roll_call import LostRankError
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests import ranks
 from tests.machine.test_planner import profile_of
 from xfuser_cocodiff.attention.reshard import reshard
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
@@ -100,12 +101,12 @@ def test_sizes_are_tried_once_those_first_that_send_most() -> None:
 
 def test_graphs_know_the_plan_of_every_size() -> None:
     plans = choice.Plans(MACHINE.topology, profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
-    mesh = Mesh(MACHINE.topology, {}, plans, traced=plans.table())
+    policy = Policy(plans, plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        traced = [mesh.plan_for(size) for size in sizes]
+        traced = [policy.plan_for(size) for size in sizes]
     assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
-    assert len(mesh.traced) == len(set(mesh.traced)) < len(choice.SIZES)
+    assert len(policy.traced) == len(set(policy.traced)) < len(choice.SIZES)
 
 
 def test_real_trials_end_alike_on_all_ranks() -> None:
@@ -134,7 +135,7 @@ def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
     plans = choice.Plans(MACHINE.topology, MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
-    mesh = dataclasses.replace(mesh, choose=plans, traced=plans.table())
+    mesh = dataclasses.replace(mesh, policy=Policy(plans, plans.table()))
     tensor = torch.randn(1, 4, 8, 4)
 
     def exchange(tensor: torch.Tensor) -> torch.Tensor:

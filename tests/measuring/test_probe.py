@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.attention.reshard import reshard
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
+from xfuser_cocodiff.exchange.stages import Stages
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import AxisLink, Profile
@@ -48,22 +50,22 @@ def overlap_with(rank: int, blocking: bool) -> float:
     """The overlap that is measured where a message takes 80 ms, in the background or while its starter waits."""
     group, topology = dist.group.WORLD, Topology.flat(2)
     mesh = Mesh.over(group, topology)
-    start, finish = Mesh.start, Mesh.finish
+    start, finish = Stages.start, Stages.finish
 
-    def starting(self: Mesh, *args: object) -> tuple:
+    def starting(self: Stages, *args: object) -> tuple:
         flight, ready = start(self, *args), time.monotonic() + 0.08
         if blocking:
             time.sleep(0.08)
         return flight, ready
 
-    def finishing(self: Mesh, started: tuple) -> torch.Tensor:
+    def finishing(self: Stages, started: tuple) -> torch.Tensor:
         flight, ready = started
         time.sleep(max(0.0, ready - time.monotonic()))
         return finish(self, flight)
 
     computing = mock.patch.object(torch, "mm", lambda *_: time.sleep(0.02))
     small = mock.patch.object(probe, "_LAST_BYTES", probe._FIRST_BYTES)
-    with computing, small, mock.patch.object(Mesh, "start", starting), mock.patch.object(Mesh, "finish", finishing):
+    with computing, small, mock.patch.object(Stages, "start", starting), mock.patch.object(Stages, "finish", finishing):
         return probe.Probe(mesh, group, CPU).overlap()
 
 
@@ -116,7 +118,7 @@ def test_on_an_accelerator_speeds_are_not_those_of_launches(monkeypatch: pytest.
 
     monkeypatch.setattr(devices, "of", lambda device_type: devices.Capabilities())
     taken: list[tuple[int, int]] = []
-    measured = probe.Probe(Mesh(Topology.flat(2), {}, lambda size: None), None, CPU)
+    measured = probe.Probe(Mesh(Topology.flat(2), Stages({}), Policy(lambda size: None)), None, CPU)
     monkeypatch.setattr(measured, "_taken", lambda work, calls: taken.append(calls) or 1.0)
     assert measured._codec_speed() >= 2**26 and measured._copy_speed() >= 2**26  # bytes in a call of one second
     assert min(taken) > 1

@@ -124,7 +124,7 @@ def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(model
 
 def compile_late(rank: int) -> None:
     """Layers that were learned before their transformer was compiled do not stand in the way."""
-    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap

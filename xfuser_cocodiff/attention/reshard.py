@@ -1,4 +1,4 @@
-"""The exchange: resharding tensors between sequence and heads. Layout here, movement in `collectives`.
+"""The exchange: resharding tensors between sequence and heads. Layout here, movement in `mesh`.
 
 Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
@@ -12,9 +12,9 @@ import torch
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import exchange
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.plan import Plan
 
@@ -43,7 +43,7 @@ def reshard(
     Returns:
         The resharded tensors, contiguous.
     """
-    plan = mesh.plan_for(_nbytes(tensors))
+    plan = mesh.policy.plan_for(_nbytes(tensors))
     pieces = [_by_destination(tensor, scatter_dim, plan, ALL_HEADS) for tensor in tensors]
     message = _pack(pieces, plan)
     if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
@@ -81,7 +81,7 @@ def send_to_heads(
         ]
         targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
         return exchange.send(pieces, targets, mesh, layer_codecs, label, head_group, results)
-    plan = mesh.plan_for(_nbytes(tensors) // head_group.count)
+    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
     pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
     message = _pack(pieces, plan)
 
@@ -109,7 +109,7 @@ def send_to_sequence(
         head_group: which part it is.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
     """
-    plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.plan_for(_nbytes([tensor]))
+    plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
         return exchange.send([piece], [place], mesh, layer_codecs, label, head_group, None)

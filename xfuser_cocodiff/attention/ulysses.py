@@ -14,9 +14,9 @@ import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadGroup], torch.Tensor]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.emulation import links
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan, candidates
 from xfuser_cocodiff.machine.profile import Profile
@@ -141,7 +142,7 @@ def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
 
 
 def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:
-    fixed = replace(mesh, choose=lambda message_bytes: plan)
+    fixed = replace(mesh, policy=Policy(lambda message_bytes: plan))
     return lambda: reshard([tensor], 1, 2, fixed)
 
 

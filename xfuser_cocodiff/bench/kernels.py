@@ -14,8 +14,10 @@ from xfuser_cocodiff.codec import modes
 from xfuser_cocodiff.codec.codecs import Codec
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs
 from xfuser_cocodiff.codec.slow_way import SlowWay
-from xfuser_cocodiff.exchange.collectives import InFlight, Mesh
 from xfuser_cocodiff.exchange.lane import Lane
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
+from xfuser_cocodiff.exchange.stages import InFlight, Stages
 from xfuser_cocodiff.kernels.rows import Active
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
@@ -163,7 +165,7 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
     return layer
 
 
-class _Still(Mesh):
+class _Still(Stages):
     """Messages arrive at once, as they were sent: what is left of an exchange is what the device does."""
 
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
@@ -171,12 +173,12 @@ class _Still(Mesh):
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         return InFlight(plan, number, sent, sent)
 
-    @classmethod
-    def along(cls, lane: Lane, **axes: int) -> "_Still":
-        """Over some axes."""
-        topology = Topology.named(**axes)
-        plan = Plan.hierarchical(topology)
-        return cls(topology, dict.fromkeys(plan.stages), lambda nbytes: plan, lane=lane)
+
+def _still(lane: Lane, **axes: int) -> Mesh:
+    """A mesh over some axes."""
+    topology = Topology.named(**axes)
+    plan = Plan.hierarchical(topology)
+    return Mesh(topology, _Still(dict.fromkeys(plan.stages), lane.device), Policy(lambda nbytes: plan), lane)
 
 
 def _exchanges(
@@ -185,8 +187,8 @@ def _exchanges(
     """All exchanges of a layer, as in the later steps of a long run in a mode."""
     torch.manual_seed(SEED)
     lane, near = Lane(device), {"gpu": degree // PLACES} if degree > PLACES else {}
-    mesh, fast = _Still.along(lane, node=PLACES, **near), _Still.along(lane, **near) if near else None
-    way = SlowWay((0,), mesh.topology.shape, 0, _Still.along(lane, node=PLACES), fast)
+    mesh, fast = _still(lane, node=PLACES, **near), _still(lane, **near) if near else None
+    way = SlowWay((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
     tokens = -(-workload.tokens(resolution) // degree)
     query, key, value = (
         torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)

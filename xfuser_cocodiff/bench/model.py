@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.emulation import links
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
@@ -226,13 +226,13 @@ def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profil
     """A side that runs over a mesh and counts its messages."""
     engine = start.engine_over(group, config, Findings({}, profile))
     engine.trials.allowance.share = math.inf
-    plan, messages = engine.mesh.choose, Counter[int]()
+    plan, messages = engine.mesh.policy.choose, Counter[int]()
 
     def choose(message_bytes: int) -> Plan:
         messages[message_bytes] += 1
         return plan(message_bytes)
 
-    engine.mesh = replace(engine.mesh, choose=choose)
+    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=choose))
     return Contender(engine, plan, messages)
 
 

@@ -88,7 +88,7 @@ def _for_model(options: argparse.Namespace) -> int:
 
 
 def _probe(group: Any, topology: Any) -> Any:
-    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.measuring import probe
     from xfuser_cocodiff.xdit.platform.platform import compute_device
 

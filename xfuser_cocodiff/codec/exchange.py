@@ -19,9 +19,9 @@ from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT, Codec
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
 from xfuser_cocodiff.codec.slow_way import SlowWay
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.kernels.rows import Active
 from xfuser_cocodiff.machine import device as devices
@@ -73,7 +73,7 @@ def send(
 
     if way.fast is None:
         sent = _encoded(split, names, layer_codecs, head_group)
-        plan = way.slow.choose(sent.message.nbytes)
+        plan = way.slow.policy.choose(sent.message.nbytes)
         message = sent.message.view(*plan.shape, -1)
         return way.slow.post(message, plan, label, lambda received: end(sent, received))
     span = mesh.traffic.span(label, pieces[0].device)
@@ -93,13 +93,13 @@ def _along_fast_axes(split: list[torch.Tensor], way: SlowWay) -> list[torch.Tens
     message = turned[0].new_empty(len(turned[0]), sum(sizes))
     for room, piece in zip(message.split(sizes, 1), turned, strict=True):
         kernels.move(room.unflatten(1, piece.shape[1:]), piece)
-    plan = way.fast.choose(message.nbytes)
+    plan = way.fast.policy.choose(message.nbytes)
     parts = way.fast.all_to_all(message.view(*plan.shape, -1), plan).reshape(message.shape).split(sizes, 1)
     return [found.unflatten(1, piece.shape[1:]).transpose(0, 1) for found, piece in zip(parts, turned, strict=True)]
 
 
 def _along_slow_axes(message: torch.Tensor, way: SlowWay) -> torch.Tensor:
-    plan = way.slow.choose(message.nbytes)
+    plan = way.slow.policy.choose(message.nbytes)
     return way.slow.all_to_all(message.view(*plan.shape, -1), plan)
 
 

@@ -7,12 +7,13 @@ another; B batch.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.exchange.collectives import Mesh, set_timeout, subgroup
+from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine.topology import Topology
 
 
@@ -55,10 +56,10 @@ class SlowWay:
             if dims == moving:
                 return mesh
             own = subgroup(group, tuple(ranks[i] for i in topology.neighbours(rank, *dims)))
-            set_timeout(own, mesh.timeout)
+            set_timeout(own, mesh.stages.timeout)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
             names = "+".join(topology.axes[dim].name for dim in reversed(dims))
-            return replace(made, traffic=mesh.traffic, lane=mesh.lane, part=names)
+            return made.within(mesh, names)
 
         if not slow:
             return None
@@ -104,7 +105,7 @@ class SlowWay:
             return target.new_empty(shape), False
 
     def joined(self, split: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`parted`, as a view."""
+        """The inverse of :meth:`split`, as a view."""
         sizes = [self.shape[dim] for dim in self._order]
         levels = len(sizes)
         ordered = split.view(*sizes, *split.shape[2:])

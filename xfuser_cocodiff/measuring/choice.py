@@ -89,7 +89,7 @@ class Plans:
         self._left.add(size)
 
     def table(self) -> tuple[tuple[int, Plan], ...]:
-        """What is known now, for graphs: see :attr:`Mesh.traced`."""
+        """What is known now, for graphs: see :attr:`Policy.traced`."""
         found: list[tuple[int, Plan]] = []
         for power in SIZES:
             plan, limit = self.settled.get(1 << power) or self._choice(1 << power), round(2 ** (power + 0.5))

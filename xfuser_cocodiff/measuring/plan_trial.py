@@ -12,8 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.exchange.collectives import Mesh
-from xfuser_cocodiff.exchange.traffic import Traffic
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.planner import ranking, seconds
 from xfuser_cocodiff.machine.profile import Profile
@@ -66,7 +65,7 @@ def tried(
         group: all ranks of the mesh.
         device: where messages lie.
     """
-    trials, flat = replace(mesh, traffic=Traffic()), Plan.flat(mesh.topology)
+    trials, flat = mesh.uncounted(), Plan.flat(mesh.topology)
     if not others:
         return flat
 

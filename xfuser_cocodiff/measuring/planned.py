@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.codec.slow_way import SlowWay
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.machine.planner import ahead_pays
@@ -45,7 +46,7 @@ class Planned:
         """Those that choose plans."""
         parts = [self.way.slow, self.way.fast] if self.way else []
         found = [self.mesh, *(part for part in parts if part is not None and part is not self.mesh)]
-        return [mesh for mesh in found if isinstance(mesh.choose, Plans)]
+        return [mesh for mesh in found if isinstance(mesh.policy.choose, Plans)]
 
     def go_on(self) -> None:
         """Measure one piece more of what is to be known of the links, and go by it. All ranks must call this."""
@@ -60,7 +61,7 @@ class Planned:
 
 def plans_of(mesh: Mesh) -> Plans:
     """Those of a mesh that chooses plans."""
-    return cast(Plans, mesh.choose)
+    return cast(Plans, mesh.policy.choose)
 
 
 def planned_mesh(
@@ -110,8 +111,10 @@ def planned_mesh(
 
     if config.plan is None:
         mesh = choosing(mesh)
-    would_be = mesh.choose.would_be if isinstance(mesh.choose, Plans) else mesh.choose
-    mesh = replace(mesh, ahead=sends_ahead(profile, would_be, config.synchronous))
+    choose = mesh.policy.choose
+    would_be = choose.would_be if isinstance(choose, Plans) else choose
+    ahead = sends_ahead(profile, would_be, config.synchronous)
+    mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead))
     way = None
     if config.mode != EXACT:
         slow = config.slow_axes or _slow_axes(profile, largest)
@@ -136,7 +139,8 @@ def _choosing(mesh: Mesh, config: CocoDiffConfig, profile: Profile | None, known
     settled = None if config.profile else known.plans_of(mesh.topology)
     chosen = Plans(mesh.topology, along, settled, is_tried=config.profile is None)
     # What graphs go by takes a while to find for all sizes, and is of use to few of those who cannot wait.
-    return replace(mesh, choose=chosen, traced=chosen.table() if at_once else ((0, Plan.flat(mesh.topology)),))
+    traced = chosen.table() if at_once else ((0, Plan.flat(mesh.topology)),)
+    return replace(mesh, policy=Policy(chosen, traced))
 
 
 def _asks(config: CocoDiffConfig) -> bool:
@@ -180,7 +184,7 @@ def known_of(profile: Profile, device: torch.device, synchronous: bool = False) 
 def sends_ahead(
     profile: Profile | None, plan_for: Callable[[int], Plan], synchronous: bool
 ) -> Callable[[int, int], bool]:
-    """What :attr:`Mesh.ahead` is to be: the planner's word where a profile is known, else whether anything overlaps."""
+    """What :attr:`Policy.ahead` is to be: the planner's word with a profile, else whether anything overlaps."""
     if profile is None:
         return lambda ahead_bytes, all_bytes: not synchronous
     return functools.partial(ahead_pays, profile, plan_for)

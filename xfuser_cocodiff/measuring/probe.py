@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.codec.codecs import Codec, Reference, decode, encode
-from xfuser_cocodiff.exchange.collectives import Mesh
-from xfuser_cocodiff.exchange.traffic import Label, Traffic
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import Plan, Stage
 from xfuser_cocodiff.machine.planner import stage_cost
@@ -80,7 +80,7 @@ class Probe:
         found: dict[str, Sample | float] | None = None,
         rounds: int = ROUNDS,
     ) -> None:
-        self.mesh, self.group, self.device = dataclasses.replace(mesh, traffic=Traffic()), group, device
+        self.mesh, self.group, self.device = mesh.uncounted(), group, device
         self.found = {} if found is None else found
         self._rounds = rounds
         self._stages = self._all_stages()
@@ -223,7 +223,7 @@ class Probe:
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
         plan = Plan(topology, (stage,), direct=(direct,))
-        return self._taken(lambda: self.mesh.finish(self.mesh.start(message, plan, 0)), calls, rounds)
+        return self._taken(lambda: self.mesh.stages.finish(self.mesh.stages.start(message, plan, 0)), calls, rounds)
 
     def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
         # The fastest: what others take longer is the time of something else on the machine.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.measuring import pairs, probe

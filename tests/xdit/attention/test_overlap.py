@@ -32,7 +32,7 @@ def start(rank: int, depth: int = 6) -> tuple:
 
 def record_events(rank: int, v_first: bool) -> list[str]:
     """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
-    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
@@ -81,8 +81,7 @@ def test_without_v_first_nothing_starts_early() -> None:
 
 def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     """Exchanges of a step with V first and two head groups, and whether something was hidden behind them."""
-    from xfuser_cocodiff.exchange.collectives import Mesh
-    from xfuser_cocodiff.exchange.traffic import Traffic
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
@@ -90,8 +89,10 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     from xfuser_cocodiff.xdit.launching import world
 
     group, _, step = start(rank, depth=3)
-    topology, traffic = Topology.flat(2), Traffic(timed=True)
-    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)], traffic), overlap=Overlap(True, 2)))
+    topology = Topology.flat(2)
+    mesh = Mesh.over(group, topology, [Plan.flat(topology)])
+    world.use(Engine(mesh=mesh, overlap=Overlap(True, 2)))
+    traffic, mesh.traffic.timed = mesh.traffic, True
     for _ in range(6):
         traffic.reset()
         step()
@@ -140,7 +141,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     import types
 
     from xfuser_cocodiff.attention import ulysses
-    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
@@ -202,7 +203,7 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
     """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
     from xfuser.model_executor.layers import usp as stock
 
-    from xfuser_cocodiff.exchange.collectives import Mesh
+    from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap

@@ -204,7 +204,7 @@ def find_out(rank: int, folder: str) -> tuple[int, int]:
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
     engine.trials.allowance.share = 10.0
     engine.runs.begin(100)
-    while engine.planned.probe or engine.mesh.choose.open or not steps:
+    while engine.planned.probe or engine.mesh.policy.choose.open or not steps:
         usp.USP(*mine)
         engine.runs.end_step()
         steps += 1

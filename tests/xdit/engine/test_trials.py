@@ -138,7 +138,7 @@ def test_ranks_do_not_agree_when_there_is_nothing_to_decide(clock: Clock) -> Non
 
 def test_the_largest_size_is_tried_for_which_there_is_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     links = Links(clock, pieces=0, seconds=0, sizes=(1000, 10, 1))  # as many milliseconds; the first never fits
-    plans, efforts = links.mesh.choose, []
+    plans, efforts = links.mesh.policy.choose, []
     monkeypatch.setattr(trials.Plan, "flat", lambda topology: SimpleNamespace(stages=[0]))
     monkeypatch.setattr(trials, "trial_seconds", lambda _, __, size, effort: size * 0.01 * (effort[0] * effort[1]))
 

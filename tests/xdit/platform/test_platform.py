@@ -193,13 +193,13 @@ def test_legacy_packages_are_imported_when_the_platform_is_found(
 @pytest.mark.parametrize("form", ["functional", "plain"])
 def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """The other one corrupts data there: intel/torch-xpu-ops#3021."""
-    from xfuser_cocodiff.exchange import collectives
+    from xfuser_cocodiff.exchange import stages
 
     called = []
-    monkeypatch.setattr(collectives.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
-    monkeypatch.setattr(collectives.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
+    monkeypatch.setattr(stages.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
+    monkeypatch.setattr(stages.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
     tensor = torch.zeros(4, 3) if form == "plain" else OnXPU(torch.zeros(4, 3))
-    collectives._collective(tensor, torch.empty_like(tensor), "group")
+    stages._collective(tensor, torch.empty_like(tensor), "group")
     [(name, args)] = called
     assert name == form
     if form == "functional":
@@ -224,7 +224,7 @@ def test_no_other_collective_is_called_where_an_xpu_may_be() -> None:
     }
     on_the_host = {("measuring/findings.py", "all_gather_object"), ("measuring/findings.py", "broadcast_object_list")}
     assert found == {
-        ("exchange/collectives.py", "all_to_all_single"),
+        ("exchange/stages.py", "all_to_all_single"),
         ("xdit/engine/engine.py", "all_reduce"),
         *on_the_host,
     }

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.xdit.engine.engine import active
 from xfuser_cocodiff.xdit.patching.patch import Patch
 

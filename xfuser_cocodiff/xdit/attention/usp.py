@@ -13,9 +13,9 @@ from xfuser_cocodiff.attention.reshard import HEADS
 from xfuser_cocodiff.attention.schedule import GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.codec.memory import Share
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
@@ -140,7 +140,7 @@ def _attention(
     comparing = _Comparing(attend, [] if cached else _counts_in_question(engine, kind, heads))
     result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
     sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
-    _settle(kind, engine, comparing, lambda: mesh.ahead(*sizes))
+    _settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
     return result
 
 

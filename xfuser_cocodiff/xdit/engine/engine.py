@@ -16,9 +16,9 @@ from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.exchange.collectives import Mesh
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from xfuser_cocodiff.attention.schedule import Allowance, Trial
-from xfuser_cocodiff.exchange.collectives import Mesh
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.measuring.plan_trial import EFFORTS, trial_seconds, tried
@@ -155,7 +155,7 @@ class Trials:
                 self._asks = True
 
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
-        plans, group = plans_of(mesh), mesh.groups[Plan.flat(mesh.topology).stages[0]]
+        plans, group = plans_of(mesh), mesh.stages.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
         found = mesh.lane.run(lambda: tried(mesh, plans.contenders(size), size, effort, group, self._device))
         plans.settled[size] = found

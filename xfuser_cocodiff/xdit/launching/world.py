@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.exchange.collectives import set_timeout
+from xfuser_cocodiff.exchange.groups import set_timeout
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.xdit.clock import recorder
 from xfuser_cocodiff.xdit.engine.engine import Engine

@@ -1,0 +1,151 @@
+"""Topology bound to process groups: the all-to-all along the axes of a machine (TAPA), by any plan.
+
+One collective per stage, each along its own dim of the buffer seen as (*plan.shape, payload), equals the flat one bit
+for bit in any order of the stages.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
+from xfuser_cocodiff.exchange.lane import Handle, Lane
+from xfuser_cocodiff.exchange.policy import Policy
+from xfuser_cocodiff.exchange.stages import InFlight, Stages
+from xfuser_cocodiff.exchange.traffic import Label, Span, Traffic
+from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine.device import CPU
+from xfuser_cocodiff.machine.plan import Plan, Stage, candidates
+from xfuser_cocodiff.machine.topology import Topology
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A topology laid over the ranks of a group, as this rank sees it."""
+
+    topology: Topology
+    stages: Stages
+    """How messages move."""
+    policy: Policy
+    """By which plans."""
+    lane: Lane = field(default_factory=Lane, compare=False)
+    """Where exchanges run that somebody has to carry on."""
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        plans: Iterable[Plan] | None = None,
+        timeout: timedelta | None = None,
+        device: torch.device = CPU,
+    ) -> "Mesh":
+        """Make the groups of each stage. Every rank of `group` must call this, in the same order among its groups.
+
+        Args:
+            group: the group to lay the topology over, as large as the topology.
+            topology: how its ranks nest.
+            plans: those that may be used, the first of which is used until there is another policy; all candidates, the
+                flat one first, when not given.
+            timeout: how long a collective may take; torch's default when not given.
+            device: where messages lie. Those on an accelerator go through the host's memory where the group is gloo's.
+        """
+        ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
+        if len(ranks) != topology.size:
+            raise ValueError(f"topology {topology} has {topology.size} ranks, the group has {len(ranks)}")
+        roll_call.attend()
+        plans = list(plans or candidates(topology))
+        groups: dict[Stage, dist.ProcessGroup] = {}
+        for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
+            members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
+            groups[stage] = subgroup(group, members)
+            if timeout or groups[stage] is not group:
+                set_timeout(groups[stage], timeout or default_pg_timeout)
+        staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
+        stages = Stages(groups, device, staged, timeout or default_pg_timeout)
+        return cls(topology, stages, Policy(lambda message_bytes: plans[0]), Lane(device, staged))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What moves, as it is counted."""
+        return self.stages.traffic
+
+    def uncounted(self) -> "Mesh":
+        """The same mesh with an account of its own, for messages that are not the user's."""
+        return replace(self, stages=replace(self.stages, traffic=Traffic()))
+
+    def within(self, whole: "Mesh", name: str) -> "Mesh":
+        """The same mesh as one over some axes of another, whose lane and account it shares; the name is of these."""
+        stages = replace(self.stages, traffic=whole.traffic, flat_name=name)
+        return replace(self, stages=stages, lane=whole.lane)
+
+    def post(
+        self, message: torch.Tensor, plan: Plan, label: Label, finish: Callable[[torch.Tensor], Any]
+    ) -> Handle[Any]:
+        """Start :meth:`all_to_all` and return at once, where that can be.
+
+        Args:
+            message: must not change before the handle was waited for.
+            plan: how.
+            label: what it is.
+            finish: what to make of the result once it was waited for.
+        """
+        span = self.traffic.span(label, message.device)
+        if len(plan.stages) > 1 or self.stages.staged or self._sees_ends(message):
+            return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
+        # One stage needs nobody to carry it on, and need not wait for those before it.
+        if span.taken:  # somebody has to see when it ends
+            flight = self.stages.start(message, plan, 0)
+            return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds)
+        with span.travels():
+            flight = self.stages.start(message, plan, 0)
+        return Handle(str(label), lambda: self.stages.finish(flight), finish, span.holds)
+
+    def _sees_ends(self, message: torch.Tensor) -> bool:
+        """Whether a stream of its own is to see when the exchange ends: the caller's sees it after what it computes."""
+        return self.traffic.timed and devices.of(message.device.type).queues
+
+    def travel(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
+        """:meth:`all_to_all`, with the times taken."""
+        with span.travels():
+            return self.all_to_all(message, plan)
+
+    def _arrive(self, flight: InFlight, span: Span) -> torch.Tensor:
+        with span.travels():
+            return self.stages.finish(flight)
+
+    def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.
+
+        Args:
+            buffer: shape (*plan.shape, payload), indexed by destination. No copy is made before the first stage when
+                its dim lies outermost in memory; each further stage costs one.
+            plan: how; one of those that the mesh was made for.
+
+        Returns:
+            The same shape, indexed by source; a view whose memory order is that of the last stage.
+        """
+        if plan.chunks > 1:
+            return self._pipelined(buffer, plan)
+        for number in range(len(plan.stages)):
+            buffer = self.stages.finish(self.stages.start(buffer, plan, number))
+        return buffer
+
+    def _pipelined(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Send chunk after chunk through the stages: while one crosses nodes, the next crosses tiles."""
+        chunks = buffer.chunk(plan.chunks, -1)
+        last = len(plan.stages) - 1
+        flying: dict[int, InFlight] = {}
+        for tick in range(len(chunks) + last):
+            # The most advanced chunk first: it frees its stage for the one behind it.
+            for chunk in range(max(0, tick - last), min(tick + 1, len(chunks))):
+                number = tick - chunk
+                part = self.stages.finish(flying[chunk]) if number else chunks[chunk]
+                flying[chunk] = self.stages.start(part, plan, number)
+        return torch.cat([self.stages.finish(flying[chunk]) for chunk in range(len(chunks))], -1)

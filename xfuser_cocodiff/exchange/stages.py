@@ -1,0 +1,141 @@
+"""Stages of plans: one collective, or direct sends, among the ranks that a rank meets in it."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange.traffic import Traffic
+from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine.device import CPU, is_captured
+from xfuser_cocodiff.machine.plan import Plan, Stage
+from xfuser_cocodiff.machine.topology import FLAT
+
+_TAG = 0
+"""Of direct sends. All ranks start the stages of a group in the same order, and messages between two ranks keep theirs:
+one tag serves all."""
+
+
+class InFlight(NamedTuple):
+    """A stage that has been started: its result is there after :meth:`Stages.finish`."""
+
+    plan: Plan
+    number: int
+    """Which of the plan's stages."""
+    sent: torch.Tensor
+    """Kept until the stage is finished, since the network reads it."""
+    received: torch.Tensor
+    works: tuple[dist.Work, ...] = ()
+    """What to wait for; a functional collective is waited for through `received`."""
+    began: torch.Event | None = None
+    """When it might begin, where somebody wants to know."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages that this rank can take part in."""
+
+    groups: dict[Stage, dist.ProcessGroup]
+    """For each stage the group of ranks that this rank meets in it."""
+    device: torch.device = CPU
+    """Where messages lie."""
+    staged: bool = False
+    """Whether they go through the host's memory, where they lie on an accelerator."""
+    timeout: timedelta = default_pg_timeout
+    """How long a direct send waits for its peer; the groups know it for their collectives."""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    """Where all that moves is counted."""
+    flat_name: str = FLAT
+    """What the account calls all axes at once: the name of these where a larger topology has more."""
+
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
+        """Begin a stage with a buffer (*plan.shape, payload)."""
+        dim, group = plan.dims[number], self.groups[plan.stages[number]]
+        sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
+        if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
+            return InFlight(plan, number, sent, _functional(sent, group))
+        label = self._label(plan, number)
+        self.traffic.count(label, group.size(), sent)
+        begin = _send_directly if plan.direct[number] else _collective
+        with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
+            queues = devices.of(sent.device.type).queues
+            outgoing = _on_host(sent) if self.staged else sent
+            received = torch.empty_like(outgoing, pin_memory=self.staged and queues)
+            began = self.traffic.begins(sent.device)
+            return InFlight(plan, number, outgoing, *begin(outgoing, received, group), began)
+
+    def _label(self, plan: Plan, number: int) -> str:
+        return self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
+
+    def finish(self, flight: InFlight) -> torch.Tensor:
+        """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
+        plan, number, received = flight.plan, flight.number, flight.received
+        if torch.compiler.is_compiling():
+            received = _wait(received)
+        else:
+            label, group = self._label(plan, number), self.groups[plan.stages[number]]
+            with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
+                for work in flight.works:
+                    # A collective has its group's timeout, and one that is passed here would hold up the host.
+                    work.wait(self.timeout) if plan.direct[number] else work.wait()
+                received = _wait(received)
+            if self.staged:
+                received = received.to(self.device, non_blocking=True)
+            self.traffic.ends(label, flight.began)
+            self._watch(label, group, flight.sent.device)
+        received, dim = received.view(flight.sent.shape), plan.dims[number]
+        return received.movedim(0, dim) if dim else received
+
+    def _watch(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end
+        the process without naming who is missing."""
+        watches = devices.of(device.type).queues and not self.staged and roll_call.is_attended()
+        if watches and not is_captured(device):
+            ended = torch.Event(device.type)  # which holds nothing, where the collective's work holds its tensors
+            ended.record()
+            roll_call.expect(ended.query, group, label, self.timeout.total_seconds())
+
+
+def _collective(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    if devices.of(sent.device.type).functional_only:
+        return _functional(sent, group), ()
+    return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
+
+
+def _on_host(sent: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of the host that the device reads and writes by itself, once it is there."""
+    if not devices.of(sent.device.type).queues:
+        return sent.clone()
+    copy = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+    copy.copy_(sent, non_blocking=True)
+    torch.accelerator.current_stream(sent.device).synchronize()
+    return copy
+
+
+def _functional(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The collective that torch.compile can trace; outside of it a call costs ten times as much from Python."""
+    return functional.all_to_all_single(sent.flatten(), None, None, group)
+
+
+def _wait(received: torch.Tensor) -> torch.Tensor:
+    return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
+
+
+def _send_directly(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    """Start to swap shares with every rank of a group, all receives before the first send (see :mod:`plan`)."""
+    size, here = group.size(), group.rank()
+    shares, places = sent.view(size, -1), received.view(size, -1)
+    # Peers by their distance from this rank, so that not all ranks turn to the same one first.
+    works = [group.recv([places[(here - away) % size]], (here - away) % size, _TAG) for away in range(1, size)]
+    works += [group.send([shares[(here + away) % size]], (here + away) % size, _TAG) for away in range(1, size)]
+    places[here].copy_(shares[here])
+    return received, tuple(works)
