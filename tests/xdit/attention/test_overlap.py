@@ -142,6 +142,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
     from xfuser_cocodiff.attention import ulysses
     from xfuser_cocodiff.exchange.mesh import Mesh
+    from xfuser_cocodiff.exchange.policy import Policy
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
@@ -152,9 +153,8 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
     group, _, step = start(rank, depth=3)
     topology, asked = Topology.flat(2), []
-    mesh = dataclasses.replace(
-        Mesh.over(group, topology, [Plan.flat(topology)]), ahead=lambda *sizes: asked.append(sizes) or ahead
-    )
+    policy = Policy(lambda size: Plan.flat(topology), ahead=lambda *sizes: asked.append(sizes) or ahead)
+    mesh = dataclasses.replace(Mesh.over(group, topology), policy=policy)
     expected = step()
     labels: list[str] = []
 
@@ -217,4 +217,5 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
         world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, groups)))
         for _ in range(5):
             assert torch.equal(step(), expected)
-    return sorted({str(kind.trial.chosen) for kind in engines.active().layers.kinds}), engines.active().layers.report()
+    kinds = engines.active().layers.kinds
+    return sorted({str(kind.trial.chosen) for kind in kinds}), kinds.report()

@@ -14,7 +14,7 @@ from tests.xdit.attention.test_overlap import start
 from tests.xdit.engine.test_engine import config_of
 from xfuser_cocodiff.xdit.engine import moment, runs
 from xfuser_cocodiff.xdit.engine.runs import MAX_BRANCHES, Runs
-from xfuser_cocodiff.xdit.layers.layers import Root
+from xfuser_cocodiff.xdit.layers.root import Root
 
 TIMES = (1.0, 0.75, 0.5, 0.25)
 

@@ -40,7 +40,8 @@ class Links:
         group = object()
         lane = SimpleNamespace(run=lambda work: work())
         topology = SimpleNamespace()
-        self.mesh = SimpleNamespace(choose=plans, lane=lane, groups={0: group}, topology=topology)
+        policy, stages = SimpleNamespace(choose=plans), SimpleNamespace(groups={0: group})
+        self.mesh = SimpleNamespace(policy=policy, stages=stages, lane=lane, topology=topology)
         self.meshes = [self.mesh] if sizes else []
 
     @property

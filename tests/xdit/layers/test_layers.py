@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
-from xfuser_cocodiff.xdit.layers.layers import Layer, Layers
+from xfuser_cocodiff.xdit.layers.layer import Layer
+from xfuser_cocodiff.xdit.layers.layers import Layers
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
@@ -32,7 +33,8 @@ class World:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.sent: list[Sent] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: True)
+        self.agreed = True
+        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed)
 
     def send(self, value: torch.Tensor, layer: Layer) -> Sent:
         self.events.append("send")
@@ -222,7 +224,7 @@ def test_projections_that_others_watch_are_left_alone(world: World) -> None:
 
 
 def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
-    world.layers.agreed = lambda value: False
+    world.agreed = False
     transformer = Transformer([Block(Attention(world)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
     assert statuses(world) == {"V does not go first: the ranks do not agree on where V comes from"}

@@ -19,7 +19,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
-from xfuser_cocodiff.xdit.layers.layers import Kind
+from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device

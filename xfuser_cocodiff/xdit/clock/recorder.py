@@ -222,7 +222,7 @@ def _engine() -> dict[str, Any]:
         "degree": parallel.ulysses_degree if parallel else None,
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
-        "layers": active().layers.report(),
+        "layers": active().layers.kinds.report(),
     }
 
 

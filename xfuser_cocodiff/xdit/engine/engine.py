@@ -25,7 +25,9 @@ from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
 from xfuser_cocodiff.xdit.engine.runs import Runs
 from xfuser_cocodiff.xdit.engine.trials import Trials
-from xfuser_cocodiff.xdit.layers.layers import Kind, Layer, Layers
+from xfuser_cocodiff.xdit.layers.kind import Kind
+from xfuser_cocodiff.xdit.layers.layer import Layer
+from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
 

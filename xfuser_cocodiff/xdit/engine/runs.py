@@ -12,7 +12,7 @@ from typing import Any
 
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.xdit.engine.moment import Moment, UnclearError
-from xfuser_cocodiff.xdit.layers.layers import Root
+from xfuser_cocodiff.xdit.layers.root import Root
 from xfuser_cocodiff.xdit.patching.log import note
 
 MAX_BRANCHES = 16

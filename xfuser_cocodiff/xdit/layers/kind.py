@@ -1,0 +1,106 @@
+"""Calls of attention layers that are alike, and what is known of them.
+
+What a kind is, is the same on every rank; what was found of it depends on values, and the ranks agree on that.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from xfuser_cocodiff.attention.schedule import Trial
+from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.xdit.layers.v_source import Recipe
+
+ELSEWHERE = "it does not go through USP"
+
+Argument = int | str
+"""Position or name of an argument."""
+Trigger = tuple[bool, str]
+"""Whether a submodule is the attention module's own, or its block's, and the submodule's name."""
+
+
+@dataclass
+class Kind:
+    """What is known of calls that are alike: of the same class and parts, with arguments of the same shapes."""
+
+    name: str
+    signature: str = ""
+    """What tells it from other kinds, in other processes too."""
+    recipe: Recipe | None = None
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    """What each projection of V is given, where all of them are given arguments of the module; then V can be projected
+    when the module is called."""
+    trigger: Trigger | None = None
+    """Whether it is the module's (or its block's), and the name of the first part that is given what the only
+    projection of V is given: V can be projected when that part is called."""
+    rehearsed: bool = False
+    refusal: str | None = None
+    """Why V does not go first."""
+    share: Share | None = None
+    """What this rank had of its last call, if codecs may approximate that."""
+    unequal: tuple[int, ...] = ()
+    """Numbers of head groups in which attention would have other bits."""
+    trial: Trial | None = None
+    """Finds the fastest schedule, once it is known which there are."""
+
+    @property
+    def unknown(self) -> bool:
+        """Whether there is all to learn."""
+        return self.recipe is None and self.refusal is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether V can go first."""
+        return self.rehearsed and self.refusal is None
+
+    @property
+    def status(self) -> str:
+        """The same in words."""
+        if self.ready:
+            found = f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
+        else:
+            found = f"V does not go first: {self.refusal or 'too few calls to learn where it comes from'}"
+        if self.unequal:
+            found += f"; heads are not cut into {', '.join(map(str, self.unequal))} groups, which would change bits"
+        return found
+
+
+class Kinds:
+    """The kinds that were met."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple, Kind] = {}
+
+    def __iter__(self) -> Iterator[Kind]:
+        return iter(list(self._kinds.values()))
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._kinds.clear()
+
+    def of(self, module: nn.Module, arguments: dict[Argument, torch.Tensor]) -> Kind:
+        """The kind of a call."""
+        name = type(module).__name__
+        submodules = tuple(path for path, _ in module.named_children())
+        shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
+        processor = type(getattr(module, "processor", None))
+        key = type(module), processor, submodules, shapes
+        if key not in self._kinds:
+            sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
+            told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
+            self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
+        return self._kinds[key]
+
+    def report(self) -> dict[str, list[str]]:
+        """For each class of modules that go through USP, what there is to say of them."""
+        found: dict[str, set[str]] = {}
+        for kind in self:
+            if kind.refusal != ELSEWHERE:
+                found.setdefault(kind.name, set()).add(kind.status)
+        return {name: sorted(statuses) for name, statuses in found.items()}
