@@ -8,8 +8,9 @@ set -euo pipefail
 models=() found=()
 if [ $# -eq 0 ]; then
     models=(FLUX.1-dev)
-    set -- --model FLUX.1-dev --prompt "a photo of a cat" --height 256 --width 256 --num_inference_steps 16 \
-        --max_sequence_length 32 --seed 1 --warmup_calls 0 --ulysses_degree 4 --cocodiff_topology 2x2
+    set -- --model FLUX.1-dev --height 128 --width 128 --num_inference_steps 16 \
+        --prompt "a photo of a cat" "a photo of an astronaut" "a photo of a cup of coffee" "cell bodies" \
+        --batch_size 4 --max_sequence_length 32 --seed 1 --warmup_calls 0 --ulysses_degree 4 --cocodiff_topology 2x2
     # What the plugin finds of slow links by itself in runs that are longer than these.
     found=(--cocodiff_a2a 'flat*' --cocodiff_slow_axes node)
 fi

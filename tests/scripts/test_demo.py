@@ -62,7 +62,8 @@ def test_two_halves_of_the_same_command(demo, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert calls[0] == ["models", "--out", ".models", "FLUX.1-dev"]
     first, second = calls[1:]
-    assert first[first.index("--") :] == second[second.index("--") :]
+    asked, found = first[first.index("--") :], second[second.index("--") :]
+    assert found[: len(asked)] == asked and all(each.startswith("--cocodiff_") for each in found[len(asked) :: 2])
     assert {"FLUX.1-dev", "4"} <= {*first[first.index("--") :]}
     assert option(first, "--emulate") is None and option(first, "--modes") is None
     assert option(second, "--emulate") == "ethernet" and option(second, "--modes") == "exact,balanced,fast"

@@ -31,6 +31,27 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
     return factor
 
 
+def draw_pictures(rows: Mapping[str, Path], out: Path) -> None:
+    """Save pictures one above the other, each beside its name.
+
+    Args:
+        rows: pictures of one size, by what stands beside them.
+        out: a file of any kind that matplotlib writes.
+    """
+    from matplotlib.figure import Figure
+
+    shown = {name: read_picture(file) for name, file in rows.items()}
+    height, width = next(iter(shown.values())).shape[:2]
+    inches = min(1.3, 6.5 * height / width)
+    figure = Figure(figsize=(1.4 + inches * width / height, len(shown) * (inches + 0.08)), layout="constrained")
+    for axes, (name, pixels) in zip(np.atleast_1d(figure.subplots(len(shown))), shown.items(), strict=True):
+        axes.imshow(pixels)
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
+        axes.spines[:].set_visible(False)
+    figure.savefig(out, dpi=110, bbox_inches="tight")
+
+
 def draw_step(groups: Mapping[str, Sequence[dict[str, Any]]], out: Path) -> None:
     """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.comparison import picture
+from xfuser_cocodiff.comparison.fidelity import read_picture
 from xfuser_cocodiff.comparison.overview import Setting, columns
 from xfuser_cocodiff.reporting.embedding import embed
-from xfuser_cocodiff.reporting.words import decibels, percent, size, time, total
+from xfuser_cocodiff.reporting.words import NOTHING, decibels, percent, size, time, total
 from xfuser_cocodiff.settings.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
-STEP = "step.svg"
+STEP, PICTURES = "step.svg", "pictures.png"
 _DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
 """Pictures of each side beside stock, and their kinds."""
 
@@ -53,8 +54,12 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     settings = [*beside, Setting(record, out)]
     names = [setting.title for setting in settings] if beside else [""]
     picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
+    shown = _shown(settings[-1])
+    if shown:
+        picture.draw_pictures(shown, out / PICTURES)
     content = {
         "record": record,
+        "pictures": out / PICTURES if shown else None,
         "settings": settings,
         "columns": columns(settings),
         "pairs": [_pair(pair, setting.folder) for setting in settings for pair in pairs(setting.record)],
@@ -66,6 +71,17 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     for name in ("report.md", "report.html"):
         (out / name).write_text(environment.get_template(name).render(content))
     return out / "report.html"
+
+
+def _shown(setting: Setting) -> dict[str, Path]:
+    """Pictures of a comparison by what is said of them; none where a side has none, or one of another size."""
+    files: dict[str, Path] = {}
+    for run, row in zip(setting.record["runs"], setting.rows(), strict=True):
+        if run["image"]["path"] is None:
+            return {}
+        said = row.picture if row.psnr in ("equal", NOTHING) else row.psnr
+        files[row.side if said == NOTHING else f"{row.side}\n{said}"] = setting.folder / run["image"]["path"]
+    return files if len({read_picture(file).shape for file in files.values()}) == 1 else {}
 
 
 def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:

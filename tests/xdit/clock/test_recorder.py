@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from xfuser_cocodiff.xdit.clock import recorder, run_clock
 from xfuser_cocodiff.xdit.clock.run_clock import Clock
+from xfuser_cocodiff.xdit.clock.strip import strip
 from xfuser_cocodiff.xdit.clock.tracer import Tracer
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
@@ -57,18 +58,28 @@ def test_only_the_pipelines_own_scheduler_ends_steps(
     assert watched.runs[0]["latents_sha256"] == watched.runs[1]["latents_sha256"]
 
 
+SHADES = (0.2, 0.6, 1.0)
+RED = [Image.new("RGB", (4, 2), (round(255 * shade), 0, 0)) for shade in SHADES]
+ARRAY = torch.stack([torch.stack([torch.full((2, 4), value) for value in (shade, 0, 0)]) for shade in SHADES])
+
+
 @pytest.mark.parametrize(
-    "output",
+    ("output", "shades"),
     [
-        [Image.new("RGB", (4, 4), (255, 0, 0))],
-        [[Image.new("RGB", (4, 4))] * 2 + [Image.new("RGB", (4, 4), (255, 0, 0))] * 2],
-        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1).expand(2, 3, 4, 4),
-        torch.tensor([1.0, 0.0, 0.0]).reshape(1, 1, 3, 1, 1).expand(1, 5, 3, 4, 4).numpy().transpose(0, 1, 3, 4, 2),
+        (RED, SHADES),
+        (RED[2:], SHADES[2:]),
+        ([RED, RED[::-1]], SHADES),
+        ([[shown for shown in RED for _ in range(8)]], [SHADES[number // 8] for number in range(1, 24, 3)]),
+        (ARRAY, SHADES),
+        (ARRAY[None].numpy().transpose(0, 1, 3, 4, 2), SHADES),
     ],
-    ids=["images", "video frames", "tensor", "video array"],
+    ids=["images", "an image", "videos", "a long video", "tensor", "video array"],
 )
-def test_a_picture_of_any_output(output: object) -> None:
-    assert recorder._first_picture(output).convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+def test_all_pictures_are_kept_side_by_side_and_frames_from_all_of_a_video(output: object, shades: list[float]) -> None:
+    shown = strip(output).convert("RGB")
+    assert shown.size == (4 * len(shades), 2)
+    seen = [shown.getpixel((4 * number, 1)) for number in range(len(shades))]
+    assert seen == [(round(255 * shade), 0, 0) for shade in shades]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +117,7 @@ def test_a_run_without_latents_is_left_out(watched: recorder.Recorder) -> None:
 
 
 def test_latents_make_no_picture() -> None:
-    assert recorder._first_picture(torch.zeros(1, 16, 8, 8)) is None
+    assert strip(torch.zeros(1, 16, 8, 8)) is None
 
 
 @pytest.mark.parametrize("total", [4, None])

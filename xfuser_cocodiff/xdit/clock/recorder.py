@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 
 from xfuser_cocodiff.machine.topology import FLAT
 from xfuser_cocodiff.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
+from xfuser_cocodiff.xdit.clock.strip import strip
 from xfuser_cocodiff.xdit.clock.tracer import Tracer
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.patching.log import note
@@ -161,9 +162,9 @@ class Recorder:
         partial.replace(self.folder / name)
 
     def keep_picture(self, output: Any) -> None:
-        """Save the first picture, or the middle frame of the first video, of what a pipeline returns."""
+        """Save the pictures, or frames of the first video, of what a pipeline returns."""
         self.end_run()
-        picture = _first_picture(output) if self.runs else None
+        picture = strip(output) if self.runs else None
         if picture is not None:
             picture.save(self.folder / f"picture{self.rank}.png")
 
@@ -190,26 +191,6 @@ def _memory() -> Any:
     """The module that accounts for memory; on a CPU the plugin's stand-ins in torch.cuda do."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.get_device_module(accelerator) if accelerator else torch.cuda
-
-
-def _first_picture(output: Any) -> Any:
-    """The first picture of a batch, or the middle frame of its first video; None where there is none to show.
-
-    Args:
-        output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
-    """
-    from diffusers.image_processor import VaeImageProcessor
-
-    if isinstance(output, torch.Tensor):
-        output = output.detach().movedim(-3, -1).float().cpu().numpy()
-    if not len(output):
-        return None
-    first = output[0]
-    if isinstance(first, list) or getattr(first, "ndim", 3) == 4:
-        first = first[len(first) // 2]
-    if hasattr(first, "save"):
-        return first
-    return VaeImageProcessor.numpy_to_pil(first)[0] if first.shape[-1] in (1, 3, 4) else None
 
 
 def _engine() -> dict[str, Any]:
