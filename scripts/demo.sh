@@ -14,7 +14,7 @@ if [ $# -eq 0 ]; then
     # What the plugin finds of slow links by itself in runs that are longer than these.
     found=(--cocodiff_a2a 'flat*' --cocodiff_slow_axes node)
 fi
-modes=(--modes exact,balanced,fast)
+modes=(--modes "exact,balanced,fast")
 [[ " $* " != *--cocodiff[-_]mode[=\ ]* ]] || modes=()
 
 # Emulated links join processes and no devices; and the CPU holds any number of ranks.

@@ -47,6 +47,7 @@ def test_models_rejects_an_unknown_name(capsys: pytest.CaptureFixture[str], tmp_
     assert "FLUX.1-dev" in said
 
 
+@pytest.mark.slow  # it starts many interpreters; test_activation has what an import does
 def test_bench_import_writes_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["bench", "import", "--repeats", "2", "--json", str(tmp_path / "record.json")]) == 0
     record = json.loads((tmp_path / "record.json").read_text())

@@ -144,8 +144,8 @@ def quick_script(script: Callable[..., list[str]], launcher: str) -> Callable[..
     return lambda *arguments, **more: ["compare", "--launcher", launcher, *script(*arguments, **more)[1:]]
 
 
-def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp_path: Path, capsys) -> None:
-    line = script(repeats=2)
+def test_a_script_is_launched_on_each_side_for_each_repeat(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    line = quick_script(repeats=2)
     assert cli.main([*line[:1], "--json", str(tmp_path / "copy.json"), *line[1:]]) == 0
     found = json.loads((tmp_path / "copy.json").read_text())
     assert [(run["name"], run["step_seconds"]) for run in found["runs"]] == [("stock", [0.1] * 2), ("exact", [0.1] * 2)]
@@ -159,8 +159,8 @@ def test_a_script_is_launched_on_each_side_for_each_repeat(script: Callable, tmp
     assert "stock 1: run 1" in said
 
 
-def test_many_modes_are_compared_with_one_stock(script: Callable, tmp_path: Path, capsys) -> None:
-    line = script("--differ-if-fast")
+def test_many_modes_are_compared_with_one_stock(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    line = quick_script("--differ-if-fast")
     assert cli.main([line[0], "--modes", "exact,fast", *line[1:]]) == 1  # fast differs, and encoded nothing
     said = capsys.readouterr().out
     assert [said.count(f"{side} 1: started") for side in ("stock", "exact", "fast")] == [1, 1, 1]
@@ -178,8 +178,8 @@ def test_many_modes_are_compared_with_one_stock(script: Callable, tmp_path: Path
     assert "Not the same result." in said and "Same result" not in said
 
 
-def test_another_comparison_is_shown_beside(script: Callable, tmp_path: Path, capsys) -> None:
-    line = script()
+def test_another_comparison_is_shown_beside(quick_script: Callable, tmp_path: Path, capsys) -> None:
+    line = quick_script()
     assert cli.main([line[0], "--title", "Equal links", *line[1:]]) == 0
     capsys.readouterr()
     line[line.index("--out") + 1] = str(tmp_path / "second")
@@ -401,6 +401,7 @@ def test_help_is_quick_to_import() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+@pytest.mark.slow  # test_scripts has a real script, and the others have this command's parts
 def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
     """A small FLUX.1 at degree 2: exact is bit-equal to stock, and every figure is there."""
     folder = tmp_path / "hf/hub/models--black-forest-labs--FLUX.1-dev"

@@ -187,6 +187,7 @@ def test_stock_on_a_cluster_is_taken_from_an_earlier_comparison(emulated: Callab
     assert "stock 1: started" not in capsys.readouterr().out
 
 
+@pytest.mark.slow  # the demo does it too, and the parts have tests of their own
 @needs_namespaces
 @pytest.mark.usefixtures("hub")
 def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

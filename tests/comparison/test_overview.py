@@ -55,6 +55,7 @@ def test_rows_say_what_a_side_came_to() -> None:
     stock = run("stock", 0.9, 1.0, 1.1)
     exact = run("exact", 0.6, 0.7, 0.8, ratio_to_stock=0.7, bytes={"gpu": 500, "node": 2000})
     far = {"latents": {"bit_equal": False}, "image": {"psnr_db": 43.21, "path": "q.png"}}
+    far["codecs"] = {}
     fast = run("fast", 0.25, 0.25, 0.25, ratio_to_stock=0.25, bytes={"node": 120, "gpu": 500}, **far)
     chance = run("paper", 0.85, 0.89, 0.95, ratio_to_stock=0.89, **far)
     found = [tuple(vars(row).values()) for row in setting(stock, exact, fast, chance).rows()]

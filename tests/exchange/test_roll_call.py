@@ -86,7 +86,7 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
 
 @pytest.mark.parametrize(
     ("case", "end"),
-    slow_but([(survey_until_lost, signal.SIGKILL)], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
+    slow_but([], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
     ids=ENDS.get,
 )
 def test_every_rank_names_the_one_that_was_lost_in_a_probe(case: Callable, end: int) -> None:
@@ -221,6 +221,7 @@ def overdue(rank: int, comes: bool) -> list[str]:
     return said
 
 
+@pytest.mark.slow  # on the host the same is told above
 def test_what_is_overdue_on_a_device_is_told_before_the_watchdog_acts() -> None:
     first, absent, third = ranks.run(overdue, 3, False)
     expected = (

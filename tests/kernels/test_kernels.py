@@ -260,6 +260,7 @@ def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow  # the interpreter runs the same kernels above
 def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None:
     """To machine code, by Triton's compiler and NVIDIA's assembler, which need no GPU.
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests import ranks
 from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
+from tests.quick import slow_but
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import pairs
 from xfuser_cocodiff.measuring.inference import infer_topology
@@ -148,7 +149,7 @@ def left_alone(rank: int, how: str) -> None:
         dist.distributed_c10d._get_default_store().wait(["never"], pairs.timedelta(seconds=10))
 
 
-@pytest.mark.parametrize("how", ["dead", "silent"])
+@pytest.mark.parametrize("how", slow_but([], ["dead", "silent"]))
 def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
     found = ranks.outcomes(left_alone, 3, how)
     for rank in (0, 2):
@@ -159,6 +160,7 @@ def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
 # The emulated cluster.
 
 
+@pytest.mark.slow  # shapes are found in figures above, and test_cluster measures links
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(

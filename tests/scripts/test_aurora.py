@@ -85,6 +85,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, subprocess.
     return job, job.run(FAILING="nodes-2/SD3.5-768/fast")
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_every_cell_is_run(campaign: tuple) -> None:
     """By default: two node counts, all modes, three resolutions, three models to be judged."""
     job, done = campaign
@@ -102,6 +103,7 @@ def test_every_cell_is_run(campaign: tuple) -> None:
     assert "module load frameworks/2025.3.1" in done.stdout
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_a_cell_that_fails_stops_nothing_and_is_not_hidden(campaign: tuple) -> None:
     job, done = campaign
     assert done.returncode == 1
@@ -113,6 +115,7 @@ def test_a_cell_that_fails_stops_nothing_and_is_not_hidden(campaign: tuple) -> N
     assert job.status("nodes-2/SD3.5-768/paper") == "0"
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_ranks_are_told_what_torchrun_would_tell_them(campaign: tuple) -> None:
     job, _ = campaign
     for nodes in (1, 2):
@@ -127,6 +130,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(campaign: tuple) -> None:
         assert {tuple(one[name] for name in machine) for one in told} == {("FLAT", None, "mpi", "0")}
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_both_sides_are_told_the_same_and_stock_runs_once(campaign: tuple) -> None:
     job, _ = campaign
     lines = {mode: shlex.split((job.out / f"nodes-2/SD3.5-2304/{mode}/arguments").read_text()) for mode in MODES}
@@ -141,6 +145,7 @@ def test_both_sides_are_told_the_same_and_stock_runs_once(campaign: tuple) -> No
         assert (given["--height"], given["--width"], given["--num_inference_steps"]) == ("2304", "2304", "50")
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_tables_stand_beside_the_paper_s(campaign: tuple) -> None:
     job, _ = campaign
     measured = {row["what"]: row["measured"] for row in job.tables()["paper"]}
@@ -153,6 +158,7 @@ def test_tables_stand_beside_the_paper_s(campaign: tuple) -> None:
     assert inpainted["SD3.5", "block"] == [23.05, 22.77]
 
 
+@pytest.mark.slow  # a job of one cell is below
 def test_a_job_goes_on_where_one_ended(campaign: tuple) -> None:
     job, _ = campaign
     folder = job.out / "nodes-2/FLUX.1-dev-768/paper"

@@ -11,7 +11,7 @@ import torch
 
 from tests import ranks
 from tests.machine.test_planner import profile_of
-from tests.quick import slow
+from tests.quick import slow, slow_but
 from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS
 
@@ -54,7 +54,7 @@ def compile_both(
         expected = results[0] if expected is None else expected
         for result in results:
             assert torch.equal(result, expected)
-        assert active().layers.kinds == []  # layers inside a graph are left alone
+        assert not active().layers.kinds  # layers inside a graph are left alone
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         assert figures[-1][0] > 0
     return figures
@@ -75,7 +75,7 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
         slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",)]),
         slow(4, True, False, [AUTO, BY_PROFILE, ("hierarchical:node,gpu/2",)]),
         slow(2, None, False, [BY_PROFILE, ("flat*",)]),
-        (2, True, True, [AUTO, BALANCED, ("flat",)]),
+        slow(2, True, True, [AUTO, BALANCED, ("flat",)]),
     ],
 )
 def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
@@ -117,7 +117,7 @@ def compile_a_pipeline(rank: int, model: str) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
 def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(model: str) -> None:
     check(ranks.run(compile_a_pipeline, 2, model))
 

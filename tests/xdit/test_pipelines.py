@@ -136,7 +136,7 @@ def test_fp32(model: str) -> None:
     check(model, 4, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("model", slow_but(["SD3.5"], MODELS))
+@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
 def test_batch_of_three(model: str) -> None:
     negative = ["--negative_prompt", "coins"] if model == "Qwen-Image" else []
     check(model, 4, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)

@@ -11,6 +11,8 @@ import torch
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
+from tests.quick import slow
+
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
     *("--model", "black-forest-labs/FLUX.1-dev", "--prompt", "a photo of a cat", "--height", "128", "--width", "128"),
@@ -38,19 +40,38 @@ def torchrun() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def test_example_script(hub: Path, tmp_path: Path, torchrun: list[str]) -> None:
-    script = [*torchrun, str(STOCK / "flux_script.py"), *ARGUMENTS, "--coco_path", "latents.safetensors"]
-    launch(script, tmp_path / "stock", **WITHOUT_PLUGIN)
-    launch(script, tmp_path / "installed")
-    launch([*script, *FLAGS], tmp_path / "flag", COCODIFF_RECORD="record")
-    launch(script, tmp_path / "variable", COCODIFF_RECORD="record", COCODIFF_ENABLE="1", COCODIFF_TOPOLOGY="2x1")
-    latents = {run.name: load_file(run / "latents.safetensors")["latents"] for run in tmp_path.iterdir()}
-    assert set(latents) == {"stock", "installed", "flag", "variable"}
-    for name, value in latents.items():
-        assert torch.equal(value, latents["stock"]), name
-    # And it was the plugin that ran there.
-    assert topology(tmp_path / "flag") == "node=2"
-    assert topology(tmp_path / "variable") == "node=2,gpu=1"
+@pytest.fixture(scope="module")
+def script(torchrun: list[str]) -> list[str]:
+    return [*torchrun, str(STOCK / "flux_script.py"), *ARGUMENTS, "--coco_path", "latents.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def without_plugin(hub: Path, script: list[str], tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """What the script ends in where the plugin keeps out."""
+    folder = tmp_path_factory.mktemp("stock") / "run"
+    launch(script, folder, **WITHOUT_PLUGIN)
+    return load_file(folder / "latents.safetensors")["latents"]
+
+
+VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [(FLAGS, {}, "node=2"), slow([], VARIABLES, "node=2,gpu=1"), slow([], {}, None)],
+    ids=["flag", "variable", "installed"],
+)
+def test_example_script(
+    script: list[str],
+    without_plugin: torch.Tensor,
+    tmp_path: Path,
+    flags: list[str],
+    variables: dict[str, str],
+    expected: str | None,
+) -> None:
+    launch([*script, *flags], tmp_path / "run", COCODIFF_RECORD="record", **variables)
+    assert torch.equal(load_file(tmp_path / "run/latents.safetensors")["latents"], without_plugin)
+    assert topology(tmp_path / "run") == expected  # whether it was the plugin that ran there
 
 
 @pytest.mark.slow  # test_compare has the command with the flag and without

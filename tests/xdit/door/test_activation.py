@@ -65,7 +65,7 @@ SITE = """
     ("before", "after"),
     [
         ("import torch", ""),
-        ("import xfuser_cocodiff.auto", ""),
+        slow("import xfuser_cocodiff.auto", ""),
         slow("import xfuser_cocodiff; assert xfuser_cocodiff.install()", ""),
         slow("import torch", "import xfuser_cocodiff.auto"),
     ],
@@ -120,6 +120,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
     assert states == [["applied", "used"], True, True, [], None]
 
 
+@pytest.mark.slow  # the one above has both, once
 def test_install_again_after_uninstall() -> None:
     assert answer(
         SITE.format(
@@ -150,6 +151,7 @@ def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
     assert "<0.8" in warnings[0]
 
 
+@pytest.mark.slow  # the one below has the same of a private name
 def test_a_moved_symbol_keeps_the_whole_table_out() -> None:
     done = python(
         """
@@ -194,6 +196,7 @@ def test_every_private_function_of_usp_that_is_called_is_a_row() -> None:
     assert called - rows <= {"_sdpa_all_to_all_single"}  # which has a row where it is watched
 
 
+@pytest.mark.slow  # a failure in an import is below, in this process
 def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
     done = python(
         """
@@ -209,6 +212,7 @@ def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
     assert "disk on fire" in done.stderr
 
 
+@pytest.mark.slow  # the one of late installation uninstalls too
 def test_uninstall_before_xdit_is_imported() -> None:
     code = SITE.format(before="import torch, xfuser_cocodiff; xfuser_cocodiff.uninstall()", after="")
     assert answer(code, **STOCK) == [False, False]
@@ -231,6 +235,7 @@ def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monk
     assert patch_set not in sys.meta_path
 
 
+@pytest.mark.slow  # a row that fails is below, without xDiT
 def test_a_replacement_that_fails_later_takes_back_the_others() -> None:
     done = python(
         """
