@@ -13,15 +13,15 @@ import pytest
 import torch
 
 # huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
+if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is the one of the process that started this one
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["COCODIFF_CACHE"] = "off"  # what other processes have found is no truth to test against
 for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF_HOME
     os.environ.pop(name, None)
 if torch.accelerator.current_accelerator(check_available=True) is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels run on the CPU too, slowly
-atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
-
 
 torch.set_num_threads(1)  # there are other tests on the other cores
 
@@ -41,8 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Tests that measure something have the machine to themselves, with their fixtures."""
-    with Path(__file__).open() as turns:
-        fcntl.flock(turns, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    alone = item.get_closest_marker("alone") is not None
+    with Path(__file__).open() as machine, Path(__file__).with_name("quick.py").open() as queue:
+        # Who waits to be alone holds up those behind it: else others would take the machine from each other for ever.
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
         return (yield)
 
 
@@ -52,7 +56,12 @@ def hub() -> Path:
     from xfuser_cocodiff.models import hub
 
     folder = Path(os.environ["HF_HOME"])
-    hub.write_cache(folder)
+    done = folder / "written"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            hub.write_cache(folder)
+            done.touch()
     return folder
 
 

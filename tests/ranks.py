@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.warm"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.warm"])
 
 TIMEOUT = 600
 """Seconds after which a hanging case is broken off: a guard against deadlock, not a bound on speed."""
@@ -55,11 +55,11 @@ def outcomes(
     Ranks that are `hosted` meet at a store inside rank 0, which goes with it, as mpiexec and the like have it. A rank
     that is `lost` on purpose is not waited for: it ends with the others.
     """
-    context = multiprocessing.get_context("spawn") if anew else _context
-    env = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if hosted else env
+    how = multiprocessing.get_context("spawn") if anew else context
+    env = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if hosted else env
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
+            how.Process(target=_rank, args=(case, rank, world_size, folder, env or {}, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -75,7 +75,8 @@ def outcomes(
         return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -118,7 +118,7 @@ def check(model: str, degree: int, *more: str, world_size: int | None = None, dt
 @pytest.mark.parametrize(
     ("model", "degree"),
     slow_but(
-        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("SD3.5", 4), ("Qwen-Image", 2)], itertools.product(MODELS, [2, 4, 8])
+        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("SD3.5", 2), ("Qwen-Image", 2)], itertools.product(MODELS, [2, 4, 8])
     ),
 )
 def test_latents_equal_stock(model: str, degree: int) -> None:

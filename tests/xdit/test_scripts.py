@@ -2,16 +2,19 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
-from tests.quick import slow
+from tests import ranks
+from xfuser_cocodiff.exchange.stages import Stages
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
@@ -58,9 +61,10 @@ VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"}
 
 @pytest.mark.parametrize(
     ("flags", "variables", "expected"),
-    [(FLAGS, {}, "node=2"), slow([], VARIABLES, "node=2,gpu=1"), slow([], {}, None)],
+    [(FLAGS, {}, "node=2"), ([], VARIABLES, "node=2,gpu=1"), ([], {}, None)],
     ids=["flag", "variable", "installed"],
 )
+@pytest.mark.slow  # forked, the same is tested below
 def test_example_script(
     script: list[str],
     without_plugin: torch.Tensor,
@@ -72,6 +76,35 @@ def test_example_script(
     launch([*script, *flags], tmp_path / "run", COCODIFF_RECORD="record", **variables)
     assert torch.equal(load_file(tmp_path / "run/latents.safetensors")["latents"], without_plugin)
     assert topology(tmp_path / "run") == expected  # whether it was the plugin that ran there
+
+
+def run_forked(rank: int, port: int, folder: Path, arguments: list[str]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.argv = ["flux_script.py", *arguments]
+    with mock.patch.object(Stages, "start", autospec=True, side_effect=Stages.start) as start:
+        runpy.run_path(str(STOCK / "flux_script.py"), run_name="__main__")
+    Path("exchanges").write_text(str(start.call_count))
+
+
+def test_example_script_with_the_flag_and_without(hub: Path, tmp_path: Path) -> None:
+    latents, exchanges = [], []
+    for name, flags in (("without", []), ("with", FLAGS)):
+        folder, port = tmp_path / name, ranks.free_port()
+        folder.mkdir()
+        arguments = [*ARGUMENTS, "--coco_path", "latents.safetensors", *flags]
+        both = [ranks.context.Process(target=run_forked, args=(rank, port, folder, arguments)) for rank in range(2)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join()
+        assert [process.exitcode for process in both] == [0, 0]
+        latents.append(load_file(folder / "latents.safetensors")["latents"])
+        exchanges.append(int((folder / "exchanges").read_text()))
+    assert torch.equal(*latents)
+    assert exchanges[0] == 0 < exchanges[1]
 
 
 @pytest.mark.slow  # test_compare has the command with the flag and without

@@ -145,7 +145,7 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
 
 
-QUICK = [*zip(CASES, itertools.cycle([2, 4])), ("CogVideoX", 8)]
+QUICK = [*zip(CASES, itertools.cycle([2, 4]))]
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in itertools.product(CASES, WAYS)]
 
 
