@@ -99,14 +99,14 @@ def send_to_sequence(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs | None = None,
 ) -> Handle[None]:
-    """Start to bring a part of the heads back, from (B, H/P/head_group.count, S, D) to its place in `target`.
+    """Start to bring a head group back, from (B, H/P/head_group.count, S, D) to its place in `target`.
 
     Args:
         tensor: must not change before the handle was waited for.
         target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
         mesh: ranks and their topology.
         label: what it is.
-        head_group: which part it is.
+        head_group: which one.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
     """
     plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
@@ -124,7 +124,7 @@ def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
 
 
 def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, head_group: HeadGroup) -> torch.Tensor:
-    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a part has."""
+    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a head group has."""
     split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
     if head_group.count > 1:
         split = head_group.of(split, scatter_dim + levels)

@@ -20,7 +20,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadGroup], torch.Tensor]
-"""Attention of one part of a rank's heads: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
+"""Attention of one head group: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
 
 
 def ulysses_attention(
@@ -42,9 +42,9 @@ def ulysses_attention(
         value: as `key`.
         attend: what attention is.
         mesh: ranks and their topology.
-        groups: parts of the heads; every element is that of one group, where attention treats heads alike.
+        groups: number of head groups; every element is that of one group, where attention treats heads alike.
         layer: its name in traces.
-        early: the exchange of V's first part, already under way.
+        early: the exchange of V, or of its first head group, already under way.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
 
     Returns:

@@ -12,7 +12,7 @@ class HeadGroup(NamedTuple):
     count: int = 1  # type: ignore[assignment]
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This part of a dim, as a view."""
+        """The group's share of a dim, as a view."""
         size = tensor.shape[dim] // self.count
         return tensor.narrow(dim, self.index * size, size)
 
