@@ -563,5 +563,6 @@ dist.destroy_process_group()
 print("reduced")
 """
     output, error = finish(start(["--topology", "2x2", "--rates", "node=20,gpu=100"], program))
-    assert sorted(output) == [f"[{rank}] reduced" for rank in range(4)]
+    said = [line for line in output if "[Gloo]" not in line]  # which PyTorch 2.8 says of its connections
+    assert sorted(said) == [f"[{rank}] reduced" for rank in range(4)]
     assert error == []
