@@ -80,8 +80,8 @@ class Stages:
         else:
             label, group = self._label(plan, number), self.groups[plan.stages[number]]
             with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
-                # On a device a timeout that is passed here would hold up the host, and a collective has its group's. The
-                # host waits for gloo's anyway, which do not go by that with PyTorch 2.8.
+                # On a device a timeout that is passed here would hold up the host, and a collective has its group's.
+                # The host waits for gloo's anyway, which do not go by that with PyTorch 2.8.
                 is_told = plan.direct[number] or not devices.of(flight.sent.device.type).queues
                 for work in flight.works:
                     work.wait(self.timeout) if is_told else work.wait()
