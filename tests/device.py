@@ -14,6 +14,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -284,7 +285,14 @@ class Device(TorchDispatchMode):
         self._access(agent, sent, False, "an all-to-all")
         self._access(agent, received, True, "an all-to-all")
         end = agent.clock.copy()
-        return SimpleNamespace(wait=lambda: None if on_host else self.streams[-1].follow(end))
+
+        def wait(timeout: timedelta | None = None) -> None:
+            if not on_host and timeout is not None:
+                raise DisorderError("the host waits for a collective, as NCCL does where it is told how long")
+            if not on_host:
+                self.streams[-1].follow(end)
+
+        return SimpleNamespace(wait=wait)
 
     def _network(self, group: Any) -> Stream:
         """A group's stream, behind what the current one holds."""
