@@ -1,12 +1,19 @@
 """The commands around the plugin; `compare` has files of its own."""
 
+import argparse
 import json
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from tests import ranks
 from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.xdit.door import activation
+from xfuser_cocodiff.xdit.launching import world
 
 
 def test_env_shows_versions_platform_topology_and_every_row(
@@ -60,3 +67,22 @@ def test_bench_import_writes_a_record(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     assert arguments[-2] in capsys.readouterr().err
+
+
+def warned(rank: int) -> list[str]:
+    """What a library says of itself while ranks work."""
+
+    def work(*_: object) -> dict:
+        warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
+        return {}
+
+    options = argparse.Namespace(topology=None, timeout=None, json=None, plot=None)
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(dist, "destroy_process_group"):
+        warnings.simplefilter("always")
+        with mock.patch.object(world, "start", lambda *_: dist.group.WORLD):
+            assert on_ranks.run(options, work, lambda record: None, None) == 0
+    return [str(one.message) for one in said if "this is deprecated" in str(one.message)]
+
+
+def test_what_libraries_say_of_themselves_is_said_once() -> None:
+    assert ranks.run(warned, 3) == [["this is deprecated"], [], []]

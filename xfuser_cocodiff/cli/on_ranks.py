@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def run(
         show: prints a record.
         draw: takes a record and a file; None where there is nothing to draw.
     """
+    if os.environ.get("RANK", "0") != "0":
+        warnings.simplefilter("ignore", FutureWarning)  # what libraries say of themselves is said once
     import torch.distributed as dist
 
     from xfuser_cocodiff.xdit.launching import world
