@@ -11,7 +11,7 @@ if [ $# -eq 0 ]; then
     set -- --model FLUX.1-dev --height 128 --width 128 --num_inference_steps 16 \
         --prompt "a photo of a cat" "a photo of an astronaut" "a photo of a cup of coffee" "cell bodies" \
         --batch_size 4 --max_sequence_length 32 --seed 1 --warmup_calls 0 --ulysses_degree 4 --cocodiff_topology 2x2
-    # What the plugin finds of slow links by itself in runs that are longer than these.
+    # Said, since runs of so few steps end before the plugin has tried what suits slow links.
     found=(--cocodiff_a2a 'flat*' --cocodiff_slow_axes node)
 fi
 modes=(--modes "exact,balanced,fast")

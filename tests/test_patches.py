@@ -220,7 +220,7 @@ def without_plugin() -> list:
     return [xfuser.__file__, *(ranks.run(case, 2) for case in (attention_error, flux_error, qwen_errors))]
 
 
-@pytest.mark.slow  # with the plugin it has to run as well, below
+@pytest.mark.slow  # a copy of xDiT with the series; the quick set has the release as it is
 def test_xdit_runs_on_a_cpu_by_itself_and_its_padding_is_right(site: Path) -> None:
     (file, attention, flux, qwen), _ = answer(site, without_plugin, XDIT_PLUGINS="")
     assert file == str(site / "xfuser" / "__init__.py")
@@ -255,7 +255,7 @@ def with_plugin() -> list:
     return [before, {state.site: state.state for state in activation.states()}]
 
 
-@pytest.mark.slow  # test_activation has the entry point
+@pytest.mark.slow  # of the patched copy; test_activation has the entry point
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
     from xfuser_cocodiff.xdit.door import activation
@@ -295,6 +295,6 @@ def plugin_on_ranks() -> list[list[bool]]:
     return ranks.run(same_bits, 2)
 
 
-@pytest.mark.slow  # the one above runs the same sites, one by one
+@pytest.mark.slow  # of the patched copy; test_transformers has the release's bits
 def test_exact_mode_equals_the_patched_xdit(site: Path) -> None:
     assert answer(site, plugin_on_ranks)[0] == [[True, True]] * 2

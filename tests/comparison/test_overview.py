@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.comparison import overview, pace
+from xfuser_cocodiff.comparison import emulate, overview
 from xfuser_cocodiff.comparison.overview import Setting
 from xfuser_cocodiff.emulation.links import Cluster
 from xfuser_cocodiff.machine.topology import Topology
@@ -124,9 +124,9 @@ def test_links_are_slowed_down_to_a_share_of_a_step(share: float) -> None:
     """Simulated message by message: a rank of 2 x 2 sends as much to every other rank, and two of them are away."""
     one = setting(run("stock", 0.2, bytes={"flat": 3 * 10_000}), run("exact", 0.2))
     built = cluster("node=2,gpu=2", node=2.5, gpu=80.0)
-    scale = pace.scale_for(share, built, one)
+    scale = emulate.scale_for(share, built, one)
     bytes_per_second = scale * 2.5e6 / 8
-    added = pace.OVER_BOUND * sum(
+    added = emulate.OVER_BOUND * sum(
         10_000 / bytes_per_second for peer in itertools.product(range(2), range(2)) if peer[0] == 1
     )
     assert added / (added + 0.2) == pytest.approx(share)
@@ -144,4 +144,4 @@ def test_links_are_slowed_down_to_a_share_of_a_step(share: float) -> None:
 )
 def test_a_share_that_cannot_be(share: float, built: Cluster, stock: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        pace.scale_for(share, built, setting(run("stock", 1.0, **stock), run("exact", 1.0)))
+        emulate.scale_for(share, built, setting(run("stock", 1.0, **stock), run("exact", 1.0)))

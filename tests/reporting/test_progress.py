@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from xfuser_cocodiff.comparison.launches import Launches
+from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
 from xfuser_cocodiff.reporting.progress import Line, Progress, Teller, duration
 
 
@@ -110,7 +110,7 @@ def test_other_ranks_say_nothing(clock: Clock) -> None:
 def test_launches_of_a_comparison(clock: Clock) -> None:
     """Two launches of two runs of four steps: a start takes 10 seconds, a step 2."""
     output = io.StringIO()
-    launches = Launches(Line(output, clock), launches=2, runs=2, steps=4, clock=clock)
+    launches = LaunchProgress(Line(output, clock), launches=2, runs=2, steps=4, clock=clock)
     for name in ("stock", "exact"):
         launches.begin(name)
         clock.now += 10
@@ -132,7 +132,7 @@ def test_launches_of_a_comparison(clock: Clock) -> None:
 
 def test_steps_that_nobody_foresaw(clock: Clock) -> None:
     output = io.StringIO()
-    launches = Launches(Line(output, clock), launches=1, runs=1, steps=None, clock=clock)
+    launches = LaunchProgress(Line(output, clock), launches=1, runs=1, steps=None, clock=clock)
     launches.begin("script")
     launches.stands(1, 1, 3)
     clock.now += 30

@@ -87,7 +87,7 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
         check(ranks.run(compile_both, degree, configs, "aot_eager", dynamic, folder if record else None))
 
 
-@pytest.mark.slow  # traced, the same is tested above
+@pytest.mark.slow  # traced, the same is tested above and, of a pipeline, below
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -107,7 +107,7 @@ def test_example_script_with_the_flag_and_without(hub: Path, tmp_path: Path) -> 
     assert exchanges[0] == 0 < exchanges[1]
 
 
-@pytest.mark.slow  # test_compare has the command with the flag and without
+@pytest.mark.slow  # test_pipelines has xDiT's runner in this process, test_flags its flags
 def test_xdit_command(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", *ARGUMENTS]
     launch([*xdit, "--master_port=29611"], tmp_path / "stock", **WITHOUT_PLUGIN)

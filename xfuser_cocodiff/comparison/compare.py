@@ -13,7 +13,7 @@ from rich.console import Console
 
 from xfuser_cocodiff.comparison import emulate, launch, trace
 from xfuser_cocodiff.comparison.figures import Outcome, figures
-from xfuser_cocodiff.comparison.launches import Launches
+from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
 from xfuser_cocodiff.machine.launcher import SHARE_FIELD
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Line
@@ -48,13 +48,13 @@ class Contender:
     trace: Path | None = None
     """Of all ranks."""
 
-    def launch(self, out: Path, console: Console, launches: Launches) -> None:
+    def launch(self, out: Path, console: Console, launches: LaunchProgress) -> None:
         """Run once more, recording into a fresh folder of `out`."""
         label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
         self.launched = command.launch(self.arguments, self.launcher)
         self.folders.append(self._run(label, self.launched, self.environment, out, console, launches))
 
-    def launch_traced(self, out: Path, console: Console, launches: Launches) -> None:
+    def launch_traced(self, out: Path, console: Console, launches: LaunchProgress) -> None:
         """Run once more for a trace; a launch of its own, since tracing takes time."""
         arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
         environment = {**self.environment, TRACE_VARIABLE: "1"}
@@ -111,7 +111,7 @@ class Contender:
         environment: dict[str, str],
         out: Path,
         console: Console,
-        launches: Launches,
+        launches: LaunchProgress,
     ) -> Path:
         folder = out / "records" / label.replace(" ", "-")
         shutil.rmtree(folder, ignore_errors=True)
@@ -236,12 +236,12 @@ def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, 
         contender.launch_traced(out, console, launches)
 
 
-def _foreseen(to_run: Sequence[Contender], launches: int, repeats: int, console: Console) -> Launches:
+def _foreseen(to_run: Sequence[Contender], launches: int, repeats: int, console: Console) -> LaunchProgress:
     """What is to be done: scripts make a run each, as far as one knows, and xDiT's command all repeats."""
     arguments = to_run[0].arguments
     runs = 1 if command.is_script(arguments) else repeats + _number(arguments, "warmup_calls", 0)
     line = Line(None if console.quiet else console.file)
-    return Launches(line, len(to_run) * launches, runs, _number(arguments, "num_inference_steps", 0))
+    return LaunchProgress(line, len(to_run) * launches, runs, _number(arguments, "num_inference_steps", 0))
 
 
 def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from xfuser_cocodiff.comparison.launches import Launches
+from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
 from xfuser_cocodiff.settings.options import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ def run(
     record: Path,
     log: Path,
     console: Console,
-    launches: Launches,
+    launches: LaunchProgress,
 ) -> None:
     """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
 
@@ -94,7 +94,7 @@ def stop(process: subprocess.Popen) -> None:
                 process.wait(patience)
 
 
-def _follow(name: str, process: subprocess.Popen, file: Path, launches: Launches) -> None:
+def _follow(name: str, process: subprocess.Popen, file: Path, launches: LaunchProgress) -> None:
     launches.begin(name)
     while process.poll() is None:
         if progress := read_progress(file):

@@ -80,14 +80,15 @@ class Setting:
     @property
     def has_nodes(self) -> bool:
         """Whether there are several."""
-        return self.topology is not None and _nodes(self.topology) > 1
+        axes = self.topology.axes if self.topology else ()
+        return any(axis.name == NODE and axis.size > 1 for axis in axes)
 
     def sent_bytes(self, run: Mapping[str, Any]) -> int | None:
         """What a rank sends in a step: to other nodes where there are some, else to all ranks."""
-        topology = self.topology
-        if run["bytes"] is None or topology is None or _nodes(topology) == 1:
-            return total(run["bytes"])
-        return round(sum(count * between_nodes(stage, topology) for stage, count in run["bytes"].items()))
+        topology, sent = self.topology, run["bytes"]
+        if sent is None or topology is None or not self.has_nodes:
+            return total(sent)
+        return round(sum(count * between_nodes(stage, topology) for stage, count in sent.items()))
 
     def rows(self) -> list[Row]:
         """One for each side, stock first."""
@@ -142,10 +143,6 @@ def between_nodes(stage: str, topology: Topology) -> float:
     sizes = {axis.name: axis.size for axis in topology.axes if stage == FLAT or axis.name in named}
     ranks = math.prod(sizes.values())
     return 0.0 if ranks == 1 else (ranks - ranks // sizes.get(NODE, 1)) / (ranks - 1)
-
-
-def _nodes(topology: Topology) -> int:
-    return next((axis.size for axis in topology.axes if axis.name == NODE), 1)
 
 
 def columns(settings: Sequence[Setting]) -> tuple[str, ...]:

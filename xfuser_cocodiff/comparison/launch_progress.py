@@ -10,8 +10,8 @@ _USUAL_STEPS = 28
 """Of a run, until one has said."""
 
 
-class Launches:
-    """Launches that start, and then make runs of steps.
+class LaunchProgress:
+    """LaunchProgress that start, and then make runs of steps.
 
     Args:
         line: where to say so.
