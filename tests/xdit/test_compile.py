@@ -1,7 +1,9 @@
-"""`--use_torch_compile`: compiled, the plugin is compiled stock, in as many graphs. Traced, not generated but for one
-test: that is Inductor's, and takes a while and a C++ compiler here."""
+"""`--use_torch_compile`: compiled, the plugin is compiled stock, in as many graphs. Traced, not generated but for two
+tests: that is Inductor's, and takes a while and a C++ compiler here."""
 
+import dataclasses
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,22 +18,25 @@ from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS
 
 
-def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> object:
+def config_of(
+    degree: int, plan: str | None, profile: bool = False, mode: str = "exact", groups: int | None = None
+) -> object:
     """Settings, as flags would make them; without a plan the planner chooses."""
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 
     topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
     sizes = list(topology.shape)
     known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
     slow = ("node",) if mode != "exact" else None
     fixed = plan and Plan.parse(plan, topology)
-    return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow)
+    overlap = Overlap(groups and True, groups)
+    return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow, overlap=overlap)
 
 
 def compile_both(
-    rank: int, configs: list[tuple], backend: str, dynamic: bool | None, record: str | None
+    rank: int, configs: list[tuple], backend: str, dynamic: bool | None, record: str | None, mode: str | None = None
 ) -> list[list[int]]:
     """Graphs and graph breaks of stock and of each plugin, whose results must be those of compiled stock."""
     from torch._dynamo.utils import counters
@@ -49,24 +54,28 @@ def compile_both(
         world.use(engine)
         torch._dynamo.reset()
         counters.clear()
-        transformer.compile(backend=backend, dynamic=dynamic)
-        results = [step(), step()]
+        transformer.compile(backend=backend, dynamic=dynamic, mode=mode)
+        results = [step() for _ in range(3)]
         expected = results[0] if expected is None else expected
         for result in results:
             assert torch.equal(result, expected)
-        assert not active().layers.kinds  # layers inside a graph are left alone
+        assert (active().mesh is None) == (not active().traffic.calls)  # which the operators count
+        groups = active().overlap.head_groups
+        assert {kind.trial.schedule.groups for kind in active().layers.kinds} <= {groups or 1}
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         assert figures[-1][0] > 0
     return figures
 
 
 def check(found: list[list[list[int]]]) -> None:
+    """Graphs and breaks of the plugins are no more than stock's."""
     for stock, *plugins in found:
         for plugin in plugins:
-            assert plugin[0] <= stock[0] and plugin[1] <= stock[1], (stock, plugin)
+            assert all(ours <= theirs for ours, theirs in zip(plugin, stock, strict=True)), (stock, plugin)
 
 
 AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
+GROUPS = (None, False, "exact", 2)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
     [
         slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",)]),
         slow(4, True, False, [AUTO, BY_PROFILE, ("hierarchical:node,gpu/2",)]),
-        slow(2, None, False, [BY_PROFILE, ("flat*",)]),
+        (2, None, False, [BY_PROFILE, ("flat*",), GROUPS]),
         slow(2, True, True, [AUTO, BALANCED, ("flat",)]),
     ],
 )
@@ -89,37 +98,161 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
 
 @pytest.mark.slow  # traced, the same is tested above and, of a pipeline, below
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
-def test_what_inductor_makes_of_it_has_stocks_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_what_inductor_makes_of_it_has_stocks_bits(
+    mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    check(ranks.run(compile_both, 2, [(2, None)], "inductor", None, None))
+    check(ranks.run(compile_both, 2, [(2, None), (2, *GROUPS)], "inductor", None, None, mode))
 
 
-def compile_a_pipeline(rank: int, model: str) -> list[list[int]]:
-    """As :func:`compile_both`, of a whole pipeline by xDiT's runner."""
+def trace_as_for_devices(rank: int) -> None:
+    """Exact exchanges of accelerators, which are no operators."""
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, transformer, step = start(rank, depth=2)
+    expected = None
+    for v_first in (None, True, False):
+        engine = Engine() if v_first is None else starting.engine_over(group, config_of(2, "flat"))
+        engine._sends_directly = False
+        engine.overlap = dataclasses.replace(engine.overlap, v_first=v_first)
+        world.use(engine)
+        torch._dynamo.reset()
+        graphs: list[str] = []
+
+        def compiled(graph: torch.fx.GraphModule, _: list) -> torch.fx.GraphModule:
+            graphs.append(graph.code)  # noqa: B023 (it is called in this turn)
+            return graph
+
+        transformer.compile(backend=compiled)
+        result = step()
+        expected = result if expected is None else expected
+        assert torch.equal(result, expected)
+        sent = sum(code.count("all_to_all_single(") for code in graphs)
+        assert v_first is None or sent == (6 if v_first else 4)  # in two layers
+        assert not any("cocodiff" in code for code in graphs)
+
+
+def test_exact_exchanges_of_devices_are_collectives_that_are_traced() -> None:
+    ranks.run(trace_as_for_devices, 2)
+
+
+def test_operators_are_no_part_of_a_cuda_graph() -> None:
+    from xfuser_cocodiff.xdit.attention import operators
+
+    names = [name for name in dir(torch.ops.cocodiff) if name.startswith(("send", "receive"))]
+    assert operators and len(names) == 5
+    for name in names:
+        operator = getattr(torch.ops.cocodiff, name).default
+        assert torch.Tag.cudagraph_unsafe in operator.tags or torch.__version__ < "2.9"
+
+
+EVENTS = {
+    r"send_\w+\.default|all_to_all_single\.default\(": "s",
+    r"receive_\w+\.default|wait_tensor\.default\(": "w",
+    r"extern_kernels\.\w*mm\(": "m",
+    r"_scaled_dot_product\w+\.default\(": "a",
+}
+"""Exchanges that start, waits, products of matrices and attention, in the code that Inductor generates."""
+
+
+def generate(rank: int, others: bool) -> tuple[str, str]:
+    """The events of a step, of stock and of the plugin, with a double block and two single ones.
+
+    Args:
+        rank: of this process.
+        others: whether somebody has set passes of Inductor, as xDiT's runner does.
+    """
+    from torch._inductor import config as inductor
+    from torch._inductor.utils import run_and_get_code
+    from xfuser.model_executor.models.runner_models.base_model import xFuserModel
+
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, transformer, step = start(rank, depth=3)
+    config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
+    results, events = [], []
+    for make in (Engine, lambda: starting.engine_over(group, config)):
+        world.use(make())
+        if others:
+            xFuserModel._enable_compute_comm_overlap(None)
+        torch._dynamo.reset()
+        transformer.compile()
+        result, code = run_and_get_code(step)
+        results += [result, step(), step()]
+        found = re.finditer("|".join(f"({event})" for event in EVENTS), code[-1])
+        events.append("".join(list(EVENTS.values())[event.lastindex - 1] for event in found))
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert len(inductor.reorder_for_compute_comm_overlap_passes) == (4 if others else 3)
+    return tuple(events)
+
+
+@pytest.mark.slow  # test_graphs orders a graph on paper
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("others", [False, True])
+def test_v_is_sent_before_q_and_k_are_projected(others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    both = ranks.run(generate, 2, others)
+    assert both[0] == both[1]  # or ranks would meet in different collectives
+    stock, plugin = both[0]
+    assert len(re.findall("sw*a", stock)) == 3  # Q, K and V at once
+    # V, then Q and K; in single blocks the MLP's product before the wait; and O.
+    assert re.fullmatch("(m+sm+sm*wam*sm*w){3}m+w", plugin)
+    assert len(re.findall("sm+sm+wa", plugin)) >= 2
+
+
+def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topology: str, *more: str) -> list:
+    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another."""
     from torch._dynamo.utils import counters
 
     from tests.xdit.test_approximation import Approximating
+    from xfuser_cocodiff.settings.config import Overlap
+    from xfuser_cocodiff.xdit.engine.engine import active
 
-    run = Approximating(rank, 2, model, "--num_inference_steps", "2")
-    expected, figures = None, []
+    run = Approximating(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
+    expected, figures = [], []
     for mode in (None, "exact", "balanced"):
         if mode:
-            run.by(mode, "node=2")
+            run.by(mode, topology, slow_axes=("node",) if mode == "balanced" else None, overlap=Overlap(v_first=True))
         torch._dynamo.reset()
         counters.clear()
         run.runner.model.pipe.transformer.compile(backend="aot_eager")
-        latents = run()
-        expected = latents if expected is None else expected
-        assert torch.equal(latents, expected), mode
+        found = [run()]
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
+        found.append(run(prompt="two cups of coffee"))
+        figures[-1].append(counters["stats"]["unique_graphs"])  # more of them where the text takes other sizes
         assert figures[-1][0] > 0
+        expected = expected or found
+        assert mode == "balanced" or all(map(torch.equal, found, expected)), mode
+        assert bool(mode) == bool(active().traffic.calls)
     return figures
 
 
+QUICK = [("FLUX.1-dev", 4, "2x2")]
+
+
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
-def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(model: str) -> None:
-    check(ranks.run(compile_a_pipeline, 2, model))
+@pytest.mark.parametrize(
+    ("model", "degree", "topology"),
+    slow_but(QUICK, ((model, *each) for model in MODELS for each in ((2, "flat"), (4, "2x2"), (8, "2x2x2")))),
+)
+def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(
+    model: str, degree: int, topology: str
+) -> None:
+    topology = "node=2" if topology == "flat" else topology
+    check(ranks.run(compile_a_pipeline, degree, degree, model, degree, topology))
+
+
+@pytest.mark.slow  # of the exchanges above there are two groups here
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("beside", [["--use_cfg_parallel"], ["--ring_degree", "2"]], ids=str)
+def test_compiled_pipelines_beside_other_parallelism(beside: list[str]) -> None:
+    check(ranks.run(compile_a_pipeline, 4, 4, "SD3.5", 2, "node=2", *beside))
 
 
 def compile_late(rank: int) -> None:

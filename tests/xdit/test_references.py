@@ -261,5 +261,4 @@ def test_figures_are_promised_when_something_is_coded() -> None:
     assert ["bits=4," in line and "55.6 dB at 8 steps" in line for line in few] == [True]
     assert again == []
     assert ["bits=2," in line and "53.8 dB at 50 steps" in line for line in many] == [True]
-    assert len(compiled) == 1 and "everything travels exactly" in compiled[0] and "does nothing" in compiled[0]
-    assert "dB" not in compiled[0]
+    assert compiled == []  # where modes do what they do elsewhere

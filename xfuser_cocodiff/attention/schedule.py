@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+
 GROUP_COUNTS = (1, 2, 4, 8)
 """Numbers of head groups that are tried."""
 SAMPLES = 3
@@ -26,6 +28,11 @@ class Schedule(NamedTuple):
     """Whether V's exchange starts before Q and K are there."""
     groups: int = 1
     """Into how many groups the heads of a rank are cut, each attending while others travel."""
+
+    @property
+    def head_groups(self) -> list[HeadGroup]:
+        """They, in order."""
+        return [HeadGroup(index, self.groups) for index in range(self.groups)]
 
     def __str__(self) -> str:
         return f"{'V first' if self.v_first else 'together'}, {self.groups} head group{'s' * (self.groups > 1)}"

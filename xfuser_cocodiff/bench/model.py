@@ -157,6 +157,7 @@ def measure(
     asked_shares: Sequence[float],
     modes: Sequence[str],
     repeats: int,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Time steps of stock and of each mode at each share.
 
@@ -167,6 +168,7 @@ def measure(
         asked_shares: of stock's step that its all-to-alls are to take.
         modes: each MODE[/PLAN] and options of the plugin, such as 'exact/flat@head_groups=2@v_first=on'.
         repeats: steps of each, in turns.
+        compiled: whether the transformer is, on all sides.
 
     Raises:
         ValueError: unknown modes, or no emulated cluster.
@@ -174,7 +176,7 @@ def measure(
     settings = {mode: _settings(mode, topology) for mode in modes}
     if links.from_environment() is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
-    step = _step(shape)
+    step = _step(shape, compiled)
     told = Teller(sys.stderr if dist.get_rank() == 0 else None)
     told.say("timing steps that do not communicate")
     alone = _alone(step, Contender())
@@ -188,7 +190,7 @@ def measure(
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
         for mode, config in settings.items():
             contenders[mode] = _contender(group, config, profile)
-        known = {"share_asked": asked, "scale": cluster.scale}
+        known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled}
         rows += _compare(contenders, profile, step, repeats, alone, known, told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
@@ -236,12 +238,14 @@ def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profil
     return Contender(engine, plan, messages)
 
 
-def _step(shape: Shape) -> Callable[[], torch.Tensor]:
+def _step(shape: Shape, compiled: bool = False) -> Callable[[], torch.Tensor]:
     """One denoising step: what a call of the transformer does, on inputs that are the same on every rank."""
     text = math.ceil(_TEXT_TOKENS / dist.get_world_size()) * dist.get_world_size()
     world.make_state(shape.heads, text)
     world.watch_stock()
     model = world.flux_transformer(shape.width, shape.heads, shape.depth, _TEXT_WIDTH)
+    if compiled:
+        model = world.compiled(model)
     side = math.ceil(math.sqrt(shape.tokens))
     places = torch.stack([torch.zeros(side * side), *torch.cartesian_prod(*[torch.arange(side)] * 2).T], -1)
     generator = torch.Generator().manual_seed(1)
@@ -362,9 +366,9 @@ def _compare(
                 "mode": mode,
                 "step_seconds": seconds,
                 "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
-                "a2a_seconds": a2a[mode],
+                "a2a_seconds": a2a[mode] or None,  # stock's in a graph are not seen
                 "bit_equal": equal[mode],
-                "hidden_share": min(1.0, hidden[mode] / a2a[mode]),
+                "hidden_share": min(1.0, hidden[mode] / a2a[mode]) if a2a[mode] else None,
                 "bytes_slow_fraction": contenders[mode].bytes_slow_fraction,
                 "plans": {str(size): str(plan) for size, plan in plans.items()},
                 "schedules": {
@@ -405,8 +409,8 @@ def show(record: dict[str, Any]) -> None:
             row["mode"],
             *(f"{1000 * figure:.0f}" for figure in figures),
             f"{row['speedup']:.2f}",
-            f"{1000 * row['a2a_seconds']:.0f}",
-            f"{row['hidden_share']:.2f}",
+            "-" if row["a2a_seconds"] is None else f"{1000 * row['a2a_seconds']:.0f}",
+            "-" if row["hidden_share"] is None else f"{row['hidden_share']:.2f}",
             f"{row['bytes_slow_fraction']:.3f}",
             "equal" if row["bit_equal"] else "differ",
             "; ".join(dict.fromkeys(row["schedules"].values())),

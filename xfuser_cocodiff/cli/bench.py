@@ -92,6 +92,7 @@ def _add_model(subjects: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="steps that each is measured, in turns (%(default)s)")
     for name, what in (("width", "width"), ("depth", "layers"), ("tokens", "image tokens"), ("heads", "heads")):
         parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the shape's)")
+    parser.add_argument("--compile", action="store_true", help="compile the transformer, as --use_torch_compile does")
     parser.set_defaults(run=_model, parser=parser)
 
 
@@ -104,7 +105,7 @@ def _model(options: argparse.Namespace) -> int:
         shares = model.shares(options.share)
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
-        return model.measure(group, topology, shape, shares, options.mode.split(","), options.repeats)
+        return model.measure(group, topology, shape, shares, options.mode.split(","), options.repeats, options.compile)
 
     return on_ranks.run(options, work, model.show, model.draw)
 

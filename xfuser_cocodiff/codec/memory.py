@@ -7,7 +7,10 @@ what they hold, and which of them were exact made no difference to the pictures 
 order that decides. That needs no forecast: each layer asks for room when it is met, for all that it is going to hold.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
+
+import torch
 
 from xfuser_cocodiff.codec.codecs import CHANGE
 from xfuser_cocodiff.codec.modes import CodecSchedule
@@ -24,6 +27,30 @@ class Share(NamedTuple):
     """In V."""
     head_dim: int
     value_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        joint_tokens: int = 0,
+        part: Fraction = Fraction(1),
+    ) -> "Share | None":
+        """Of tensors (B, H, S, D) in one call; None where codecs may not approximate it, since K and V of other tokens
+        than Q's need not be those of the step before.
+
+        Args:
+            query: Q.
+            key: K.
+            value: V.
+            joint_tokens: of Q, which are beside those of K and V.
+            part: what of it counts, where a rank stands for others and has but a part of what it sees.
+        """
+        if not query.shape[2] - joint_tokens == key.shape[2] == value.shape[2]:
+            return None
+        values = 2 * query.numel() + key.numel() + value.numel()  # O is of the shape of all queries
+        return cls(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 
     def crossing(self, places: int) -> "Share":
         """What of it crosses slow axes with so many places."""

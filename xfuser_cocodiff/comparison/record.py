@@ -96,7 +96,7 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
         return None
     steps = [step for run in runs for step in run["codecs"]]
     exact_bytes = sum(step["exact_bytes"] for step in steps)
-    if not exact_bytes:  # a compiled graph knows no codecs
+    if not exact_bytes:  # no layer was met
         return None
     last = [[run["codecs"][number] for run in repeats[-1]] for number in range(len(repeats[-1][0]["codecs"]))]
     names = dict.fromkeys(name for ranks in last for step in ranks for name in step["errors"])

@@ -21,6 +21,8 @@ class Policy:
     ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
     """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together.
     Asked where that is not found out by a trial."""
+    traced_ahead: int | None = 0
+    """The same for graphs: bytes of a tensor from which it is sent ahead; None where it never is."""
 
     def plan_for(self, message_bytes: int) -> Plan:
         """The plan for a message of so many bytes, here or in the graph that is traced."""
@@ -30,3 +32,7 @@ class Policy:
             if message_bytes < limit:
                 return plan
         return self.traced[-1][1]
+
+    def goes_ahead(self, ahead_bytes: int) -> bool:
+        """Whether a tensor of so many bytes is sent ahead in the graph that is traced."""
+        return self.traced_ahead is not None and ahead_bytes >= self.traced_ahead

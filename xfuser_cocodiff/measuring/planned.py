@@ -17,12 +17,14 @@ from xfuser_cocodiff.machine.plan import DIRECT, Plan, candidates
 from xfuser_cocodiff.machine.planner import ahead_pays
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring.choice import Plans
+from xfuser_cocodiff.measuring.choice import SIZES, Plans
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.probe import ROUNDS, Probe
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT
 
+_TENSORS = 3
+"""In a message of Q, K and V, about as large as each other."""
 FEW_ROUNDS = 2
 """How often a figure is taken where a run waits for it."""
 
@@ -114,7 +116,8 @@ def planned_mesh(
     choose = mesh.policy.choose
     would_be = choose.would_be if isinstance(choose, Plans) else choose
     ahead = sends_ahead(profile, would_be, config.synchronous)
-    mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead))
+    traced_ahead = _from_where(lambda size: ahead(size, _TENSORS * size))
+    mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead, traced_ahead=traced_ahead))
     way = None
     if config.mode != EXACT:
         slow = config.slow_axes or _slow_axes(profile, largest)
@@ -188,3 +191,13 @@ def sends_ahead(
     if profile is None:
         return lambda ahead_bytes, all_bytes: not synchronous
     return functools.partial(ahead_pays, profile, plan_for)
+
+
+def _from_where(pays: Callable[[int], bool]) -> int | None:
+    """The power of two from which on something pays, up to the largest that graphs know; None where there is none."""
+    found = None
+    for power in reversed(SIZES):
+        if not pays(1 << power):
+            break
+        found = 1 << power
+    return found

@@ -146,7 +146,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.attention import usp
+    from xfuser_cocodiff.xdit.attention import schedules as settling
     from xfuser_cocodiff.xdit.engine import engine as engines
     from xfuser_cocodiff.xdit.engine.engine import Engine
     from xfuser_cocodiff.xdit.launching import world
@@ -165,7 +165,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
         return noted
 
-    accelerator = mock.patch.object(usp, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
+    accelerator = mock.patch.object(settling, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
     sites = [(engines, "send_to_heads"), (ulysses, "reshard")]
     with accelerator, contextlib.ExitStack() as patched:
         for module, name in sites:

@@ -57,7 +57,8 @@ class Transformer(nn.Module):
     def forward(self, request: float, timestep: object, encoder_hidden_states: torch.Tensor) -> bool:
         kwargs = {"timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         if self.root is None:
-            self.root = Root(self, (request,), kwargs, lambda: True, self.engine.runs.called)
+            self.root = Root(self, lambda: True, self.engine.runs.called)
+            self.root.watch(self, (request,), kwargs)
             self.engine.roots.append(self.root)
         root = self.root
         if root.run is None:
@@ -197,7 +198,8 @@ def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> Non
 
     def one_forward(one: Transformer, request: float, given: dict) -> bool:
         if one.root is None:
-            one.root = Root(one, (request,), given, lambda: True, one.engine.runs.called)
+            one.root = Root(one, lambda: True, one.engine.runs.called)
+            one.root.watch(one, (request,), given)
         return one.root.run is not None
 
     given = {"timestep": 1.0, "encoder_hidden_states": prompt()}

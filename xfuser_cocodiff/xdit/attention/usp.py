@@ -1,25 +1,23 @@
 """xDiT's USP over exchanges that overlap: V first, and heads in groups."""
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 
-from xfuser_cocodiff.attention.reshard import HEADS
-from xfuser_cocodiff.attention.schedule import GROUP_COUNTS, Schedule, Trial
+from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
-from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.xdit.attention import operators
+from xfuser_cocodiff.xdit.attention.schedules import Comparing, counts_in_question, settle
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
-from xfuser_cocodiff.xdit.layers.kind import Kind
+from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device
@@ -29,6 +27,8 @@ _PARAMETERS = (
     *("query", "key", "value", "dropout_p", "is_causal", "joint_query", "joint_key", "joint_value", "joint_strategy"),
     *("attn_layer", "combine_qkv_a2a", "backend", "attention_kwargs", "head_balance_layer", "kv_head_repeat"),
 )
+
+_SAMPLE_TOKENS = 64, 333
 
 
 def patches() -> list[Patch]:
@@ -60,8 +60,10 @@ def _usp(original: Callable) -> Callable:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         engine = active()
-        if torch.compiler.is_compiling() or (engine.mesh is None and engine.virtual is None):
+        if engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling()):
             return original(query, key, value, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _traced(original, query, key, value, _Given(*args, **kwargs), engine)
         engine.enter()
         given = _Given(*args, **kwargs)
         if engine.mesh is None:
@@ -79,6 +81,70 @@ def _usp(original: Callable) -> Callable:
     return USP
 
 
+def _traced(
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine
+) -> torch.Tensor:
+    """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
+    mesh = engine.mesh
+    if not (_ours(query, key, value, given, mesh) and order_exchanges()):
+        return original(query, key, value, **vars(given))
+    query, attend = _prepared(query, key, value, given)
+    if engine.calls_operators:
+        joint_tokens = given.joint_query.shape[SEQUENCE] if given.joint_strategy else 0
+        groups = _groups(query, key, given, engine)
+        return operators.attention(query, key, value, attend, mesh.topology.size, joint_tokens, groups)
+    if engine.sends_value_ahead(value):
+        [value] = reshard([value], HEADS, SEQUENCE, mesh)
+        query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
+    else:
+        query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh)
+    return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
+
+
+def _groups(query: torch.Tensor, key: torch.Tensor, given: _Given, engine: Engine) -> int:
+    """The number of head groups in a graph: what is asked for, where that is known to change no bit."""
+    from xfuser.model_executor.layers import usp
+
+    groups, size = engine.overlap.head_groups or 1, engine.mesh.topology.size
+    if groups == 1:
+        return 1
+    heads = query.shape[HEADS] // size, key.shape[HEADS] // size
+    is_plain = engine.runtime is None and given.joint_strategy is None and given.kv_head_repeat == 1
+    is_plain = is_plain and not given.attention_kwargs and not usp._has_kv_cache(given.attn_layer)
+    return _possible(groups, is_plain, *heads, query.shape[-1], query.dtype, given.is_causal, given.backend)
+
+
+def _possible(
+    groups: int,
+    is_plain: bool,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    backend: Any,
+) -> int:
+    """The number of groups if attention in them has the same bits, else 1: tried on values by chance where a graph is
+    traced, whose own cannot be looked at. All ranks find the same, and must call it alike."""
+    same = is_plain and heads % groups == 0 and key_heads % groups == 0
+    if same:
+        attend, generator = _attend(_Given(is_causal=is_causal, backend=backend)), torch.Generator().manual_seed(0)
+        for tokens in _SAMPLE_TOKENS:
+            sizes = ((1, count, tokens, head_dim) for count in (heads, key_heads, key_heads))
+            values = [torch.randn(each, generator=generator).to(compute_device(), dtype) for each in sizes]
+            comparing = Comparing(attend, [groups])
+            comparing(*values, ALL_HEADS)
+            same &= comparing.same[groups]
+        same = bool(reduced([float(same)], "min")[0])
+    if not same:
+        note(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")
+    return groups if same else 1
+
+
+# See :func:`order_exchanges`.
+_possible._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _virtually(
     original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine
 ) -> torch.Tensor:
@@ -89,7 +155,8 @@ def _virtually(
     if layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        layer_codecs = engine.layer_codecs(layer, _share(query, key, value, part=virtual.share_of(query.shape, parts)))
+        share = Share.of(query, key, value, part=virtual.share_of(query.shape, parts))
+        layer_codecs = engine.layer_codecs(layer, share)
     if layer_codecs is None:
         return original(query, key, value, **vars(given))
     query, key, value = virtual.send("qkv", [query, key, value], parts, layer_codecs)
@@ -119,29 +186,38 @@ def _attention(
 
     mesh, layer = engine.mesh, engine.layers.current
     kind = layer.call.kind if layer else None
-    share = _share(query, key, value, given.joint_query)
-    if kind:
-        kind.share = share
-    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
     try:
-        usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
-        if given.joint_strategy:
-            query = usp._concat_joint_tensor(query, given.joint_query, given.joint_strategy, dim=2)
-        attend = _attend(given)
+        query, attend = _prepared(query, key, value, given)
     except BaseException:
         if under_way:
             under_way.abandon()
         raise
+    share = Share.of(query, key, value, given.joint_query.shape[SEQUENCE] if given.joint_strategy else 0)
+    if kind:
+        kind.share = share
+    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
     name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
     if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
         return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
     cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-    comparing = _Comparing(attend, [] if cached else _counts_in_question(engine, kind, heads))
+    comparing = Comparing(attend, [] if cached else counts_in_question(engine, kind, heads))
     result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
     sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
-    _settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
+    settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
     return result
+
+
+def _prepared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
+) -> tuple[torch.Tensor, Attend]:
+    """Q as USP sends it, and the attention."""
+    from xfuser.model_executor.layers import usp
+
+    usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
+    if given.joint_strategy:
+        query = usp._concat_joint_tensor(query, given.joint_query, given.joint_strategy, dim=2)
+    return query, _attend(given)
 
 
 def _attend(given: _Given) -> Attend:
@@ -177,113 +253,3 @@ def _attend(given: _Given) -> Attend:
         return function(query, key, value, **options)[0]
 
     return attend
-
-
-def _counts_in_question(engine: Engine, kind: Kind, heads: list[int]) -> list[int]:
-    """Numbers of head groups that may be used if they change no bit; by what is the same on every rank."""
-    wanted = engine.overlap.head_groups
-    if engine.runtime or (wanted is None and devices.of(compute_device().type).queues):
-        return []
-    counts = GROUP_COUNTS[1:] if wanted is None else [wanted] if wanted > 1 else []
-    known = engine.known_schedule(kind)
-    # What an earlier process found fastest, it may have found with another kind of attention.
-    return [n for n in counts if all(number % n == 0 for number in heads) and (known is None or n == known.groups)]
-
-
-class _Comparing:
-    """Attention that also finds out by which numbers of groups its heads can be cut without changing a bit of it.
-
-    Args:
-        attend: the attention.
-        counts: the numbers of groups.
-    """
-
-    def __init__(self, attend: Attend, counts: list[int]) -> None:
-        self._attend = attend
-        self.same = dict.fromkeys(counts, False)
-        """Whether no bit changes, on this rank, by number of groups."""
-        self.seconds = 0.0
-        """That comparing took."""
-
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup
-    ) -> torch.Tensor:
-        result, began = self._attend(query, key, value, ALL_HEADS), time.perf_counter()
-        for count in self.same:
-            head_groups = [HeadGroup(index, count) for index in range(count)]
-            cut = [
-                self._attend(*(head_group.of(each, HEADS) for each in (query, key, value)), head_group)
-                for head_group in head_groups
-            ]
-            self.same[count] = torch.equal(torch.cat(cut, HEADS), result)
-        self.seconds += time.perf_counter() - began
-        return result
-
-
-def _settle(kind: Kind, engine: Engine, comparing: _Comparing, ahead: Callable[[], bool]) -> None:
-    """Settle which schedules a kind of layer may run by, once its heads were cut and compared. All ranks do it alike.
-
-    Args:
-        kind: of layer.
-        engine: whose ranks agree.
-        comparing: what this one has found.
-        ahead: see :func:`_trial`.
-    """
-    began, counts, known = time.perf_counter(), list(comparing.same), engine.known_schedule(kind)
-    same = reduced([float(same) for same in comparing.same.values()], "min") if counts else []
-    equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
-    kind.unequal = tuple(count for count in counts if count not in equal)
-    if known and known.groups in (1, *equal):
-        kind.trial = Trial([known])
-    else:
-        kind.trial = _trial(engine, kind.ready, equal, ahead)
-    if counts:
-        engine.trials.spend(comparing.seconds + time.perf_counter() - began)
-
-
-def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
-    """The schedules that a kind of layer may run by.
-
-    Args:
-        engine: whose ranks try them.
-        v_first: whether V can go first.
-        counts: numbers of head groups, beside 1, that change no bit.
-        ahead: asked where it is not tried whether V is to go first; else Q, K and V are one message. All ranks get the
-            same answer.
-    """
-    wanted = engine.overlap
-    v_first = v_first and wanted.v_first is not False
-    if engine.runtime:
-        if wanted.head_groups not in (None, 1):
-            note("heads stay in one group: in modes that approximate, references belong to whole tensors")
-        counts = [1]
-    elif wanted.head_groups is None:
-        counts = [1, *counts]
-    elif wanted.head_groups in (1, *counts):
-        counts = [wanted.head_groups]
-    else:
-        note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
-        counts = [1]
-    schedules = [Schedule(v_first, count) for count in counts]
-    if wanted.v_first is None and v_first:
-        schedules.insert(0, Schedule(False, counts[0]))
-    is_timed = not devices.of(compute_device().type).queues  # else the host does not see how long a layer takes
-    if len(schedules) > 1 and not is_timed:
-        schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
-    return Trial(schedules)
-
-
-def _share(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    joint_query: torch.Tensor | None = None,
-    part: Fraction = Fraction(1),
-) -> Share | None:
-    """What a rank has of a layer, if codecs may approximate it: K and V of other tokens than Q's need not be those of
-    the step before. A rank that stands for others has but a part of what it sees."""
-    if not query.shape[2] == key.shape[2] == value.shape[2]:
-        return None
-    queries = query.numel() + (0 if joint_query is None else joint_query.numel())
-    values = 2 * queries + key.numel() + value.numel()  # O is of the shape of all queries
-    return Share(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())

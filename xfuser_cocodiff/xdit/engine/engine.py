@@ -20,6 +20,7 @@ from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
+from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
@@ -28,6 +29,7 @@ from xfuser_cocodiff.xdit.engine.trials import Trials
 from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
+from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
 
@@ -53,6 +55,8 @@ class Engine:
     """The runs that were declared, or are recognised."""
     traffic: Traffic = field(init=False)
     """What exchanges moved, stock's too where somebody watches them."""
+    under_way: UnderWay = field(init=False, default_factory=UnderWay)
+    """Calls of layers that graphs have begun and not ended."""
     trials: Trials | None = field(init=False, default=None)
     """What is tried of schedules and plans; None without a mesh."""
 
@@ -61,6 +65,8 @@ class Engine:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
+        # Found here, since PyTorch cannot trace what is cached.
+        self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
             self.trials = Trials(self.planned, self._schedules, mean, compute_device(), self.keep)
@@ -70,12 +76,24 @@ class Engine:
         """The ranks that this one stands for; None where it stands for itself."""
         return self.runtime.virtual if self.runtime else None
 
+    @property
+    def calls_operators(self) -> bool:
+        """Whether a graph calls the exchanges of eager mode. What approximates is nothing else, and on a CPU they are
+        the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
+        return self.runtime is not None or self._sends_directly
+
+    def sends_value_ahead(self, value: torch.Tensor) -> bool:
+        """Whether V goes first in a graph that calls none of them."""
+        wanted = self.overlap.v_first
+        return self.mesh.policy.goes_ahead(value.numel() * value.element_size()) if wanted is None else wanted
+
     def enter(self) -> None:
         """Have what is below engines do as this one is set."""
         kernels.use(self.config.kernels if self.config else AUTO)
 
     def close(self) -> None:
         """Leave modules as they were, and drop what is held of a run."""
+        self.under_way.clear()
         self.layers.clear()
         self.runs.clear()
 
@@ -111,6 +129,7 @@ class Engine:
         return self is active() and not torch.compiler.is_compiling()
 
     def _new_step(self) -> None:
+        self.under_way.clear()
         self.layers.end_step()
 
     def _run_begins(self, total: int | None) -> None:
@@ -134,7 +153,7 @@ class Engine:
 
     # What travels.
 
-    def layer_codecs(self, layer: Layer | None, share: Share | None) -> LayerCodecs | None:
+    def layer_codecs(self, layer: Layer | TracedLayer | None, share: Share | None) -> LayerCodecs | None:
         """How the exchanges of a layer are encoded in this call; all ranks find the same."""
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
             return None

@@ -25,10 +25,7 @@ _NESTED = (
     "a run began while another one was open: what both of them call travels exactly, and so does the older one as "
     "long as the newer one is open"
 )
-_NO_LAYER = (
-    "no attention came through xDiT's USP from Python: compiled graphs, and exchanges that a model makes elsewhere, "
-    "travel exactly"
-)
+_NO_LAYER = "no attention came through xDiT's USP: exchanges that a model makes elsewhere travel exactly"
 
 
 @dataclass(eq=False)

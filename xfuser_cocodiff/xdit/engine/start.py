@@ -75,6 +75,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if config is None:
         return Engine()
     if config.virtual:
+        if engine_config.runtime_config.use_torch_compile:
+            note("--use_torch_compile: a rank that stands for others approximates nothing in graphs")
         runtime = _virtual_runtime(config)
         if runtime:
             _lead_through_usp(pipeline)
@@ -94,19 +96,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if parallel.ring_degree > 1:
         hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
         note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
-    if engine_config.runtime_config.use_torch_compile:
-        note(
-            "--use_torch_compile: exchanges become part of the compiled graphs, where V does not go first, heads stay "
-            "in one group, and everything travels exactly"
-            + (
-                ""
-                if config.mode == EXACT
-                else f", so --cocodiff_mode {config.mode} does nothing; choose one of the two"
-            )
-        )
-    # A graph has the plans that are known when it is traced, and an accelerator asks the planner what overlaps.
-    compiled = engine_config.runtime_config.use_torch_compile
-    return engine_over(group, config, at_once=compiled or devices.of(compute_device().type).queues, compiled=compiled)
+    # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
+    return engine_over(group, config, at_once=devices.of(compute_device().type).queues)
 
 
 def engine_over(
@@ -114,7 +105,6 @@ def engine_over(
     config: CocoDiffConfig,
     known: Findings | None = None,
     at_once: bool = True,
-    compiled: bool = False,
 ) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
 
@@ -124,7 +114,6 @@ def engine_over(
         known: what was found of the machine; when not given, what the settings' folder keeps.
         at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
             time for it.
-        compiled: whether exchanges become part of compiled graphs, which know no codecs.
     """
     if known is None:
         from xfuser.core.distributed import get_sp_group
@@ -136,10 +125,7 @@ def engine_over(
     planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
     engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
     engine.keep()
-    if compiled and config.mode != EXACT:
-        engine.exact_because = "--use_torch_compile: compiled graphs know no codecs"
-    else:
-        engine.runtime = _runtime_over(engine)
+    engine.runtime = _runtime_over(engine)
     return engine
 
 

@@ -93,6 +93,14 @@ def nothing_sent() -> Iterator[None]:
         usp._sdpa_all_to_all_single = kept
 
 
+def compiled(transformer: torch.nn.Module) -> torch.nn.Module:
+    """A transformer as xDiT's runner compiles it."""
+    from xfuser.model_executor.models.runner_models.base_model import xFuserModel
+
+    xFuserModel._enable_compute_comm_overlap(None)
+    return torch.compile(transformer)
+
+
 def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:
     """A FLUX.1 transformer in xDiT's wrapper, with random weights that are the same on every rank.
 

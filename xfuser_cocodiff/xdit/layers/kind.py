@@ -4,6 +4,7 @@ What a kind is, is the same on every rank; what was found of it depends on value
 """
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -60,7 +61,8 @@ class Kind:
     def status(self) -> str:
         """The same in words."""
         if self.ready:
-            found = f"V can go first, from {' and '.join(sorted(self.recipe.paths))}"
+            source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "where its graph makes it"
+            found = f"V can go first, {source}"
         else:
             found = f"V does not go first: {self.refusal or 'too few calls to learn where it comes from'}"
         if self.unequal:
@@ -96,6 +98,21 @@ class Kinds:
             told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
             self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
         return self._kinds[key]
+
+    def of_graph(self, layer: str, value: torch.Tensor, groups: int) -> Kind:
+        """The kind of a call in a graph, where V can always go first.
+
+        Args:
+            layer: its name; those that differ in numbers only are alike.
+            value: V.
+            groups: of heads, which the graph has.
+        """
+        name = re.sub(r"\d+", "*", layer)
+        told = name, tuple(value.shape), value.dtype, groups
+        if told not in self._kinds:
+            digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+            self._kinds[told] = Kind(name, f"{name} compiled {digest}", rehearsed=True)
+        return self._kinds[told]
 
     def report(self) -> dict[str, list[str]]:
         """For each class of modules that go through USP, what there is to say of them."""

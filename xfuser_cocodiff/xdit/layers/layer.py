@@ -20,6 +20,7 @@ from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.call import Call, Watch
 from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds, Trigger
 from xfuser_cocodiff.xdit.layers.learning import learn, rehearse
+from xfuser_cocodiff.xdit.layers.place import Place
 from xfuser_cocodiff.xdit.layers.root import Root
 from xfuser_cocodiff.xdit.layers.v_source import Called
 
@@ -39,15 +40,12 @@ class Shared:
     """The one whose module runs."""
 
 
-class Layer:
+class Layer(Place):
     """An attention module of a transformer, and the block that it stands in."""
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module, root: Root, shared: Shared) -> None:
-        self.name, self._module, self._block, self._shared = name, module, block, shared
-        self.root = root
-        self.again = False
-        """Whether this is not its first call within a call of the transformer."""
-        self._serial = 0
+        super().__init__(name, root)
+        self._module, self._block, self._shared = module, block, shared
         self.call: Call | None = None
         self._kind: Kind | None = None
         """Of the last call."""
@@ -67,15 +65,6 @@ class Layer:
             self._module.register_forward_hook(self._ends, always_call=True),
             self._block.register_forward_hook(self._block_ends, always_call=True),
         ]
-
-    def meet(self) -> None:
-        """Its module is called."""
-        self.again, self._serial = self._serial == self.root.serial, self.root.serial
-
-    @property
-    def branch(self) -> int:
-        """Which call of the transformer in this step this is: its branch of classifier-free guidance."""
-        return self.root.calls - 1
 
     def remove(self) -> None:
         """Leave the modules as they were."""

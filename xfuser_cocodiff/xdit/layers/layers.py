@@ -1,16 +1,18 @@
 """The attention layers of this process: found from the one that runs, and followed from then on."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.kind import Kinds
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
 from xfuser_cocodiff.xdit.layers.root import Root
 from xfuser_cocodiff.xdit.layers.running import arguments_of, running_modules
+from xfuser_cocodiff.xdit.layers.traced import TracedLayer, TracedLayers, is_wrapper
 
 
 class Layers:
@@ -52,16 +54,39 @@ class Layers:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
         running = list(running_modules())
         if running and id(running[0]) not in self._layers:  # else its forward is called as no module's is
-            module, transformer = running[0], running[-1]
-            root = self._roots.get(id(transformer))
-            if root is None:
-                given = arguments_of(transformer)
-                root = self._roots[id(transformer)] = Root(transformer, *given, self._counting, self._called)
+            module, root = running[0], self._root_of(running)
+            transformer = root.transformer
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and id(other) not in self._layers:
                     block = transformer.get_submodule(name.rpartition(".")[0])
                     self._layers[id(other)] = layer = Layer(name, other, block, root, self._shared)
                     layer.follow()
+
+    def _root_of(self, running: Sequence[nn.Module]) -> Root:
+        """The transformer of modules that run, innermost first."""
+        transformer = next(module for module in reversed(running) if not is_wrapper(module))
+        root = self._roots.get(id(transformer))
+        if root is None:
+            root = self._roots[id(transformer)] = Root(transformer, self._counting, self._called)
+        if not root.hears(running[-1]):
+            root.watch(running[-1], *arguments_of(running[-1]))
+        return root
+
+    def traced(self, path: str) -> TracedLayer | None:
+        """The layer that a graph runs for; None where no module is called.
+
+        Args:
+            path: where it was traced; see :class:`TracedLayers`.
+        """
+        running = list(running_modules())
+        if all(map(is_wrapper, running)):
+            return None
+        root = self._root_of(running)
+        if root.traced is None:
+            root.traced = TracedLayers(root)
+        layer = root.traced.at(running, path)
+        layer.meet()
+        return layer
 
     def running(self) -> Layer | None:
         """The layer whose module runs, though its call is not followed."""

@@ -13,7 +13,6 @@ class Root:
 
     Args:
         transformer: it is being called.
-        args, kwargs: what it was given.
         active: whether calls are to be counted just now.
         called: told of each call before it is counted, and of what it is given.
     """
@@ -21,8 +20,6 @@ class Root:
     def __init__(
         self,
         transformer: nn.Module,
-        args: tuple,
-        kwargs: dict[str, Any],
         active: Callable[[], bool],
         called: Callable[["Root", tuple, dict[str, Any]], None],
     ) -> None:
@@ -33,8 +30,28 @@ class Root:
         """Since the step began, the one under way among them."""
         self.serial = 0
         """The same, since ever."""
-        self._begins(transformer, args, kwargs)
-        self._hook = transformer.register_forward_pre_hook(self._begins, with_kwargs=True)
+        self.traced: Any = None
+        """Its layers in graphs, once one was met."""
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def hears(self, outer: nn.Module) -> bool:
+        """Whether it hears of calls of the outermost module; see :meth:`watch`."""
+        compiled = outer._compiled_call_impl
+        return outer in self._hooks if compiled is None else isinstance(compiled, _Heard)
+
+    def watch(self, outer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Hear of its calls from now on, and of the one under way if that was not heard of.
+
+        Args:
+            outer: the transformer, or the module by which it is compiled: there is nothing to be heard in a graph. One
+                that was compiled in place has its hooks in there.
+            args, kwargs: what it was given.
+        """
+        self._begins(outer, args, kwargs)
+        if (compiled := outer._compiled_call_impl) is not None:
+            outer._compiled_call_impl = _Heard(compiled, outer, self)
+        else:
+            self._hooks[outer] = outer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
     def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._active():
@@ -51,7 +68,23 @@ class Root:
 
     def remove(self) -> None:
         """Leave the transformer as it was."""
-        self._hook.remove()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        transformer = self.transformer
+        if transformer is not None and isinstance(transformer._compiled_call_impl, _Heard):
+            transformer._compiled_call_impl = transformer._compiled_call_impl.compiled
+
+
+class _Heard:
+    """The call of a transformer that was compiled in place, of which its root hears."""
+
+    def __init__(self, compiled: Callable, transformer: nn.Module, root: Root) -> None:
+        self.compiled, self._transformer, self._root = compiled, weakref.ref(transformer), root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._root._begins(self._transformer(), args, kwargs)
+        return self.compiled(*args, **kwargs)
 
 
 def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:

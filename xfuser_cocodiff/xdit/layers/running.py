@@ -12,7 +12,7 @@ def _calls() -> Iterator[dict[str, Any]]:
     frame = sys._getframe(1)
     while frame is not None:
         # Only in these: a look at a frame's locals keeps them alive for as long as the frame.
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals
         frame = frame.f_back
 

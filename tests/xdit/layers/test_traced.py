@@ -1,0 +1,108 @@
+"""Layers in compiled graphs: which one runs, and calls of a transformer that is compiled."""
+
+import pytest
+import torch
+from torch import nn
+
+from xfuser_cocodiff.attention.schedule import Schedule
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.xdit.layers.traced import TracedCall, TracedLayers, UnderWay
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = object()
+        self.norm = nn.Identity()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.cross = Attention(), Attention()
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Wrapper(nn.Module):
+    """As torch.compile makes one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(*args)
+
+
+def root_of(transformer: nn.Module) -> Root:
+    return Root(transformer, lambda: True, lambda *_: None)
+
+
+@pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
+def test_a_layer_of_a_whole_graph_is_where_it_was_traced(path: str) -> None:
+    transformer = Transformer()
+    layers = TracedLayers(root_of(transformer))
+    layer = layers.at([transformer], path)
+    assert layer.name == "blocks.1.attn"
+    assert layers.at([transformer], path) is layer is not layers.at([transformer], "blocks.1.cross")
+
+
+def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
+    transformer = Transformer()
+    blocks = list(transformer.blocks)
+    for index, block in enumerate(blocks):
+        transformer.blocks[index] = Wrapper(block)
+    layers = TracedLayers(root_of(transformer))
+    graph = nn.Identity()  # some backends run graphs as modules, which the transformer does not know
+    names = [layers.at([graph, block, transformer], "attn").name for block in blocks]
+    assert names == [f"blocks.{index}.attn" for index in range(3)]
+
+
+def test_without_paths_layers_are_told_by_their_order() -> None:
+    transformer = Transformer()
+    root = root_of(transformer)
+    layers, calls = TracedLayers(root), []
+    for _ in range(2):
+        root.watch(transformer, (), {}) if not root.hears(transformer) else transformer(torch.zeros(1))
+        calls.append([layers.at([transformer], "").name for _ in range(3)])
+    assert calls[0] == calls[1] and len(set(calls[0])) == 3
+
+
+@pytest.mark.parametrize("how", ["eager", "whole", "in place"])
+def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> None:
+    transformer = Transformer()
+    called: list[tuple] = []
+    root = Root(transformer, lambda: True, lambda root, args, kwargs: called.append(args))
+    outer = Wrapper(transformer) if how == "whole" else transformer
+    if how == "in place":
+        transformer._compiled_call_impl = lambda *args: args[0]
+    x = torch.ones(1)
+    root.watch(outer, (x,), {})  # while it runs for the first time
+    assert root.hears(outer) and (root.calls, root.serial) == (1, 1)
+    assert outer(x) is x and outer(x) is x
+    assert root.calls == 3 and called == [(x,)] * 3
+    root.remove()
+    assert not root.hears(outer)
+    outer(x)
+    assert root.calls == 3
+
+
+def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
+    waited = []
+    under_way, call = UnderWay(), TracedCall(None, None, Schedule())
+    call.coming.append(Handle("the exchange", lambda: waited.append(True)))
+    number = under_way.add(call)
+    assert under_way[number] is call
+    under_way.clear()
+    assert waited == [True]
+    with pytest.raises(KeyError):
+        under_way.end(number)

@@ -1,0 +1,98 @@
+"""Codecs in compiled graphs: the same layers, steps and bytes as in eager mode, as near to stock, and no run knows of
+another."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import slow_but
+from tests.xdit.test_approximation import Approximating, decibels
+from tests.xdit.test_pipelines import MODELS
+
+pytestmark = pytest.mark.usefixtures("hub")
+
+
+def compile_transformer(run: Approximating, how: str) -> None:
+    """As xDiT's runners do it: as a whole, in place, or block by block."""
+    pipe = run.runner.model.pipe
+    if how == "whole":
+        pipe.transformer = torch.compile(pipe.transformer, backend="aot_eager")
+    elif how == "in place":
+        pipe.transformer.compile(backend="aot_eager")
+    else:
+        for blocks in (each for each in pipe.transformer.children() if isinstance(each, torch.nn.ModuleList)):
+            for index, block in enumerate(blocks):
+                blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+def figures(run: Approximating) -> list[tuple]:
+    """Of each step: bytes, and layers with their errors."""
+    return [(report.sent_bytes, report.exact_bytes, report.errors) for report in run.runtime.reports]
+
+
+def eager_and_compiled(rank: int, model: str, how: str, mode: str) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    run = Approximating(rank, 4, model)
+    stock = run()
+    run.by(mode)
+    eager, expected = run(), figures(run)
+    compile_transformer(run, how)
+    latents, found = run(), figures(run)
+    graphs = counters["stats"]["unique_graphs"]
+    run(prompt="two cups")
+    again = run()
+    return {
+        "near": (decibels(eager, stock), decibels(latents, stock)),
+        "alike": (expected, found),
+        "graphs": (graphs, counters["stats"]["unique_graphs"]),
+        "again": torch.equal(latents, again),
+    }
+
+
+CASES = [(model, how) for model in MODELS for how in ("whole", "in place", "blocks")]
+QUICK = [("FLUX.1-dev", "whole"), ("FLUX.1-dev", "blocks")]
+
+
+@pytest.mark.parametrize(("model", "how"), slow_but(QUICK, CASES))
+def test_a_graph_encodes_what_eager_mode_does(model: str, how: str) -> None:
+    for found in ranks.run(eager_and_compiled, 4, model, how, "balanced"):
+        eager, compiled = found["near"]
+        assert compiled == pytest.approx(eager, abs=0.5)
+        for expected, step in zip(*found["alike"], strict=True):
+            assert step[:2] == pytest.approx(
+                expected[:2], rel=1e-2
+            )  # V goes alone where that was faster, with a flag of its own
+            assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
+        assert found["again"]
+        assert model == "Qwen-Image" or found["graphs"][0] == found["graphs"][1]  # which is given other tokens
+
+
+def poison(rank: int) -> tuple[list[bool], bool]:
+    """Whether exchanges were repeated, in each step of a run that goes wrong at its third, and whether the next run is
+    that of a healthy process."""
+    from xfuser_cocodiff.attention import reshard
+
+    run = Approximating(rank, 2, "FLUX.1-dev")
+    run.by("balanced", "node=2")
+    compile_transformer(run, "whole")
+    healthy = run()
+    send, runtime = reshard.exchange.send, run.runtime
+
+    def poisoned(pieces: list, *given: Any) -> Any:
+        if runtime.step == 2 and rank == 0:
+            pieces[0][(0,) * pieces[0].ndim] = float("nan")
+        return send(pieces, *given)
+
+    with mock.patch.object(reshard.exchange, "send", poisoned):
+        run()
+    return [report.repeated > 0 for report in runtime.reports], torch.equal(run(), healthy)
+
+
+def test_what_is_not_finite_goes_exactly_and_reaches_no_other_run() -> None:
+    for repeated, is_healthy in ranks.run(poison, 2):
+        assert repeated == [step >= 2 for step in range(len(repeated))]
+        assert is_healthy

@@ -1,0 +1,200 @@
+"""The exchanges of an attention layer as operators, of which a compiled graph is made.
+
+A graph calls them when it runs: there they are the exchanges of eager mode, with their plans, trials, codecs and
+accounts. Their effects keep them in one order, which all ranks share. A ticket leads from one to the next. Tensors that
+an operator is given once more have to live until they are sent, and tell it of what shape the answer is.
+
+Sizes in shapes: P ranks, B batch, H heads, S sequence, D head dim.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
+from xfuser_cocodiff.attention.schedule import Schedule
+from xfuser_cocodiff.attention.ulysses import Attend
+from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.xdit.attention.schedules import settle_in_graph
+from xfuser_cocodiff.xdit.attention.tracing import path
+from xfuser_cocodiff.xdit.engine.engine import active
+from xfuser_cocodiff.xdit.layers.traced import TracedCall
+
+_LIBRARY = torch.library.Library("cocodiff", "DEF")
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag)
+"""A CUDA graph would repeat what they did at one step; PyTorch 2.8 has no such tag, and leaves out what is on the host
+as tickets are."""
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Attend,
+    num_ranks: int,
+    joint_tokens: int = 0,
+    groups: int = 1,
+) -> torch.Tensor:
+    """Bring Q, K and V to the heads of this rank, attend, and bring O back, in a graph.
+
+    Args:
+        query: shape (B, H, S/P, D).
+        key: the same, perhaps with fewer heads.
+        value: as `key`.
+        attend: what attention is.
+        num_ranks: P.
+        joint_tokens: of Q, which are beside those of K and V.
+        groups: number of head groups.
+
+    Returns:
+        O, shape (B, H, S/P, D).
+    """
+    called = torch.ops.cocodiff
+    ticket = called.send_value(value, path(), groups)
+    ticket = called.send_query_key(ticket, query, key, value, joint_tokens)
+    outputs = []
+    for index in range(groups):
+        q, k, v = called.receive_heads(ticket, query, key, value, num_ranks, index, groups)
+        outputs.append(attend(q, k, v, HeadGroup(index, groups)))
+        ticket = called.send_output(ticket, outputs[-1], num_ranks, index, groups)
+    return called.receive_sequence(ticket, outputs, num_ranks)
+
+
+# What they do when a graph runs.
+
+
+def _send_value(value: torch.Tensor, path: str, groups: int) -> torch.Tensor:
+    """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
+    engine = active()
+    engine.enter()
+    layer = engine.layers.traced(path)
+    kind = engine.layers.kinds.of_graph(layer.name, value, groups) if layer else None
+    call = TracedCall(layer, kind, kind.trial.schedule if kind and kind.trial else Schedule(groups=groups))
+    if layer:
+        layer.call = call
+    if call.schedule.v_first:
+        layer_codecs = engine.layer_codecs(layer, kind.share)
+        call.value = send_to_heads(
+            [value], engine.mesh, Label("v", layer.name), call.schedule.head_groups[0], layer_codecs
+        )
+    return torch.tensor(engine.under_way.add(call))
+
+
+def _send_query_key(
+    ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, joint_tokens: int
+) -> torch.Tensor:
+    """Q and K are there too: all head groups are sent now, so that the links never run dry."""
+    engine = active()
+    number = int(ticket)
+    call = engine.under_way[number]
+    share = Share.of(query, key, value, joint_tokens)
+    if call.kind:
+        call.kind.share = share
+        if call.kind.trial is None:
+            sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
+            settle_in_graph(call.kind, engine, call.schedule.groups, lambda: engine.mesh.policy.ahead(*sizes))
+    layer_codecs = engine.layer_codecs(call.layer, share)
+    for head_group in call.schedule.head_groups:
+        is_ahead = call.value is not None and head_group.index == 0
+        tensors, what = ([query, key], "qk") if is_ahead else ([query, key, value], "qkv")
+        call.coming.append(send_to_heads(tensors, engine.mesh, Label(what, call.name), head_group, layer_codecs))
+    return torch.tensor(number)
+
+
+def _receive_heads(
+    ticket: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_ranks: int,
+    index: int,
+    groups: int,
+) -> tuple[torch.Tensor, ...]:
+    call = active().under_way[int(ticket)]
+    # Q and K follow the choice of tokens that came with V.
+    first = call.value.wait() if call.value and index == 0 else []
+    return (*call.coming[index].wait(), *first)
+
+
+def _send_output(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int, index: int, groups: int) -> torch.Tensor:
+    engine = active()
+    number = int(ticket)
+    call = engine.under_way[number]
+    if call.result is None:
+        call.result = _sequence_like([output] * groups, num_ranks)
+    head_group, label = call.schedule.head_groups[index], Label("o", call.name)
+    call.going.append(send_to_sequence(output, call.result, engine.mesh, label, head_group, call.layer_codecs))
+    return torch.tensor(number)
+
+
+def _receive_sequence(ticket: torch.Tensor, outputs: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
+    call = active().under_way.end(int(ticket))
+    for handle in call.going:
+        handle.wait()
+    return call.end()
+
+
+# What Dynamo is told of them.
+
+
+def _a_ticket(*_: Any) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _heads_like(
+    ticket: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_ranks: int,
+    index: int,
+    groups: int,
+) -> tuple[torch.Tensor, ...]:
+    """Tensors (B, H/P/groups, S, D) for those (B, H, S/P, D)."""
+    sizes = ((each, *each.shape) for each in (query, key, value))
+    return tuple(
+        each.new_empty(batch, heads // (num_ranks * groups), tokens * num_ranks, head_dim)
+        for each, batch, heads, tokens, head_dim in sizes
+    )
+
+
+def _sequence_like(outputs: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
+    """A tensor (B, H, S/P, D) for head groups (B, H/P/groups, S, D)."""
+    batch, heads, tokens, head_dim = outputs[0].shape
+    return outputs[0].new_empty(batch, heads * len(outputs) * num_ranks, tokens // num_ranks, head_dim)
+
+
+def _define(schema: str, run: Callable, fake: Callable) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=_TAGS)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_LIBRARY.ns}::{name}", fake, lib=_LIBRARY)
+    _register_effectful_op(getattr(torch.ops.cocodiff, name).default, _EffectType.ORDERED)
+
+
+_define("send_value(Tensor value, str path, int groups) -> Tensor", _send_value, _a_ticket)
+_define(
+    "send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value, SymInt joint_tokens) -> Tensor",
+    _send_query_key,
+    _a_ticket,
+)
+_define(
+    "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks, int index, int groups)"
+    " -> (Tensor, Tensor, Tensor)",
+    _receive_heads,
+    _heads_like,
+)
+_define(
+    "send_output(Tensor ticket, Tensor output, int num_ranks, int index, int groups) -> Tensor",
+    _send_output,
+    _a_ticket,
+)
+_define(
+    "receive_sequence(Tensor ticket, Tensor[] outputs, int num_ranks) -> Tensor",
+    _receive_sequence,
+    lambda ticket, outputs, num_ranks: _sequence_like(outputs, num_ranks),
+)

@@ -1,0 +1,97 @@
+"""The order of operations in compiled graphs: exchanges begin as soon as they can, and are waited for as late.
+
+Inductor leaves an exchange where it was traced, and a wait right behind it. Its own passes that move them look at how
+long things are estimated to take, which ranks could see differently. This one goes by nothing but the graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+_SENDS, _RECEIVES = "cocodiff::send", "cocodiff::receive"
+_INDUCTORS = ["raise_comms", "sink_waits"]
+"""Its own for exchanges that PyTorch traces, where nobody has chosen any: those that estimate nothing."""
+
+
+def order_exchanges() -> bool:
+    """Have Inductor begin exchanges early in the graph that is traced, after whatever else reorders it; always true."""
+    from torch._inductor import config
+
+    chosen = config.reorder_for_compute_comm_overlap_passes if config.reorder_for_compute_comm_overlap else _INDUCTORS
+    config.reorder_for_compute_comm_overlap_passes = [
+        *(each for each in chosen if each is not early_sends),
+        early_sends,
+    ]
+    config.reorder_for_compute_comm_overlap = True
+    return True
+
+
+# It is called where a graph is traced, and is no part of it. That is what torch.compiler.assume_constant_result says,
+# which would import Dynamo, a second.
+order_exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def early_sends(nodes: Sequence[Any]) -> list[Any]:
+    """A pass of Inductor's scheduler.
+
+    What the next send needs comes first. Before a wait comes whatever is ready, as far as the send after the next one
+    needs it: what only later layers need would lie in memory until then.
+
+    Args:
+        nodes: what is run, in an order that can be run; it is the same on every rank.
+
+    Returns:
+        The same nodes in another such order.
+    """
+    needs = _needs(nodes)
+    sends = [index for index, node in enumerate(nodes) if _calls(node, _SENDS)]
+    if not sends:
+        return list(nodes)
+    needed_by = _first_send(needs, sends)
+    is_wait = [_calls(node, _RECEIVES) for node in nodes]
+    users: list[list[int]] = [[] for _ in nodes]
+    for index, needed in enumerate(needs):
+        for each in needed:
+            users[each].append(index)
+    missing = [len(needed) for needed in needs]
+    ready = {index for index, count in enumerate(missing) if count == 0}
+    order: list[int] = []
+    while ready:
+        waits = [index for index in ready if is_wait[index]]
+        others = [index for index in ready if not is_wait[index]]
+        target = min(needed_by[index] for index in ready)
+        near = [index for index in others if needed_by[index] <= (target + 1 if waits else target)]
+        chosen = min(near or waits or others, key=lambda index: (needed_by[index], index))
+        ready.remove(chosen)
+        order.append(chosen)
+        for user in users[chosen]:
+            missing[user] -= 1
+            if missing[user] == 0:
+                ready.add(user)
+    return [nodes[index] for index in order]
+
+
+def _needs(nodes: Sequence[Any]) -> list[set[int]]:
+    """For each node those that must be run before it."""
+    made_by = {name: index for index, node in enumerate(nodes) for name in node.get_buffer_names()}
+    found = [{made_by[each.name] for each in node.unmet_dependencies if each.name in made_by} for node in nodes]
+    return [needed - {index} for index, needed in enumerate(found)]
+
+
+def _first_send(needs: Sequence[set[int]], sends: Sequence[int]) -> list[int]:
+    """For each node the number of the first send that cannot be without it; one more than there are for the others."""
+    found = [len(sends)] * len(needs)
+    for number, send in enumerate(sends):
+        pending = [send]
+        while pending:
+            index = pending.pop()
+            if found[index] == len(sends):
+                found[index] = number
+                pending += needs[index]
+    return found
+
+
+def _calls(node: Any, operators: str) -> bool:
+    """Whether a node calls one of our operators."""
+    return any(
+        getattr(getattr(each.node, "op_overload", None), "_name", "").startswith(operators) for each in node.get_nodes()
+    )
