@@ -146,7 +146,7 @@ def test_operators_are_no_part_of_a_cuda_graph() -> None:
     assert operators and len(names) == 5
     for name in names:
         operator = getattr(torch.ops.cocodiff, name).default
-        assert torch.Tag.cudagraph_unsafe in operator.tags or torch.__version__ < "2.9"
+        assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
 EVENTS = {

@@ -33,12 +33,12 @@ def figures(run: Approximating) -> list[tuple]:
     return [(report.sent_bytes, report.exact_bytes, report.errors) for report in run.runtime.reports]
 
 
-def eager_and_compiled(rank: int, model: str, how: str, mode: str) -> dict[str, Any]:
+def eager_and_compiled(rank: int, model: str, how: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     run = Approximating(rank, 4, model)
     stock = run()
-    run.by(mode)
+    run.by("balanced")
     eager, expected = run(), figures(run)
     compile_transformer(run, how)
     latents, found = run(), figures(run)
@@ -59,13 +59,12 @@ QUICK = [("FLUX.1-dev", "whole"), ("FLUX.1-dev", "blocks")]
 
 @pytest.mark.parametrize(("model", "how"), slow_but(QUICK, CASES))
 def test_a_graph_encodes_what_eager_mode_does(model: str, how: str) -> None:
-    for found in ranks.run(eager_and_compiled, 4, model, how, "balanced"):
+    for found in ranks.run(eager_and_compiled, 4, model, how):
         eager, compiled = found["near"]
         assert compiled == pytest.approx(eager, abs=0.5)
         for expected, step in zip(*found["alike"], strict=True):
-            assert step[:2] == pytest.approx(
-                expected[:2], rel=1e-2
-            )  # V goes alone where that was faster, with a flag of its own
+            # V goes alone where that was faster, with a flag of its own.
+            assert step[:2] == pytest.approx(expected[:2], rel=1e-2)
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
         assert found["again"]
         assert model == "Qwen-Image" or found["graphs"][0] == found["graphs"][1]  # which is given other tokens

@@ -25,9 +25,8 @@ from xfuser_cocodiff.xdit.engine.engine import active
 from xfuser_cocodiff.xdit.layers.traced import TracedCall
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
-_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag)
-"""A CUDA graph would repeat what they did at one step; PyTorch 2.8 has no such tag, and leaves out what is on the host
-as tickets are."""
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+"""A CUDA graph would repeat what they did at one step."""
 
 
 def attention(

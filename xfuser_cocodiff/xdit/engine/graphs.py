@@ -1,7 +1,7 @@
 """The order of operations in compiled graphs: exchanges begin as soon as they can, and are waited for as late.
 
-Inductor leaves an exchange where it was traced, and a wait right behind it. Its own passes that move them look at how
-long things are estimated to take, which ranks could see differently. This one goes by nothing but the graph.
+Inductor leaves an operator where it was traced, and its own passes move collectives only; one of them by how long
+things are estimated to take, which ranks could see differently. This one goes by nothing but the graph.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,8 @@ class Layers:
     def discover(self) -> None:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
         running = list(running_modules())
-        if running and id(running[0]) not in self._layers:  # else its forward is called as no module's is
+        # Else its forward is called as no module's is.
+        if running and not is_wrapper(running[0]) and id(running[0]) not in self._layers:
             module, root = running[0], self._root_of(running)
             transformer = root.transformer
             for name, other in transformer.named_modules():

@@ -96,7 +96,7 @@ class TracedLayer(Place):
     """An attention layer of a graph."""
 
     call: TracedCall | None = None
-    """The last one."""
+    """The one under way."""
 
 
 @dataclass
