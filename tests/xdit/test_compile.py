@@ -2,9 +2,11 @@
 tests: that is Inductor's, and takes a while and a C++ compiler here."""
 
 import dataclasses
+import itertools
 import os
 import re
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -149,6 +151,71 @@ def test_operators_are_no_part_of_a_cuda_graph() -> None:
         assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
+def order_of_two_layers(rank: int) -> None:
+    """Two layers that know nothing of each other, as those of picture and sound: the graph keeps their exchanges in one
+    order all the same."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    from xfuser_cocodiff.exchange.head_group import HeadGroup
+    from xfuser_cocodiff.xdit.attention import operators
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, *_ = start(rank, depth=2)
+    world.use(starting.engine_over(group, config_of(2, "flat")))
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(module: torch.fx.GraphModule, _: list) -> object:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: HeadGroup) -> torch.Tensor:
+        return query + key + value
+
+    @torch.compile(backend=aot_autograd(fw_compiler=keep))
+    def both(picture: torch.Tensor, sound: torch.Tensor) -> list[torch.Tensor]:
+        return [operators.attention(each, each, each, attend, 2) for each in (picture, sound)]
+
+    with torch.inference_mode():
+        given = [torch.full((1, 4, 8, 4), float(each)) for each in (1, 2)]
+        assert all(torch.equal(result, 3 * each) for result, each in zip(both(*given), given, strict=True))
+    calls = [node for node in graphs[0].nodes if "cocodiff" in f"{node.target} {node.args[1:2]}"]
+    assert len(calls) == 10
+    for before, after in itertools.pairwise(calls):
+        needed, found = [after], {after}
+        while needed:
+            more = set(needed.pop().all_input_nodes) - found
+            found |= more
+            needed += more
+        assert before in found, f"{after} may run before {before}"
+
+
+def test_exchanges_of_layers_side_by_side_have_one_order() -> None:
+    ranks.run(order_of_two_layers, 2)
+
+
+def step_until_lost(rank: int, end: int) -> str:
+    from tests.exchange import test_roll_call
+    from xfuser_cocodiff.exchange import roll_call
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    roll_call.PATIENCE_SECONDS = 5.0
+    group, transformer, step = start(rank, depth=2)
+    config = dataclasses.replace(config_of(4, "hierarchical:gpu*,node"), timeout=4.0)
+    world.use(starting.engine_over(group, config))
+    transformer.compile(backend="aot_eager")
+    return test_roll_call._said(rank, end, step)
+
+
+@pytest.mark.parametrize("end", slow_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGSTOP]))
+def test_every_rank_names_the_one_that_was_lost(end: int) -> None:
+    lost = 2
+    for rank, result in enumerate(ranks.outcomes(step_until_lost, 4, end, lost=lost)):
+        assert rank == lost or f"rank {lost} is gone or not answering" in str(result), result
+
+
 EVENTS = {
     r"send_\w+\.default|all_to_all_single\.default\(": "s",
     r"receive_\w+\.default|wait_tensor\.default\(": "w",
@@ -207,7 +274,7 @@ def test_v_is_sent_before_q_and_k_are_projected(others: bool, tmp_path: Path, mo
 
 
 def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topology: str, *more: str) -> list:
-    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another."""
+    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another, and of another size."""
     from torch._dynamo.utils import counters
 
     from tests.xdit.test_approximation import Approximating
@@ -226,6 +293,9 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         found.append(run(prompt="two cups of coffee"))
         figures[-1].append(counters["stats"]["unique_graphs"])  # more of them where the text takes other sizes
+        for sizes in ({"height": 192}, {"height": 256, "width": 192}, {}):
+            found.append(run(**sizes))
+            figures[-1].append(counters["stats"]["unique_graphs"])
         assert figures[-1][0] > 0
         expected = expected or found
         assert mode == "balanced" or all(map(torch.equal, found, expected)), mode

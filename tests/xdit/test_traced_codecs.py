@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import slow_but
@@ -68,6 +69,35 @@ def test_a_graph_encodes_what_eager_mode_does(model: str, how: str) -> None:
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
         assert found["again"]
         assert model == "Qwen-Image" or found["graphs"][0] == found["graphs"][1]  # which is given other tokens
+
+
+def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
+    """Layers that travel exactly at each step, and whether all do: eager and compiled, with little room for references,
+    and with an error that asks for exact steps."""
+    run = Approximating(rank, 2, "FLUX.1-dev")
+    run.by("balanced", "node=2")
+    run()
+    room = run.runtime.reports[-1].reference_bytes // 3
+    error = torch.tensor(0.7 * max(report.error for report in run.runtime.reports))
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    found = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            compile_transformer(run, "whole")
+        for bound in ({"memory_budget": room}, {"max_error": error.item()}):
+            run.by("balanced", "node=2", **bound)
+            run()
+            reports = run.runtime.reports
+            assert max(report.reference_bytes for report in reports) <= bound.get("memory_budget", 3 * room)
+            found.append([(report.exact_layers, report.was_refresh) for report in reports])
+    return found
+
+
+def test_a_graph_keeps_the_bounds_of_room_and_error() -> None:
+    for eager_room, eager_error, room, error in ranks.run(keep_bounds, 2):
+        assert room == eager_room and error == eager_error
+        assert 0 < room[-1][0] < 6  # of the blocks
+        assert sum(was_refresh for _, was_refresh in error) > 1 + sum(was_refresh for _, was_refresh in room)
 
 
 def poison(rank: int) -> tuple[list[bool], bool]:
