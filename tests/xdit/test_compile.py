@@ -274,7 +274,7 @@ def test_v_is_sent_before_q_and_k_are_projected(others: bool, tmp_path: Path, mo
 
 
 def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topology: str, *more: str) -> list:
-    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another, and of another size."""
+    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another, and other sizes."""
     from torch._dynamo.utils import counters
 
     from tests.xdit.test_approximation import Approximating
