@@ -34,21 +34,16 @@ class Share(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        joint_tokens: int = 0,
         part: Fraction = Fraction(1),
-    ) -> "Share | None":
-        """Of tensors (B, H, S, D) in one call; None where codecs may not approximate it, since K and V of other tokens
-        than Q's need not be those of the step before.
+    ) -> "Share":
+        """Of tensors (B, H, S, D) in one call.
 
         Args:
             query: Q.
-            key: K.
+            key: K, perhaps of other tokens than Q, such as text beside them.
             value: V.
-            joint_tokens: of Q, which are beside those of K and V.
             part: what of it counts, where a rank stands for others and has but a part of what it sees.
         """
-        if not query.shape[2] - joint_tokens == key.shape[2] == value.shape[2]:
-            return None
         values = 2 * query.numel() + key.numel() + value.numel()  # O is of the shape of all queries
         return cls(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 

@@ -118,7 +118,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
         COCODIFF_DISABLE="1",
         **STOCK,
     )
-    assert states == [["applied", "used"], True, True, [], None]
+    assert states == [["applied", "ready", "used"], True, True, [], None]
 
 
 @pytest.mark.slow  # the one above has both, once

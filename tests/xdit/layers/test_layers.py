@@ -12,6 +12,7 @@ from torch import nn
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
+from xfuser_cocodiff.xdit.layers.v_source import Called, find_recipe
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
@@ -99,6 +100,20 @@ class Fused(nn.Module):
         query, _, value, *_ = self.to_all(hidden_states).chunk(5, -1)
         self.world.events.append("norm")
         return self.world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
+
+
+class Grouped(nn.Module):
+    """Two heads of K and V, each of which serves two of Q, and is repeated for them."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.to_q, self.to_v = world, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        query = heads(self.to_q(hidden_states))
+        self.world.events.append("norm")
+        value = self.to_v(hidden_states).unflatten(-1, (HEADS // 2, -1)).transpose(1, 2).repeat_interleave(2, dim=1)
+        return self.world.usp(query, value).transpose(1, 2).flatten(2)
 
 
 class Joining(Attention):
@@ -194,6 +209,30 @@ def test_v_of_a_fused_projection_is_sent_before_the_norms(world: World) -> None:
 def test_v_of_a_stream_that_is_made_inside_goes_with_the_first_projection(world: World) -> None:
     transformer = Transformer([Block(Joining(world)) for _ in range(2)])
     assert steps(world, transformer, text=True) == 2 * ["to_v", "send", "to_q", "attend"]
+
+
+def test_modules_that_stand_in_a_list_have_calls_of_their_own(world: World) -> None:
+    """What holds them is never called, and ends no call."""
+    transformer = Transformer([Attention(world) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["to_v", "send", "to_q", "attend"]
+    assert all(world.layers._layers[id(module)].call is None for module in transformer.blocks)
+
+
+def test_v_that_several_heads_share_goes_first(world: World) -> None:
+    transformer = Transformer([Block(Grouped(world)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * ["send", "norm", "attend"]
+    assert statuses(world) == {"V can go first, from to_v"}
+
+
+def test_v_of_one_sample_goes_first(world: World) -> None:
+    """Cosmos3 has no dim for samples, and V of text beside that of Q's tokens."""
+    image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
+    value = torch.cat([heads(text[None]), heads(image[None])], 2)
+    calls = [Called("to_v", image, image), Called("add_v_proj", text, text), Called("to_q", image, image + 1)]
+    recipe = find_recipe(value, calls)
+    assert recipe.paths == {"to_v", "add_v_proj"}
+    assert torch.equal(recipe.build({call.path: call.returned for call in calls}.__getitem__), value)
+    assert find_recipe(value + 1, calls) is None
 
 
 def test_v_that_is_changed_after_its_projection_is_left_alone(world: World) -> None:

@@ -35,7 +35,6 @@ def attention(
     value: torch.Tensor,
     attend: Attend,
     num_ranks: int,
-    joint_tokens: int = 0,
     groups: int = 1,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back, in a graph.
@@ -46,7 +45,6 @@ def attention(
         value: as `key`.
         attend: what attention is.
         num_ranks: P.
-        joint_tokens: of Q, which are beside those of K and V.
         groups: number of head groups.
 
     Returns:
@@ -54,7 +52,7 @@ def attention(
     """
     called = torch.ops.cocodiff
     ticket = called.send_value(value, path(), groups)
-    ticket = called.send_query_key(ticket, query, key, value, joint_tokens)
+    ticket = called.send_query_key(ticket, query, key, value)
     outputs = []
     for index in range(groups):
         q, k, v = called.receive_heads(ticket, query, key, value, num_ranks, index, groups)
@@ -83,14 +81,12 @@ def _send_value(value: torch.Tensor, path: str, groups: int) -> torch.Tensor:
     return torch.tensor(engine.under_way.add(call))
 
 
-def _send_query_key(
-    ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, joint_tokens: int
-) -> torch.Tensor:
+def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Q and K are there too: all head groups are sent now, so that the links never run dry."""
     engine = active()
     number = int(ticket)
     call = engine.under_way[number]
-    share = Share.of(query, key, value, joint_tokens)
+    share = Share.of(query, key, value)
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
@@ -176,11 +172,7 @@ def _define(schema: str, run: Callable, fake: Callable) -> None:
 
 
 _define("send_value(Tensor value, str path, int groups) -> Tensor", _send_value, _a_ticket)
-_define(
-    "send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value, SymInt joint_tokens) -> Tensor",
-    _send_query_key,
-    _a_ticket,
-)
+_define("send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value) -> Tensor", _send_query_key, _a_ticket)
 _define(
     "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks, int index, int groups)"
     " -> (Tensor, Tensor, Tensor)",

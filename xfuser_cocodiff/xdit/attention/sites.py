@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.exchange.mesh import Mesh
@@ -23,17 +22,10 @@ def patches() -> list[Patch]:
         Patch(
             _USP, "_combined_gqa_qkv_all_to_all", "with fewer K/V heads", _packed(_grouped), ("q", "k", "v", "extra")
         ),
-        Patch(
-            "yunchang.comm.all_to_all",
-            "all_to_all_4D",
-            "xDiT's long-context attention (StepVideo, SANA)",
-            _yunchang,
-            ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
-        ),
     ]
 
 
-def _fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
+def fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:
     """Whether the exchange can take these tensors. What it leaves, stock handles or rejects in its own words.
 
     Depends on shapes and dtypes only, which are the same on every rank.
@@ -49,7 +41,7 @@ def _single(scatter_dim: int, gather_dim: int) -> Callable[[Callable], Callable]
         @functools.wraps(original)
         def all_to_all(x: torch.Tensor) -> torch.Tensor:
             mesh = active().mesh
-            return reshard([x], scatter_dim, gather_dim, mesh)[0] if _fits((x,), scatter_dim, mesh) else original(x)
+            return reshard([x], scatter_dim, gather_dim, mesh)[0] if fits((x,), scatter_dim, mesh) else original(x)
 
         return all_to_all
 
@@ -63,7 +55,7 @@ def _packed(fit_together: Callable[..., bool]) -> Callable[[Callable], Callable]
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
         ) -> tuple[torch.Tensor, ...]:
             tensors, mesh = (q, k, v, *extra), active().mesh
-            if not (_fits(tensors, HEADS, mesh) and fit_together(*tensors)):
+            if not (fits(tensors, HEADS, mesh) and fit_together(*tensors)):
                 return original(*tensors)
             return tuple(reshard(tensors, HEADS, SEQUENCE, mesh))
 
@@ -79,22 +71,3 @@ def _alike(*tensors: torch.Tensor) -> bool:
 def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor) -> bool:
     """Whether K and V may have fewer heads than Q: what else differs, stock rejects."""
     return q.shape[::3] == k.shape[::3] and _alike(k, v) and _alike(q, *extra)
-
-
-def _yunchang(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def all_to_all_4D(  # noqa: N802 (yunchang's name)
-        input: torch.Tensor,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-        group: dist.ProcessGroup | None = None,
-        use_sync: bool = False,
-    ) -> torch.Tensor:
-        from yunchang.globals import PROCESS_GROUP
-
-        mesh = active().mesh if group is PROCESS_GROUP.ULYSSES_PG else None
-        if {scatter_idx, gather_idx} != {1, 2} or use_sync or not _fits((input,), scatter_idx, mesh):
-            return original(input, scatter_idx, gather_idx, group, use_sync)
-        return reshard([input], scatter_idx, gather_idx, mesh)[0]
-
-    return all_to_all_4D

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
-from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.attention.ulysses import Attend
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.xdit.attention import operators
-from xfuser_cocodiff.xdit.attention.schedules import Comparing, counts_in_question, settle
+from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
+from xfuser_cocodiff.xdit.attention.schedules import Comparing
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
@@ -64,14 +65,11 @@ def _usp(original: Callable) -> Callable:
             return original(query, key, value, *args, **kwargs)
         if torch.compiler.is_compiling():
             return _traced(original, query, key, value, _Given(*args, **kwargs), engine)
-        engine.enter()
         given = _Given(*args, **kwargs)
         if engine.mesh is None:
+            engine.enter()
             return _virtually(original, query, key, value, given, engine)
-        layer = engine.layers.current
-        if layer is None:
-            engine.layers.discover()
-        under_way = layer.value_under_way(value) if layer else None
+        under_way = value_under_way(value, engine)
         if not _ours(query, key, value, given, engine.mesh):
             if under_way:
                 under_way.abandon()
@@ -90,9 +88,8 @@ def _traced(
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given)
     if engine.calls_operators:
-        joint_tokens = given.joint_query.shape[SEQUENCE] if given.joint_strategy else 0
         groups = _groups(query, key, given, engine)
-        return operators.attention(query, key, value, attend, mesh.topology.size, joint_tokens, groups)
+        return operators.attention(query, key, value, attend, mesh.topology.size, groups)
     if engine.sends_value_ahead(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
@@ -152,7 +149,9 @@ def _virtually(
     engine.layers.discover()
     virtual, layer = engine.virtual, engine.layers.running()
     layer_codecs = None
-    if layer and not given.joint_strategy:
+    if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
+        engine.runtime.refuse("its K and V are of other tokens than its Q, whose places on many ranks are not known")
+    elif layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
         share = Share.of(query, key, value, part=virtual.share_of(query.shape, parts))
@@ -184,28 +183,14 @@ def _attention(
 ) -> torch.Tensor:
     from xfuser.model_executor.layers import usp
 
-    mesh, layer = engine.mesh, engine.layers.current
-    kind = layer.call.kind if layer else None
     try:
         query, attend = _prepared(query, key, value, given)
     except BaseException:
         if under_way:
             under_way.abandon()
         raise
-    share = Share.of(query, key, value, given.joint_query.shape[SEQUENCE] if given.joint_strategy else 0)
-    if kind:
-        kind.share = share
-    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
-    name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
-    if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
-        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
-    cached = usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-    heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-    comparing = Comparing(attend, [] if cached else counts_in_question(engine, kind, heads))
-    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-    sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
-    settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
-    return result
+    cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
+    return followed_attention(query, key, value, attend, under_way, engine, cuts_heads)
 
 
 def _prepared(

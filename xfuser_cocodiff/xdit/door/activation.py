@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.settings.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit.attention import ring_attention, sites, usp
+from xfuser_cocodiff.xdit.attention import long_context, ring_attention, sites, usp
 from xfuser_cocodiff.xdit.clock import recorder, run_clock
 from xfuser_cocodiff.xdit.door import flags, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
@@ -78,6 +78,7 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *start.patches(),
         *sites.patches(),
         *usp.patches(),
+        *long_context.patches(),
         *lost.patches(),
         *used.patches(),
         *clock.patches(),
@@ -124,6 +125,6 @@ def states() -> list[RowState]:
             return "not needed"
         if patch_set.is_applied(row):
             return "applied"
-        return row.problem() or ("ready" if row.replace else "used")
+        return row.problem() or ("ready" if row.replace or row.during else "used")
 
     return [RowState(row.name, row.why, state(row)) for row in patch_set.rows]

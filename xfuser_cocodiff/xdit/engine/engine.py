@@ -153,12 +153,9 @@ class Engine:
 
     # What travels.
 
-    def layer_codecs(self, layer: Layer | TracedLayer | None, share: Share | None) -> LayerCodecs | None:
+    def layer_codecs(self, layer: Layer | TracedLayer | None, share: Share) -> LayerCodecs | None:
         """How the exchanges of a layer are encoded in this call; all ranks find the same."""
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
-            return None
-        if share is None:
-            self.runtime.refuse("its K and V are of other tokens than its Q, which is not understood")
             return None
         if is_captured():
             self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")

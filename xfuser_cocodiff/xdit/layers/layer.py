@@ -51,6 +51,8 @@ class Layer(Place):
         """Of the last call."""
         self._around: Layer | None = None
         self._projecting = False
+        self._is_alone = False
+        """Whether the call under way began with the module: what holds it is not called as a module, as a list."""
         self._hooks: list[Any] = []
         self._watch = Watch()
         self._replaced: dict[str, Callable | None] = {}
@@ -91,8 +93,9 @@ class Layer(Place):
     def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._shared.active():
             return
-        if self.call is None:  # its block was not called as a module
+        if self.call is None:
             self._block_begins()
+            self._is_alone = True
         self._watch.stop()
         self.meet()
         call, self._around, self._shared.current = self.call, self._shared.current, self
@@ -119,6 +122,9 @@ class Layer(Place):
         if self.call.kind.unknown and sys.exc_info()[0] is None:
             self.call.kind.refusal = ELSEWHERE
         self.call.abandon()
+        if self._is_alone:
+            self._is_alone = False
+            self._block_ends()
 
     def _block_ends(self, *_: Any) -> None:
         call, self.call = self.call, None

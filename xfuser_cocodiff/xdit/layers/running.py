@@ -17,9 +17,14 @@ def _calls() -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
+_WITHIN_LAYERS = "xfuser.core.long_ctx_attention"
+"""Where xDiT has attention as modules that are no layers: some of them are made anew for each call."""
+
+
 def running_modules() -> Iterator[nn.Module]:
     """Innermost first."""
-    return (call["self"] for call in _calls())
+    modules = (call["self"] for call in _calls())
+    return (module for module in modules if not type(module).__module__.startswith(_WITHIN_LAYERS))
 
 
 def arguments_of(module: nn.Module) -> tuple[tuple, dict[str, Any]]:

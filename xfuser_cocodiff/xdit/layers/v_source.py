@@ -1,5 +1,6 @@
 """Where an attention module's V comes from: found by comparing what reaches USP with what the module's parts return."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns of what a projection returns, (B, S, C)."""
+    """Columns of what a projection returns, (B, S, C), or (S, C) for one sample."""
 
     path: str
     column: int
@@ -27,12 +28,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How V, (B, H, S, D), is put together: pieces along the sequence, of which a part counts, and heads of zeros."""
+    """How V, (B, H, S, D), is put together: pieces along the sequence, of which a part counts, each head so many times,
+    and heads of zeros."""
 
     pieces: tuple[Piece, ...]
     first_token: int
     shape: tuple[int, ...]
     """Of V."""
+    repeats: int = 1
+    """Of each head, where several heads of Q share one."""
 
     @property
     def paths(self) -> set[str]:
@@ -49,23 +53,37 @@ class Recipe:
             RuntimeError, IndexError, ValueError: their shapes are not those of the recipe.
         """
         _, heads, tokens, head_dim = self.shape
-        columns = [returned(piece.path).narrow(-1, piece.column, piece.columns) for piece in self.pieces]
+        columns = [_batched(returned(piece.path)).narrow(-1, piece.column, piece.columns) for piece in self.pieces]
         joint = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
         value = joint.narrow(1, self.first_token, tokens).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        if self.repeats > 1:
+            value = value.repeat_interleave(self.repeats, 1)
         missing = heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
 
 def find_recipe(value: torch.Tensor, calls: Sequence[Called]) -> Recipe | None:
     """How a value came from the calls of the parts; None where it did not, or in a way that is not known here."""
-    returned = {called.path: called.returned for called in calls}
+    returned = {called.path: _batched(called.returned) for called in calls}
     for pieces in _arrangements(value, calls):
         tokens = sum(returned[piece.path].shape[1] for piece in pieces)
-        for first_token in {0, tokens - value.shape[2]}:  # some models project text too, and cut it off
-            recipe = Recipe(pieces, first_token, tuple(value.shape))
+        first_tokens = {0, tokens - value.shape[2]}  # some models project text too, and cut it off
+        for first_token, repeats in itertools.product(first_tokens, _repeats(value, pieces)):
+            recipe = Recipe(pieces, first_token, tuple(value.shape), repeats)
             if torch.equal(recipe.build(returned.__getitem__), value):
                 return recipe
     return None
+
+
+def _batched(returned: torch.Tensor) -> torch.Tensor:
+    """What a projection returns, with a dim for samples."""
+    return returned.unsqueeze(0) if returned.ndim == 2 else returned
+
+
+def _repeats(value: torch.Tensor, pieces: tuple[Piece, ...]) -> set[int]:
+    """How often each head of some pieces may be in a value."""
+    heads = pieces[0].columns // value.shape[3]
+    return {1} if value.shape[1] % heads else {1, value.shape[1] // heads}
 
 
 def _arrangements(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tuple[Piece, ...]]:
@@ -77,7 +95,8 @@ def _arrangements(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tupl
             yield (piece,)
     for first, length in pieces:
         for second, other_length in pieces:
-            if first.path != second.path and length + other_length == tokens:
+            alike = first.columns == second.columns
+            if alike and first.path != second.path and length + other_length == tokens:
                 yield first, second
 
 
@@ -85,7 +104,7 @@ def _pieces(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tuple[Piec
     """Pieces that may hold some of the value, with their tokens; those of outer parts first."""
     batch, heads, _, head_dim = value.shape
     for called in sorted(calls, key=lambda called: called.path.count(".")):
-        sizes = called.returned.shape
+        sizes = _batched(called.returned).shape
         if len(sizes) != 3 or sizes[0] != batch or called.returned.dtype != value.dtype:
             continue
         if sizes[2] <= heads * head_dim and sizes[2] % head_dim == 0:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -25,6 +26,8 @@ class Patch:
     """Parameters that the original must have, in this order; None where the replacement does not care."""
     unless: tuple[str, str] | None = None
     """Module and symbol of a host that does of itself what this row is for."""
+    during: Callable[[], AbstractContextManager[None]] | None = None
+    """What the module runs in, where that has to see another machine."""
 
     @property
     def name(self) -> str:
@@ -68,11 +71,11 @@ class PatchSet:
     """Rows to apply: not those whose work the host does itself, nor those that replace nothing."""
 
     def __post_init__(self) -> None:
-        self.needed = [row for row in self.rows if row.replace and row.needed]
+        self.needed = [row for row in self.rows if (row.replace or row.during) and row.needed]
 
     def problems(self) -> list[str]:
         """Why the set cannot be applied to the installed host; empty when it can."""
-        checked = [*self.needed, *(row for row in self.rows if row.replace is None)]
+        checked = [*self.needed, *(row for row in self.rows if row.replace is None and row.during is None)]
         return [problem for row in checked if (problem := row.problem())]
 
     def install(self) -> None:
@@ -114,7 +117,7 @@ class PatchSet:
             owner = getattr(owner, part)
         # Through the class dict, so that a staticmethod is kept as one.
         original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-        replacement = row.replace(original)
+        replacement = row.replace(original) if row.replace else original
         setattr(owner, attribute, replacement)
         self.applied.append(_Applied(row, owner, attribute, original, replacement))
         self._sweep(original, replacement)
@@ -144,7 +147,11 @@ class PatchSet:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            around = [row.during for row in self.needed if row.module == module.__name__ and row.during]
+            with ExitStack() as stack:
+                for enter in [] if self.withdrawn else around:
+                    stack.enter_context(enter())
+                execute(module)
             self.apply(module)
 
         loader.exec_module = exec_module

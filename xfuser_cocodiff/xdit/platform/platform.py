@@ -19,7 +19,7 @@ from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.xdit.patching import source
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platform import host_clock
+from xfuser_cocodiff.xdit.platform import host_clock, long_context
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
 _XDITS_OWN = ("xfuser.envs", "supports_usp")
@@ -237,6 +237,7 @@ def patches(platform: Platform) -> list[Patch]:
             lambda original: _select_device_first(original, platform),
         ),
         add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
+        *long_context.patches(add),
         *naming,
     ]
 

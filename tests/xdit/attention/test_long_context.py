@@ -1,0 +1,99 @@
+"""xDiT's long-context attention: the bits of stock, V first, and codecs that know the layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import ranks
+from xfuser_cocodiff.settings.config import Overlap
+
+HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
+WIDTH = HEADS * HEAD_DIM
+
+
+class Attention(nn.Module):
+    """As StepVideo's and Sana's: xDiT's attention between projections, with text that every rank has beside it."""
+
+    def __init__(self, linear: bool, joint: str) -> None:
+        super().__init__()
+        self.linear, self.joint = linear, joint
+        for name in ("to_q", "to_k", "to_v", "to_out", "add_q", "add_k", "add_v"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        from xfuser.core.long_ctx_attention import xFuserLongContextAttention, xFuserSanaLinearLongContextAttention
+
+        kind = xFuserSanaLinearLongContextAttention if self.linear else xFuserLongContextAttention
+        qkv = [heads(layer(hidden_states)) for layer in (self.to_q, self.to_k, self.to_v)]
+        options: dict[str, Any] = {}
+        if self.joint != "none":
+            added = [heads(layer(text)) for layer in (self.add_q, self.add_k, self.add_v)]
+            options = dict(zip(("joint_tensor_query", "joint_tensor_key", "joint_tensor_value"), added, strict=True))
+            options["joint_strategy"] = self.joint
+        attended = kind()(None, *qkv, **options)
+        attended = attended if self.linear else attended.flatten(2)
+        return self.to_out(attended[:, :TOKENS])
+
+
+class Transformer(nn.Module):
+    def __init__(self, linear: bool, joint: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(linear, joint) for _ in range(3))
+
+    def forward(self, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = hidden_states + block(hidden_states, text)
+        return hidden_states
+
+
+def heads(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unflatten(-1, (HEADS, -1))
+
+
+def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
+    from tests.xdit.attention.test_overlap import start
+    from tests.xdit.engine.test_engine import config_of
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.engine.engine import Engine
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, *_ = start(rank, depth=1)
+    torch.manual_seed(0)
+    transformer, text = Transformer(linear, joint), torch.randn(2, TEXT, WIDTH)
+    hidden_states = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    @torch.inference_mode()
+    def step(number: int) -> torch.Tensor:
+        return transformer(hidden_states * (1 + 0.02 * number), text)
+
+    world.use(Engine())
+    expected = [step(number) for number in range(STEPS)]
+    for v_first in (True, False):
+        engine = starting.engine_over(group, config_of("exact", overlap=Overlap(v_first)))
+        world.use(engine)
+        for number in range(STEPS):
+            assert torch.equal(step(number), expected[number]), (v_first, number)
+        assert {kind.ready for kind in engine.layers.kinds if kind.trial} == {True}
+        assert {kind.trial.schedule.v_first for kind in engine.layers.kinds if kind.trial} == {v_first}
+    engine = starting.engine_over(group, config_of("balanced", schedule="bits=4,bits_o=4"))
+    world.use(engine)
+    engine.runs.begin(STEPS)
+    near = []
+    for number in range(STEPS):
+        found = step(number)
+        near.append(((found - expected[number]).norm() / expected[number].norm()).item())
+        engine.runs.end_step()
+    return {"near": near, "reports": engine.runtime.reports}
+
+
+@pytest.mark.parametrize(("linear", "joint"), [(False, "none"), (False, "rear"), (False, "front"), (True, "none")])
+def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str) -> None:
+    for found in ranks.run(attend, 2, linear, joint):
+        near, reports = found["near"], found["reports"]
+        assert near[0] == 0 < near[-1] < 0.02
+        assert [report.was_refresh for report in reports] == [True, False, False, False]
+        assert {*reports[-1].errors} == {f"blocks.{index}" for index in range(3)}
+        # 4 bits of 32, a scale for each row, and a flag and gaps in messages of a few kB.
+        assert all(0.12 < report.sent_bytes / report.exact_bytes < 0.17 for report in reports[1:])

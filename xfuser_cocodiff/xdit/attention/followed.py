@@ -1,0 +1,65 @@
+"""Attention of the layer that runs, in eager mode: its exchanges, what is learned of them, and what they try."""
+
+import torch
+
+from xfuser_cocodiff.attention.reshard import HEADS
+from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.xdit.attention.schedules import Comparing, counts_in_question, settle
+from xfuser_cocodiff.xdit.engine.engine import Engine
+
+
+def value_under_way(value: torch.Tensor, engine: Engine) -> Handle | None:
+    """The exchange of V that the layer that runs has begun, if it has; must be waited for or abandoned. Every rank of
+    the group must call this.
+
+    Args:
+        value: V as its attention was given it, shape (B, H, S/P, D).
+        engine: in force.
+    """
+    engine.enter()
+    layer = engine.layers.current
+    if layer is None:
+        engine.layers.discover()
+    return layer.value_under_way(value) if layer else None
+
+
+def followed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Attend,
+    under_way: Handle | None,
+    engine: Engine,
+    cuts_heads: bool = False,
+) -> torch.Tensor:
+    """Ulysses attention by the schedule of the layer that runs, with its codecs.
+
+    Args:
+        query: shape (B, H, S/P, D).
+        key: the same, perhaps with fewer heads or of other tokens.
+        value: as `key`.
+        attend: what attention is.
+        under_way: see :func:`value_under_way`.
+        engine: in force.
+        cuts_heads: whether attention may be called for some of the heads.
+
+    Returns:
+        O, shape (B, H, S/P, D).
+    """
+    mesh, layer = engine.mesh, engine.layers.current
+    kind = layer.call.kind if layer else None
+    share = Share.of(query, key, value)
+    if kind:
+        kind.share = share
+    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
+    name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
+    if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
+        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
+    heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
+    comparing = Comparing(attend, counts_in_question(engine, kind, heads) if cuts_heads else [])
+    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
+    sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
+    settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
+    return result

@@ -1,0 +1,127 @@
+"""xDiT's long-context attention, which is built on yunchang (StepVideo, Sana): as USP, with V first and codecs."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.attention.reshard import reshard
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
+from xfuser_cocodiff.xdit.attention.sites import fits
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
+from xfuser_cocodiff.xdit.patching.patch import Patch
+
+_MODULE = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
+_TO_HEADS = 2, 1
+"""Dims of (B, S, H, D) that its first exchange scatters and gathers."""
+
+
+def patches() -> list[Patch]:
+    """Rows that put the exchange, and the attention around it, in place."""
+    exchange = _Exchange()
+    return [
+        Patch(
+            "yunchang.comm.all_to_all",
+            "all_to_all_4D",
+            "xDiT's long-context attention (StepVideo, Sana)",
+            exchange.in_place_of,
+            ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
+        ),
+        *(
+            Patch(_MODULE, f"{name}.forward", "V goes first, and codecs know the layer", exchange.around)
+            for name in ("xFuserLongContextAttention", "xFuserSanaLinearLongContextAttention")
+        ),
+    ]
+
+
+class _Exchange:
+    """Yunchang's exchange, which a forward of the attention calls for Q, K, V and O. Where the plugin moves these
+    around the forward, there is nothing left to move in it."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    @contextmanager
+    def _done(self) -> Iterator[None]:
+        before, self._is_done = self._is_done, True
+        try:
+            yield
+        finally:
+            self._is_done = before
+
+    def in_place_of(self, original: Callable) -> Callable:
+        """The exchange of one tensor."""
+
+        @functools.wraps(original)
+        def all_to_all_4D(  # noqa: N802 (yunchang's name)
+            input: torch.Tensor,
+            scatter_idx: int = 2,
+            gather_idx: int = 1,
+            group: dist.ProcessGroup | None = None,
+            use_sync: bool = False,
+        ) -> torch.Tensor:
+            if self._is_done:
+                return input
+            mesh = active().mesh if _is_ulysses(group) else None
+            if {scatter_idx, gather_idx} != {1, 2} or use_sync or not fits((input,), scatter_idx, mesh):
+                return original(input, scatter_idx, gather_idx, group, use_sync)
+            return reshard([input], scatter_idx, gather_idx, mesh)[0]
+
+        return all_to_all_4D
+
+    def around(self, original: Callable) -> Callable:
+        """The attention of a layer."""
+
+        @functools.wraps(original)
+        def forward(
+            module: Any,
+            attn: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            **options: Any,
+        ) -> torch.Tensor:
+            engine = active()
+            if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, engine):
+                return original(module, attn, query, key, value, **options)
+            if (joint := options.get("joint_tensor_query")) is not None:
+                query = torch.cat([query, joint] if options["joint_strategy"] == "rear" else [joint, query], 1)
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: HeadGroup) -> torch.Tensor:
+                at_heads = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+                if joint is not None:  # K and V are still to be joined
+                    options["joint_tensor_query"] = at_heads[0][:, :0]
+                with self._done():
+                    attended = original(module, attn, *at_heads, **options)
+                if attended.ndim == 3:  # Sana's is flat
+                    attended = attended.unflatten(-1, (q.shape[1], -1))
+                return attended.transpose(1, 2)
+
+            under_way = value_under_way(value, engine)
+            attended = followed_attention(query, key, value, attend, under_way, engine).transpose(1, 2)
+            return attended.flatten(2) if "Sana" in type(module).__name__ else attended.contiguous()
+
+        is_traced = not getattr(original, "_torchdynamo_disable", False)
+        return forward if is_traced else torch.compiler.disable(forward)
+
+
+def _is_ulysses(group: dist.ProcessGroup | None) -> bool:
+    from yunchang.globals import PROCESS_GROUP
+
+    return group is PROCESS_GROUP.ULYSSES_PG
+
+
+def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, engine: Engine) -> bool:
+    """Whether this call is one that is understood here; by what is the same on every rank."""
+    return (
+        engine.mesh is not None
+        and _is_ulysses(module.ulysses_pg)
+        and (module.scatter_idx, module.gather_idx) == _TO_HEADS
+        and not module.use_pack_qkv
+        and fits((query, key, value), 2, engine.mesh)
+    )
