@@ -316,8 +316,8 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
         (2, {"ulysses_degree": 2}, {}, "flat", None),
         (4, {"ulysses_degree": 4, "cocodiff_topology": "2x2"}, {}, "node=2,gpu=2", None),
         (4, {"ulysses_degree": 2, "pipefusion_parallel_degree": 2}, {}, "stock", "PipeFusion"),
-        (2, {"ulysses_degree": 2}, {"use_fp8_comms": True}, "stock", "--use_fp8_comms"),
-        (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "stock", "--use_spargeattn_head_balance"),
+        (2, {"ulysses_degree": 2}, {"use_fp8_comms": True}, "flat", None),
+        (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "flat", None),
     ],
 )
 def test_unsupported_combinations_fall_through_with_one_warning(

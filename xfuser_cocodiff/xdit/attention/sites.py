@@ -41,7 +41,11 @@ def _single(scatter_dim: int, gather_dim: int) -> Callable[[Callable], Callable]
         @functools.wraps(original)
         def all_to_all(x: torch.Tensor) -> torch.Tensor:
             mesh = active().mesh
-            return reshard([x], scatter_dim, gather_dim, mesh)[0] if fits((x,), scatter_dim, mesh) else original(x)
+            if not fits((x,), scatter_dim, mesh):
+                return original(x)
+            # Not every backend knows types of 8 bits, and none needs to.
+            message = x.view(torch.uint8) if x.element_size() == 1 else x
+            return reshard([message], scatter_dim, gather_dim, mesh)[0].view(x.dtype)
 
         return all_to_all
 

@@ -12,7 +12,6 @@ from xfuser_cocodiff.attention.ulysses import Attend
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.xdit.attention import operators
 from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.schedules import Comparing
@@ -70,7 +69,7 @@ def _usp(original: Callable) -> Callable:
             engine.enter()
             return _virtually(original, query, key, value, given, engine)
         under_way = value_under_way(value, engine)
-        if not _ours(query, key, value, given, engine.mesh):
+        if not _ours(query, key, value, given, engine):
             if under_way:
                 under_way.abandon()
             return original(query, key, value, *args, **kwargs)
@@ -84,7 +83,7 @@ def _traced(
 ) -> torch.Tensor:
     """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
     mesh = engine.mesh
-    if not (_ours(query, key, value, given, mesh) and order_exchanges()):
+    if not (_ours(query, key, value, given, engine) and order_exchanges()):
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given)
     if engine.calls_operators:
@@ -163,11 +162,12 @@ def _virtually(
     return virtual.send("o", [attended], parts, layer_codecs)[0]
 
 
-def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, mesh: Mesh) -> bool:
-    """Whether this call is one that is understood here; by what is the same on every rank."""
+def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine) -> bool:
+    """Whether this call is one that is understood here; by what is the same on every rank. xDiT does the others, whose
+    exchanges run along the topology all the same."""
     from xfuser.model_executor.layers import usp
 
-    tensors = [query, key, value]
+    mesh, tensors = engine.mesh, [query, key, value]
     if given.joint_strategy:
         tensors.append(given.joint_query)
     return (
@@ -175,7 +175,41 @@ def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _G
         and all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors)
         and given.joint_strategy in (None, "front", "rear")
         and not usp._ulysses_extra_inputs(given.attention_kwargs, query)
+        and not _in_fp8(given, engine)
+        and not _permutes_heads(given, engine)
     )
+
+
+def _in_fp8(given: _Given, engine: Engine) -> bool:
+    """Whether this call's exchanges are in 8 bits by xDiT. A mode that approximates has codecs in their place, once
+    xDiT has seen in a run of its own how large values are."""
+    from xfuser.core.distributed import get_runtime_state
+
+    state, module = get_runtime_state().fp8_comms, given.attn_layer or given.head_balance_layer
+    if state is None or module is None or given.joint_strategy:
+        return False
+    if engine.runtime is None:
+        return True
+    model = state.get_model_state(getattr(module, "fp8_comms_owner", None))
+    return model is not None and not model.synced
+
+
+def _permutes_heads(given: _Given, engine: Engine) -> bool:
+    """Whether xDiT gives each rank other heads at every step, so that all have as much to do."""
+    from xfuser.core.distributed import get_runtime_state
+    from xfuser.model_executor.layers import usp
+
+    state = get_runtime_state()
+    backend = state.attention_backend if given.backend is None else given.backend
+    permutes = (
+        state.runtime_config.use_spargeattn_head_balance
+        and backend in usp._HEAD_BALANCE_BACKENDS
+        and getattr(given.head_balance_layer, "head_perm", None) is not None
+        and given.joint_strategy is None
+    )
+    if permutes and engine.runtime:
+        engine.runtime.refuse("its heads change places between steps (--use_spargeattn_head_balance)")
+    return permutes
 
 
 def _attention(

@@ -79,12 +79,20 @@ def watch_stock(original: Callable) -> Callable:
 class Recorder:
     """The record of one rank; listens to :mod:`run_clock`."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
         self._clock = 0.0
-        self._tracer = Tracer(folder / f"trace{rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """Known when a run begins: Ray's workers import xDiT before they are told."""
+        return int(os.environ.get("RANK", "0"))
+
+    @functools.cached_property
+    def _tracer(self) -> Tracer | None:
+        return Tracer(self.folder / f"trace{self.rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
 
     def watch_pictures(self, original: Callable) -> Callable:
         @functools.wraps(original)

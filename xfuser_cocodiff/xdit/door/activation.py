@@ -13,7 +13,7 @@ from xfuser_cocodiff import autoload
 from xfuser_cocodiff.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.xdit.attention import long_context, ring_attention, sites, usp
 from xfuser_cocodiff.xdit.clock import recorder, run_clock
-from xfuser_cocodiff.xdit.door import flags, used
+from xfuser_cocodiff.xdit.door import flags, ray_workers, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -64,7 +64,7 @@ def run(steps: int | None) -> run_clock.Sampling:
 def recorders() -> list[recorder.Recorder]:
     """Who keeps a record, where one was asked for."""
     folder = os.environ.get(RECORD_VARIABLE)
-    return [recorder.Recorder(Path(folder), rank=int(os.environ.get("RANK", "0")))] if folder else []
+    return [recorder.Recorder(Path(folder))] if folder else []
 
 
 def table(clock: run_clock.Clock | None = None) -> list[Patch]:
@@ -74,6 +74,7 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *(platform.patches(here) if here else []),
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
         *flags.patches(),
+        *ray_workers.patches(),
         *ring.patches(),
         *start.patches(),
         *sites.patches(),

@@ -61,10 +61,6 @@ def unsupported(engine_config: Any) -> str | None:
     """Why this engine's exchanges are left to stock xDiT; the same on every rank, as the engine config is."""
     if engine_config.parallel_config.pp_degree > 1:
         return "PipeFusion keeps K and V of its own"
-    if engine_config.runtime_config.use_fp8_comms:
-        return "--use_fp8_comms has an all-to-all of its own"
-    if engine_config.runtime_config.use_spargeattn_head_balance:
-        return "--use_spargeattn_head_balance permutes heads between steps"
     return None
 
 
