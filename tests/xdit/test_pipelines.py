@@ -147,6 +147,34 @@ def test_cfg_parallel(degree: int) -> None:
     check("SD3.5", degree, "--use_cfg_parallel", world_size=2 * degree)
 
 
+def compare_stages(rank: int, world_size: int, arguments: list[str], topology: str) -> None:
+    run = Run(rank, world_size, arguments)
+    run.use(None)
+    run.runner.run(run.inputs)
+    stock, run.latents = run.latents, None
+    assert moved() == set()
+    for head_groups in (1, 2):
+        run.use(topology, head_groups)
+        run.runner.run(run.inputs)
+        assert (stock is None) == (run.latents is None)  # only the last stage has them
+        assert stock is None or torch.equal(run.latents, stock)
+        assert moved() == {axis.partition("=")[0] for axis in topology.split(",")}
+
+
+@pytest.mark.parametrize(
+    ("model", "degree", "topology"),
+    slow_but(
+        [("FLUX.1-dev", 2, "gpu=2")],
+        [(model, *each) for model in ("FLUX.1-dev", "SD3.5") for each in ((2, "gpu=2"), (4, "node=2,gpu=2"))],
+    ),
+)
+def test_pipefusion(model: str, degree: int, topology: str) -> None:
+    """Two stages, each with a Ulysses group of its own. Stages keep K and V of patches that did not come this time."""
+    more = ["--pipefusion_parallel_degree", "2", "--num_inference_steps", "5"]
+    arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
+    ranks.run(compare_stages, 2 * degree, 2 * degree, arguments, topology)
+
+
 def test_data_parallel() -> None:
     check("FLUX.1-dev", 2, "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket", world_size=4)
 

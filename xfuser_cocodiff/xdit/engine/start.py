@@ -6,6 +6,7 @@ import json
 import os
 import platform as machine
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,13 +58,6 @@ def _with_engine(original: Callable) -> Callable:
     return initialize_runtime_state
 
 
-def unsupported(engine_config: Any) -> str | None:
-    """Why this engine's exchanges are left to stock xDiT; the same on every rank, as the engine config is."""
-    if engine_config.parallel_config.pp_degree > 1:
-        return "PipeFusion keeps K and V of its own"
-    return None
-
-
 def started(pipeline: Any, engine_config: Any) -> Engine:
     """The plugin as an engine's settings have it. Every rank must call this."""
     parallel = engine_config.parallel_config
@@ -80,9 +74,6 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if parallel.ulysses_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
         return Engine(config)
-    if reason := unsupported(engine_config):
-        note(f"{reason}, so this run keeps stock xDiT's all-to-all")
-        return Engine(config)
     from yunchang.globals import PROCESS_GROUP
 
     group = PROCESS_GROUP.ULYSSES_PG
@@ -93,7 +84,13 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
         note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
-    return engine_over(group, config, at_once=devices.of(compute_device().type).queues)
+    at_once = devices.of(compute_device().type).queues
+    if parallel.pp_degree > 1 and config.mode != EXACT:
+        engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once)
+        engine.exact_because = f"PipeFusion gives a layer patch after patch, so that mode {config.mode} changes nothing"
+        note(engine.exact_because)
+        return engine
+    return engine_over(group, config, at_once=at_once)
 
 
 def engine_over(
