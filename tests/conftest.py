@@ -52,7 +52,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def hub() -> Path:
-    """HF_HOME with all small models in it."""
+    """HF_HOME with the small models of the paper's families in it; tests of others write theirs there."""
     from xfuser_cocodiff.models import hub
 
     folder = Path(os.environ["HF_HOME"])
@@ -60,7 +60,7 @@ def hub() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            hub.write_cache(folder)
+            hub.write_cache(folder, ["FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image"])
             done.touch()
     return folder
 

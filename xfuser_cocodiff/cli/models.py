@@ -1,6 +1,7 @@
 """`cocodiff models`: small models under the real names."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,5 +26,11 @@ def run(options: argparse.Namespace) -> int:
         return fail(str(error))
     for name, folder in written.items():
         print(f"{name}: {folder}")
-    print(f"Use them with: HF_HOME={options.out.resolve()} HF_HUB_OFFLINE=1 xdit --model {next(iter(written))} ...")
+    out = options.out.resolve()
+    print(f"Use them with: HF_HOME={out} HF_HUB_OFFLINE=1 xdit --model {next(iter(written))} ...")
+    if editing := [name for name in written if hub.REGISTRY[name].edits]:
+        print(f"{', '.join(editing)} with: --input_images {out / hub.INPUT_IMAGE}")
+    filming = [name for name in written if hub.REGISTRY[name].films]
+    if filming and not find_spec("imageio_ffmpeg"):
+        print(f"{', '.join(filming)} after: pip install imageio imageio-ffmpeg, with which diffusers saves videos")
     return 0

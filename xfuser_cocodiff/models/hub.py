@@ -2,7 +2,8 @@
 
     HF_HOME=OUT HF_HUB_OFFLINE=1 xdit --model FLUX.1-dev ...
 
-finds under OUT what :func:`write_cache` wrote there. Nothing in xDiT or diffusers is changed for it.
+finds under OUT what :func:`write_cache` wrote there. Nothing in xDiT or diffusers is changed for it. Models that edit
+have something to edit there: --input_images OUT/input.png.
 """
 
 import hashlib
@@ -14,9 +15,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
+from xfuser_cocodiff.models import slices
+
 SHIPPED = Path(__file__).parent / "flux1_dev"
 # Opens the model card of every snapshot that is ours, and tells it from a real download.
 MARK = "# A small stand-in, written by xfuser_cocodiff"
+INPUT_IMAGE = "input.png"
+"""In the cache: what the models that edit may be given."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +32,17 @@ class SmallModel:
 
     repo: str
     write: Callable[[Path], None]
+    edits: bool = False
+    """Whether it asks for an input image."""
+    films: bool = False
+    """Whether it makes videos, for which diffusers wants a package that it does not bring."""
 
 
 def write_cache(out: Path, names: Sequence[str] | None = None) -> dict[str, Path]:
     """Write small models into a Hugging Face cache and return the snapshot folder of each.
 
     A snapshot is named after its content and appears complete or not at all; writing it again changes nothing. Other
-    models in the cache are left alone.
+    models in the cache are left alone. Where one of these edits, :data:`INPUT_IMAGE` comes beside them.
 
     Args:
         out: what HF_HOME is to be; created if missing.
@@ -45,7 +56,10 @@ def write_cache(out: Path, names: Sequence[str] | None = None) -> dict[str, Path
     names = list(REGISTRY if names is None else names)
     if unknown := [name for name in names if name not in REGISTRY]:
         raise ValueError(f"unknown model {', '.join(map(repr, unknown))}; the small models are {', '.join(REGISTRY)}")
-    return {name: _write_model(Path(out), REGISTRY[name]) for name in names}
+    written = {name: _write_model(Path(out), REGISTRY[name]) for name in names}
+    if any(REGISTRY[name].edits for name in names):
+        _draw_input(Path(out) / INPUT_IMAGE)
+    return written
 
 
 def _write_model(out: Path, model: SmallModel) -> Path:
@@ -101,9 +115,18 @@ def _copy_shipped(folder: Path) -> None:
     shutil.copytree(SHIPPED, folder)
 
 
-def _save_random(module: str) -> Callable[[Path], None]:
+def _save_random(module: str, **options: int) -> Callable[[Path], None]:
     # The import waits until the model is asked for: it pulls in all of diffusers.
-    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline().save_pretrained(folder)
+    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline(**options).save_pretrained(folder)
+
+
+def _draw_input(file: Path) -> None:
+    from PIL import Image
+
+    grey = slices.draw("cells", 256, np.random.default_rng(0))
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".partial-") as partial:
+        Image.fromarray((255 * grey).astype(np.uint8)).convert("RGB").save(draft := Path(partial, file.name))
+        os.replace(draft, file)
 
 
 REGISTRY = {
@@ -111,4 +134,13 @@ REGISTRY = {
     "FLUX.2-dev": SmallModel("black-forest-labs/FLUX.2-dev", _save_random("flux2")),
     "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
     "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
+    "FLUX.1-Kontext-dev": SmallModel("black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1_kontext"), edits=True),
+    "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image_edit"), edits=True),
+    "FLUX.2-klein-4B": SmallModel("black-forest-labs/FLUX.2-klein-4B", _save_random("flux2_klein")),
+    "Lumina2": SmallModel("Alpha-VLLM/Lumina-Image-2.0", _save_random("lumina2")),
+    "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _save_random("wan"), films=True),
+    "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan", experts=2), films=True),
+    "Hunyuanvideo-1.5": SmallModel(
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", _save_random("hunyuan_video15"), films=True
+    ),
 }

@@ -31,13 +31,13 @@ def t5() -> T5Tokenizer:
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
-def qwen2(chat_template: str | None = None) -> Qwen2Tokenizer:
-    """Byte-level BPE with the chat and vision marks of Qwen 2 and 2.5-VL."""
+def qwen2(chat_template: str | None = None, **named: str) -> Qwen2Tokenizer:
+    """Byte-level BPE with the chat and vision marks of Qwen 2 and 2.5-VL; processors ask for some by a name."""
     end = "<|endoftext|>"
     marks = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     lines = [f" {line}" for line in CORPUS] + _LINE_STARTS
     vocab, merges = _train_bpe(lines, end_of_word="", specials=[end, *marks], lowercase=False)
-    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, model_max_length=4096, extra_special_tokens=marks)
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, model_max_length=4096, extra_special_tokens=marks, **named)
     tokenizer.chat_template = chat_template
     return tokenizer
 

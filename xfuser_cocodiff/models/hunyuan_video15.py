@@ -1,0 +1,107 @@
+"""A small HunyuanVideo 1.5: the real classes with 8 heads of 16, random weights, 9 frames of 128 px as 192 tokens."""
+
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from transformers import (
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    T5Config,
+    T5EncoderModel,
+)
+
+from xfuser_cocodiff.models import tokenizers, weights
+
+TEXT_WIDTH = 64
+LATENT_CHANNELS = 8
+# The pipeline cuts off what the real tokenizer makes of its system message: so many tokens stand for it here.
+OPENING = 108
+CHAT_TEMPLATE = (
+    """
+{%- for message in messages -%}
+{%- if message.role == "system" -%}{{ "<|im_start|>" * OPENING }}
+{%- else -%}{{ message.content }}<|im_end|>{%- endif -%}
+{%- endfor -%}
+""".strip()
+).replace("OPENING", str(OPENING))
+
+
+def transformer() -> HunyuanVideo15Transformer3DModel:
+    """2 double blocks; its input is latents, those of a first frame, and where there is one."""
+    return HunyuanVideo15Transformer3DModel(
+        in_channels=2 * LATENT_CHANNELS + 1,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=8,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=TEXT_WIDTH,
+        text_embed_2_dim=TEXT_WIDTH,
+        image_embed_dim=TEXT_WIDTH,
+        rope_axes_dim=(4, 6, 6),
+        target_size=128,
+        task_type="t2v",
+    )
+
+
+def autoencoder() -> AutoencoderKLHunyuanVideo15:
+    """16 x downsampling in space and 4 x in time, to 8 channels."""
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(16, 16, 32, 32, 32),
+        layers_per_block=1,
+        scaling_factor=1.0,
+    )
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLTextModel:
+    """A four-layer text model of a Qwen 2.5-VL over `tokenizer`, 64 wide: the prompt skips its last two layers."""
+    config = Qwen2_5_VLTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=4 * TEXT_WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3]),
+        bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    return Qwen2_5_VLTextModel(config)
+
+
+def glyph_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
+    """A two-layer T5 encoder over bytes, 64 wide: it reads only what a prompt has between quotation marks."""
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=4 * TEXT_WIDTH,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config)
+
+
+def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
+    """The whole pipeline from text, with random weights from a seed."""
+    tokenizer, letters = tokenizers.qwen2(CHAT_TEMPLATE), ByT5Tokenizer()
+    pipe = HunyuanVideo15Pipeline(
+        text_encoder=text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer(),
+        vae=autoencoder(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=glyph_encoder(letters),
+        tokenizer_2=letters,
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+    return weights.fill(pipe, seed)

@@ -1,0 +1,63 @@
+"""Small Wan 2.1 and 2.2: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
+
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
+
+from xfuser_cocodiff.models import tokenizers, weights
+
+TEXT_WIDTH = 64
+LATENT_CHANNELS = 4
+
+
+def transformer() -> WanTransformer3DModel:
+    """4 blocks."""
+    return WanTransformer3DModel(
+        num_attention_heads=24,
+        attention_head_dim=8,
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        text_dim=TEXT_WIDTH,
+        ffn_dim=384,
+        num_layers=4,
+    )
+
+
+def autoencoder() -> AutoencoderKLWan:
+    """8 x downsampling in space and 4 x in time, to 4 channels."""
+    return AutoencoderKLWan(
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        num_res_blocks=1,
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
+    """A two-layer UMT5 encoder over `tokenizer`, 64 wide."""
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=4 * TEXT_WIDTH,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    return UMT5EncoderModel(config)
+
+
+def pipeline(seed: int = 0, experts: int = 1) -> WanPipeline:
+    """The whole pipeline, with random weights from a seed: 2.1 with one expert, 2.2's A14B with two."""
+    tokenizer = tokenizers.t5()
+    pipe = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder(tokenizer),
+        vae=autoencoder(),
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        transformer=transformer(),
+        transformer_2=transformer() if experts == 2 else None,
+        # The share of the noise below which the second one goes on.
+        boundary_ratio=0.875 if experts == 2 else None,
+    )
+    return weights.fill(pipe, seed)
