@@ -5,9 +5,11 @@ import importlib
 import os
 from unittest import mock
 
+from tests.small_transformers import FAMILIES
+
 for name in (
     "tests.ranks",
-    "tests.small_transformers",
+    *(f"tests.small_transformers.{family}" for family in FAMILIES),
     "xfuser_cocodiff.comparison.quality",
     *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):

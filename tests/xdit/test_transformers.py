@@ -5,14 +5,17 @@ with an exchange that is wrong on purpose, and as stock again. Only ranks import
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 
@@ -31,8 +34,65 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "Lumina2": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
     "LTX2": [{}, {"batch": 3}, {"dtype": BF16}],
     "HunyuanDiT": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Krea2": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Cosmos3": [{"text": 12}, {"text": 13}],  # one sample; casts nothing to bf16
+    "MiniMaxH3Fused": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
+    "Sana": [{}, {"batch": 3}, {"dtype": BF16}],
+    "LingBotVideoMoE": [{}, {"batch": 3}, {"dtype": BF16}],
+    # The quick set has nothing of those that follow.
+    "WanI2V": [{}, {"batch": 3}, {"dtype": BF16}],
+    "WanTI2V": [{}, {"batch": 3}, {"dtype": BF16}],
+    "WanA14B": [{}, {"batch": 3}, {"dtype": BF16}],
+    "WanVACE": [{}, {"batch": 3}, {"dtype": BF16}],
+    "HunyuanVideo15I2V": [{"text": 13}, {"text": 12, "batch": 3}, {"text": 12, "dtype": BF16}],
+    "Kontext": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "FluxControl": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Klein": [{}, {"batch": 3}, {"dtype": BF16}],
+    "QwenEdit": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "QwenEditPlus": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "ConsisID": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
+    "ConsisIDFace": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
+    "Latte": [{}, {"batch": 3}, {"dtype": BF16}],
+    "LTX2Gated": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Krea2Masked": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Krea2AllHeads": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Ideogram4": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Ideogram4Guided": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "MiniMaxH3": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
+    "LingBotVideo": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 16, "dtype": BF16}],
+    "StepVideo": [{}, {"batch": 3}, {"dtype": BF16}],
 }
 """Arguments of the models: text that divides the degree and text that does not, batches, dtypes."""
+ALIKE = [*CASES][[*CASES].index("WanI2V") :]
+"""Models that the quick set leaves out, since each is much like another one."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of stock xDiT, by which its latents are not those of one rank."""
+
+    why: str
+    with_any_text: bool = True
+    """Or only with text that does not divide the degree."""
+
+    def concerns(self, case: dict[str, Any], degree: int) -> bool:
+        """Whether it shows in a case."""
+        return self.with_any_text or case["text"] % degree > 0
+
+
+_ONCE_FOR_EACH_RANK = "text that is not divided comes out of the exchange once for each rank"
+_FILLING = "tokens that only fill up the sequence are attended to"
+FAULTS = {
+    "Cosmos3": Fault("K and V of text, of which each rank has all, come out of the exchange once for each rank"),
+    "Latte": Fault("attention over time, whose frames are not divided, goes through the exchange"),
+    "Kontext": Fault(_ONCE_FOR_EACH_RANK, with_any_text=False),
+    "FluxControl": Fault(_ONCE_FOR_EACH_RANK, with_any_text=False),
+    **dict.fromkeys(
+        ("QwenEdit", "QwenEditPlus", "Krea2", "Krea2AllHeads", "Ideogram4", "Ideogram4Guided", "LingBotVideo"),
+        Fault(_FILLING, with_any_text=False),
+    ),
+}
+"""By model."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +187,6 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     """Denoise with the plugin in a way, or as stock xDiT does."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
-    from xfuser.model_executor.layers import usp
 
     from xfuser_cocodiff.xdit.engine.engine import active
 
@@ -137,23 +196,45 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     initialize_runtime_state(small.pipeline, config)
     small.ready()
     active().traffic.reset()
-    with mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as stock_exchange:
+    with _stock_exchange() as calls:
         latents = small.denoise()
-    stock_bytes = sum(call.args[0].nbytes for call in stock_exchange.call_args_list)
+    stock_bytes = sum(call.args[-1].nbytes for each in calls for call in each.call_args_list)
     early = [kind.ready for kind in active().layers.kinds if kind.trial]
     mesh = active().mesh
     return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
 
 
-QUICK = [*zip(CASES, itertools.cycle([2, 4]))]
+@contextmanager
+def _stock_exchange() -> Iterator[list[mock.Mock]]:
+    """Context that yields the collectives of USP and of yunchang, whose last argument is what is sent."""
+    from xfuser.model_executor.layers import usp
+
+    yunchang = importlib.import_module("yunchang.comm.all_to_all")
+    with (
+        mock.patch.object(usp, "_sdpa_all_to_all_single", side_effect=usp._sdpa_all_to_all_single) as single,
+        mock.patch.object(yunchang, "dist", mock.Mock(wraps=dist)) as collectives,
+    ):
+        yield [single, collectives.all_to_all_single]
+
+
+QUICK = [*zip((model for model in CASES if model not in ALIKE), itertools.cycle([2, 4]))]
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in itertools.product(CASES, WAYS)]
 
 
+@dataclass
+class Observed:
+    """For each case of a model what every rank observed."""
+
+    model: str
+    degree: int
+    cases: list[tuple[Observation, ...]]
+
+
 @pytest.fixture(scope="module", params=RUNS, ids="{0[0]}-{0[1]}".format)
-def observed(request: pytest.FixtureRequest) -> tuple[str, list[list[Observation]]]:
-    """A model, and for each of its cases what every rank observed."""
+def observed(request: pytest.FixtureRequest) -> Observed:
+    """A model at a degree."""
     model, degree = request.param
-    return model, list(zip(*ranks.run(observe, degree, model, degree), strict=True))
+    return Observed(model, degree, list(zip(*ranks.run(observe, degree, model, degree), strict=True)))
 
 
 @functools.cache
@@ -163,10 +244,9 @@ def alone(model: str) -> list[torch.Tensor]:
     return latents
 
 
-def observations(observed: tuple[str, list[list[Observation]]]) -> Iterator[tuple[str, Observation]]:
+def observations(observed: Observed) -> Iterator[tuple[str, Observation]]:
     """Every case on every rank, and how to call it in a message."""
-    model, cases = observed
-    for case, on_ranks in zip(CASES[model], cases, strict=True):
+    for case, on_ranks in zip(CASES[observed.model], observed.cases, strict=True):
         for rank, observation in enumerate(on_ranks):
             yield f"{case} on rank {rank}", observation
 
@@ -211,10 +291,14 @@ def test_a_wrong_exchange_changes_the_latents(observed):
 
 def test_stock_agrees_with_one_rank(observed):
     """Guards the cases: called in a wrong way, some models silently leave out a part of the sequence."""
-    model, cases = observed
-    for case, on_ranks, latents in zip(CASES[model], cases, alone(model), strict=True):
+    model, fault = observed.model, FAULTS.get(observed.model)
+    for case, on_ranks, latents in zip(CASES[model], observed.cases, alone(model), strict=True):
         if latents.dtype == torch.float32:
-            assert _difference(on_ranks[0].stock.latents, latents) < 1e-5, case
+            difference = _difference(on_ranks[0].stock.latents, latents)
+            if fault and fault.concerns(case, observed.degree):
+                assert difference > 1e-3, (case, f"no longer so: {fault.why}")
+            else:
+                assert difference < 1e-5, case
 
 
 def _difference(latents: torch.Tensor, reference: torch.Tensor) -> float:

@@ -224,6 +224,15 @@ def test_v_that_several_heads_share_goes_first(world: World) -> None:
     assert statuses(world) == {"V can go first, from to_v"}
 
 
+def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
+    """StepVideo projects Q, K and V of one head, then of the next one."""
+    given = torch.randn(2, TOKENS, WIDTH)
+    all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
+    value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
+    recipe = find_recipe(value, [Called("wqkv", given, all_heads)])
+    assert torch.equal(recipe.build({"wqkv": all_heads}.__getitem__), value)
+
+
 def test_v_of_one_sample_goes_first(world: World) -> None:
     """Cosmos3 has no dim for samples, and V of text beside that of Q's tokens."""
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)

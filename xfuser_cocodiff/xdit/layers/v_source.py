@@ -24,6 +24,15 @@ class Piece:
     path: str
     column: int
     columns: int
+    width: int = 0
+    """Columns that each head has in the projection, among which these are; 0 where those of all heads lie together."""
+
+    def of(self, returned: torch.Tensor) -> torch.Tensor:
+        """The columns of what the projection returns, (B, S, columns)."""
+        if not self.width:
+            return returned.narrow(-1, self.column, self.columns)
+        heads = returned.unflatten(-1, (-1, self.width))
+        return heads.narrow(-1, self.column, self.columns // heads.shape[-2]).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Recipe:
             RuntimeError, IndexError, ValueError: their shapes are not those of the recipe.
         """
         _, heads, tokens, head_dim = self.shape
-        columns = [_batched(returned(piece.path)).narrow(-1, piece.column, piece.columns) for piece in self.pieces]
+        columns = [piece.of(_batched(returned(piece.path))) for piece in self.pieces]
         joint = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
         value = joint.narrow(1, self.first_token, tokens).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         if self.repeats > 1:
@@ -111,3 +120,5 @@ def _pieces(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tuple[Piec
             yield Piece(called.path, 0, sizes[2]), sizes[1]
         if sizes[2] >= 3 * heads * head_dim:  # Q, K and V in one projection
             yield Piece(called.path, 2 * heads * head_dim, heads * head_dim), sizes[1]
+        if sizes[2] == 3 * heads * head_dim:  # or those of one head, then of the next one
+            yield Piece(called.path, 2 * head_dim, heads * head_dim, 3 * head_dim), sizes[1]

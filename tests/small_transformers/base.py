@@ -1,0 +1,132 @@
+"""What small transformers have in common.
+
+Sizes in shapes: B batch, C channels, F frames, R rows, W columns, N tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from xfuser.core.distributed import (
+    get_runtime_state,
+    get_sequence_parallel_rank,
+    get_sequence_parallel_world_size,
+    get_sp_group,
+)
+from xfuser.core.distributed.runtime_state import DiTRuntimeState
+
+from xfuser_cocodiff.models import weights
+
+STEPS = 2
+
+
+class Pipeline:
+    """What the runtime state and the random weights ask of a pipeline."""
+
+    vae_scale_factor = 8
+    vae_scale_factor_spatial = 8
+    vae_scale_factor_temporal = 4
+    second = "transformer_2"
+    """Name of a second transformer."""
+
+    def __init__(self, *transformers: nn.Module) -> None:
+        self.components = dict(zip(("transformer", self.second), transformers, strict=False))
+        self.__dict__.update(self.components)
+
+
+class SmallTransformer:
+    """A transformer with latents to start from and everything else that its forward takes."""
+
+    latent_shape: tuple[int, ...]
+    """Of one sample."""
+    text = 12
+    """Text tokens where a case does not say."""
+    wrapper: type | None = None
+    """xDiT's wrapper around a diffusers model; None where the model is xDiT's own class."""
+    pipeline_class: type[Pipeline] = Pipeline
+    count = 1
+    """How many transformers it has."""
+
+    def __init__(self, batch: int = 1, text: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.batch, self.text, self.dtype = batch, text or self.text, dtype
+        self._generator = torch.Generator().manual_seed(1)
+        self.transformers = [self.build() for _ in range(self.count)]
+        self.pipeline = weights.fill(self.pipeline_class(*self.transformers), seed=0)
+        for transformer in self.transformers:
+            transformer.to(dtype)
+        self.transformer = self.transformers[0]
+        self.conditions = self.condition()
+        self.start = self.noise(*self.latent_shape)
+
+    def build(self) -> nn.Module:
+        raise NotImplementedError
+
+    def condition(self) -> dict[str, Any]:
+        """Arguments of the forward that stay the same over the steps."""
+        raise NotImplementedError
+
+    def ready(self) -> None:
+        """Prepare for the runtime state that has just been initialised."""
+        if self.wrapper and not isinstance(self.transformer, self.wrapper):
+            self.transformer = self.wrapper(self.transformer)
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Direction of the next step, at times (B,) in (0, 1]."""
+        return self.transformer(latents, timestep=1000 * time, **self.conditions, return_dict=False)[0]
+
+    @torch.no_grad()
+    def denoise(self, steps: int = STEPS, end_step: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Latents after plain Euler steps, of which each end is told."""
+        latents = self.start
+        for step in range(steps):
+            time = torch.full((self.batch,), 1 - step / steps, dtype=self.dtype)
+            latents = latents - self.velocity(latents, time) / steps
+            end_step()
+        return latents
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        """Noise of shape (B, *shape), the same on every rank."""
+        return torch.randn(self.batch, *shape, generator=self._generator).to(self.dtype)
+
+    def ones(self, *shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.ones(self.batch, *shape, dtype=dtype)
+
+
+class RowSliced(SmallTransformer):
+    """A model whose pipeline gives each rank a band of latent rows."""
+
+    def ready(self) -> None:
+        state = get_runtime_state()
+        self.set_input_parameters(state)
+        super().ready()
+        state.set_patched_mode(False)
+        [(first, end)] = state.pp_patches_token_start_end_idx_global
+        self.conditions |= self.rope(slice(first, end))
+
+    def set_input_parameters(self, state: DiTRuntimeState) -> None:
+        state.set_input_parameters(height=128, width=128, batch_size=self.batch, num_inference_steps=STEPS)
+
+    def rope(self, tokens: slice) -> dict[str, Any]:
+        """The forward's argument for rotary embedding of this rank's tokens, where it takes one."""
+        return {}
+
+    @property
+    def splits_text(self) -> bool:
+        """Whether text is divided among ranks too, by models that join it to the image."""
+        return self.text % get_sequence_parallel_world_size() == 0
+
+    def own_text(self, text: torch.Tensor) -> torch.Tensor:
+        """What this rank is given of text, whose tokens lie along the last dim but one."""
+        return band_of(text) if self.splits_text else text
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        band = band_of(latents)
+        # Some predict the variance too, in channels after the velocity's.
+        velocity = super().velocity(band.contiguous(), time)[:, : band.shape[1]]
+        return get_sp_group().all_gather(velocity.contiguous(), dim=-2)
+
+
+def band_of(whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part, along the last dim but one."""
+    return whole.chunk(get_sequence_parallel_world_size(), dim=-2)[get_sequence_parallel_rank()]
