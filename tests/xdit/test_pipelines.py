@@ -10,6 +10,7 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
+from xfuser_cocodiff.models.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -82,12 +83,15 @@ def moved() -> set[str]:
     return axes
 
 
-def v_first() -> bool:
-    """Whether V goes first in every layer that was called often enough to tell, and there are such layers."""
+def v_first(model: str) -> bool:
+    """Whether V goes first in every layer that was called often enough to tell, from where the table of families says,
+    and there are such layers."""
     from xfuser_cocodiff.xdit.engine.engine import active
 
     known = [kind for kind in active().layers.kinds if kind.trial]
     assert all(kind.ready for kind in known), [kind.status for kind in known]
+    [family] = (family for family in FAMILIES if model in family.small)
+    assert {path for kind in known for path in kind.recipe.paths} == {*family.v_first}
     return bool(known)
 
 
@@ -101,7 +105,7 @@ def compare(rank: int, world_size: int, arguments: list[str], topologies: list[s
     for head_groups, topology in enumerate(topologies, 1):
         run.use(topology, head_groups)
         assert torch.equal(run(), stock), f"{topology} differs from stock"
-        assert v_first()
+        assert v_first(arguments[1])
         sizes = run.runner.model.engine_config.parallel_config.sp_config.cocodiff.topology.axes
         assert moved() == {axis.name for axis in sizes if axis.size > 1}
     run.use(None)

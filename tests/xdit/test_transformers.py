@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
@@ -140,6 +141,8 @@ class Denoising:
     """Held by a rank before stock xDiT's collectives."""
     early: list[bool]
     """For each kind of layer that goes through USP whether V can go first."""
+    sources: set[str]
+    """Projections that V comes from."""
 
 
 @dataclass
@@ -199,9 +202,10 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     with _stock_exchange() as calls:
         latents = small.denoise()
     stock_bytes = sum(call.args[-1].nbytes for each in calls for call in each.call_args_list)
-    early = [kind.ready for kind in active().layers.kinds if kind.trial]
-    mesh = active().mesh
-    return Denoising(latents, mesh and str(mesh.topology), dict(active().traffic.sent_bytes), stock_bytes, early)
+    kinds, mesh = [kind for kind in active().layers.kinds if kind.trial], active().mesh
+    early, sources = [kind.ready for kind in kinds], {path for kind in kinds for path in kind.recipe.paths}
+    sent = dict(active().traffic.sent_bytes)
+    return Denoising(latents, mesh and str(mesh.topology), sent, stock_bytes, early, sources)
 
 
 @contextmanager
@@ -244,6 +248,11 @@ def alone(model: str) -> list[torch.Tensor]:
     return latents
 
 
+def family_of(small: str) -> Family:
+    """The row that a small model stands for."""
+    return next(family for family in FAMILIES if small in family.small)
+
+
 def observations(observed: Observed) -> Iterator[tuple[str, Observation]]:
     """Every case on every rank, and how to call it in a message."""
     for case, on_ranks in zip(CASES[observed.model], observed.cases, strict=True):
@@ -274,6 +283,7 @@ def test_v_goes_first_in_every_layer(observed):
     for case, observation in observations(observed):
         for way, denoising in observation.ways.items():
             assert denoising.early and all(denoising.early), (case, way)
+            assert denoising.sources <= {*family_of(observed.model).v_first}, (case, way)
 
 
 def test_without_the_flag_xdit_is_stock(observed):
