@@ -135,24 +135,24 @@ def cells() -> list[tuple[str, ...]]:
     ]
 
 
+_ABOVE = """# Models
+
+Written from `xfuser_cocodiff/models/families.py`, whose rows tests check; `cocodiff models --list` prints them too, and
+`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 and 8, in fp32 and, where
+xDiT casts the model, in bf16. *V first* names the projections of the attention module that V comes from: with these V
+is sent before Q and K are made. *Coded*: modes that approximate act on every layer, for the bytes that their schedule
+promises.
+"""
+_BELOW = f"""
+- Causal Wan: {_NOTHING_MOVES}.
+- LingBot-Video's own package is in no index: tests have a double of the modules that xDiT's wrapper needs.
+- Where stock xDiT differs from one rank, so does the plugin, which has its bits: Cosmos 3 and Latte always; Kontext,
+  FLUX.1 control, Qwen-Image-Edit, Krea 2, Ideogram 4 and LingBot-Video where text does not divide.
+- `cocodiff models` writes small pipelines of eleven names, with which the real runner runs.
+"""
+
+
 def page() -> str:
     """The families as docs/models.md has them."""
     table = [COLUMNS, ("---",) * len(COLUMNS), *cells()]
-    lines = [
-        "# Models",
-        "",
-        "Written from `xfuser_cocodiff/models/families.py`, whose rows tests check; `cocodiff models --list` prints them",
-        "too, and `--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 and 8, in",
-        "fp32 and, where xDiT casts the model, in bf16. *V first* names the projections of the attention module that V",
-        "comes from: with these V is sent before Q and K are made. *Coded*: modes that approximate act on every layer,",
-        "for the bytes that their schedule promises.",
-        "",
-        *(f"| {' | '.join(line)} |" for line in table),
-        "",
-        f"- Causal Wan: {_NOTHING_MOVES}.",
-        "- LingBot-Video's own package is in no index: tests have a double of the modules that xDiT's wrapper needs.",
-        "- Where stock xDiT differs from one rank, so does the plugin, which has its bits: Cosmos 3 and Latte always;",
-        "  Kontext, FLUX.1 control, Qwen-Image-Edit, Krea 2, Ideogram 4 and LingBot-Video where text does not divide.",
-        "- `cocodiff models` writes small pipelines of eleven names, with which the real runner runs.",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([_ABOVE, *(f"| {' | '.join(line)} |" for line in table), _BELOW])
