@@ -138,8 +138,8 @@ def cells() -> list[tuple[str, ...]]:
 _ABOVE = """# Models
 
 Written from `xfuser_cocodiff/models/families.py`, whose rows tests check; `cocodiff models --list` prints them too, and
-`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 and 8, in fp32 and, where
-xDiT casts the model, in bf16. *V first* names the projections of the attention module that V comes from: with these V
+`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 and 8, in fp32, and in
+bf16 where xDiT casts the model. *V first* names the projections of the attention module that V comes from: with these V
 is sent before Q and K are made. *Coded*: modes that approximate act on every layer, for the bytes that their schedule
 promises.
 """

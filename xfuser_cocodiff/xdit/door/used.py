@@ -24,6 +24,12 @@ _USP = {
 }
 _OTHERS = (
     ("xfuser.core.distributed.runtime_state", "_RUNTIME", "the state in force"),
+    ("xfuser.model_executor.layers.usp", "_HEAD_BALANCE_BACKENDS", "whose heads change places between steps"),
+    (
+        "xfuser.core.distributed.fp8_comms",
+        "Fp8CommsState.get_model_state",
+        "whether xDiT has seen the scales of what it sends in FP8",
+    ),
     (
         "xfuser.model_executor.layers.attention_processor",
         "xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING",

@@ -13,12 +13,8 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 _PACKAGE = "xfuser.core.long_ctx_attention"
 
 
-def patches(add: Callable[..., Patch]) -> list[Patch]:
-    """Rows that make it import and run.
-
-    Args:
-        add: makes a row.
-    """
+def patches() -> list[Patch]:
+    """Rows that make it import and run."""
     ring = f"{_PACKAGE}.ring.ring_flash_attn"
     modules = {
         f"{_PACKAGE}.hybrid.attn_layer": "xFuserLongContextAttention",
@@ -27,11 +23,11 @@ def patches(add: Callable[..., Patch]) -> list[Patch]:
     }
     return [
         *(
-            add(module, symbol, "imports yunchang with CUDA only", None, during=_as_with_cuda)
+            Patch(module, symbol, "imports yunchang with CUDA only", None, during=_as_with_cuda)
             for module, symbol in modules.items()
         ),
-        add(ring, "select_flash_attn_impl", "flash-attn needs CUDA", _by_pytorch),
-        add(
+        Patch(ring, "select_flash_attn_impl", "flash-attn needs CUDA", _by_pytorch),
+        Patch(
             "xfuser.model_executor.layers.attention_processor",
             "AttnType",
             "Sana asks yunchang for a type that it has no more",

@@ -16,12 +16,8 @@ _MOST_UNDER_WAY = 64
 """Sends that nobody waits for: more than stages are ahead of each other."""
 
 
-def patches(add: Callable[..., Patch]) -> list[Patch]:
-    """Rows that let stages of a pipeline meet over gloo.
-
-    Args:
-        add: makes a row.
-    """
+def patches() -> list[Patch]:
+    """Rows that let stages of a pipeline meet over gloo."""
     under_way: deque[_Sending] = deque()
 
     def hold(work: dist.Work, tensor: torch.Tensor) -> "_Sending":
@@ -62,9 +58,9 @@ def patches(add: Callable[..., Patch]) -> list[Patch]:
 
     why = "waits for sends as if it were NCCL, and does not hold them"
     return [
-        add(_MODULE, f"{_STAGES}._pipeline_isend", why, held, ("self", "tensor")),
-        add(_MODULE, f"{_STAGES}._pipeline_isend_skip", why, held, ("self", "tensor")),
-        add(
+        Patch(_MODULE, f"{_STAGES}._pipeline_isend", why, held, ("self", "tensor")),
+        Patch(_MODULE, f"{_STAGES}._pipeline_isend_skip", why, held, ("self", "tensor")),
+        Patch(
             _MODULE,
             f"{_STAGES}._communicate_shapes",
             why,

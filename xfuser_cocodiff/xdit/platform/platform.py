@@ -238,16 +238,13 @@ def patches(platform: Platform) -> list[Patch]:
             "sets the device of CUDA, MUSA and NPU only",
             lambda original: _select_device_first(original, platform),
         ),
+        add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
         *(
-            add(module, "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
-            for module in (
-                "xfuser.model_executor.layers.usp",
-                "xfuser.core.distributed.fp8_comms",
-                "xfuser.core.sparge_attention.head_balance",
-            )
+            Patch(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
+            for module in ("distributed.fp8_comms", "sparge_attention.head_balance")
         ),
-        *long_context.patches(add),
-        *pipefusion.patches(add),
+        *long_context.patches(),
+        *pipefusion.patches(),
         *naming,
     ]
 
