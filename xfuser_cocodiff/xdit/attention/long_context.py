@@ -76,7 +76,8 @@ class _Exchange:
     def around(self, original: Callable) -> Callable:
         """The attention of a layer."""
 
-        @functools.wraps(original)
+        # Without what torch.compile has noted of it: PyTorch 2.8 would find its way to the original by that.
+        @functools.wraps(original, updated=())
         def forward(
             module: Any,
             attn: Any,

@@ -37,6 +37,8 @@ class Kind:
     trigger: Trigger | None = None
     """Whether it is the module's (or its block's), and the name of the first part that is given what the only
     projection of V is given: V can be projected when that part is called."""
+    given: tuple[int, ...] = ()
+    """Shape of what that part is given: of another one, the call is of another kind."""
     rehearsed: bool = False
     refusal: str | None = None
     """Why V does not go first."""

@@ -173,7 +173,9 @@ class Layer(Place):
         call, kind = self.call, self._kind
         if call is None or self._projecting or kind is None or kind.trigger is None or not torch.is_tensor(args[0]):
             return
-        call.kind = kind  # as far as can be known before the module is called
+        if tuple(args[0].shape) != kind.given:  # a call of another kind, which is known when the module is called
+            return
+        call.kind = kind  # as far as can be known before that
         if self._goes_first(call):
             [path] = kind.recipe.paths
             self._project({path: args[0]})

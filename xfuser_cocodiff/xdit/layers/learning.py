@@ -34,6 +34,8 @@ def learn(kind: Kind, call: Call, module: nn.Module, value: torch.Tensor, agreed
     if not agreed((recipe, arguments, trigger, refusal)):
         refusal = "the ranks do not agree on where V comes from"
     kind.recipe, kind.arguments, kind.trigger, kind.refusal = recipe, arguments, trigger, refusal
+    if trigger:
+        kind.given = next(tuple(called.given.shape) for called in call.submodules if called.path in recipe.paths)
 
 
 def _ways_ahead(call: Call, recipe: Recipe) -> tuple[dict[str, Argument], Trigger | None]:

@@ -1,0 +1,113 @@
+"""xDiT's Ray pipeline on workers of a Ray of its own: without the plugin, with its flags, with its variables."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageChops
+
+from xfuser_cocodiff.xdit.door import ray_workers
+from xfuser_cocodiff.xdit.platform import ray_cluster
+
+STOCK = Path(__file__).parent.parent / "stock"
+ARGUMENTS = [
+    *("--model", "black-forest-labs/FLUX.1-dev", "--prompt", "a photo of a cat", "--height", "128", "--width", "128"),
+    *("--num_inference_steps", "3", "--max_sequence_length", "32", "--seed", "5", "--ulysses_degree", "2"),
+    *("--use_ray", "--ray_world_size", "2", "--coco_path", "picture.png"),
+]
+FLAGS = ["--use_cocodiff", "--cocodiff_topology", "2x1", "--cocodiff_a2a", "hierarchical", "--cocodiff_mode", "exact"]
+VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1", "COCODIFF_MODE": "exact"}
+STOCK_VARIABLES = {
+    "COCODIFF_DISABLE": "1",
+    "PYTHONPATH": str(STOCK),
+    "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}',  # nobody but the plugin tells Ray of any
+}
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[str]:
+    """Where Ray keeps sockets, whose paths must be short: its own, so that no other Ray of this machine is joined."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def launch(folder: Path, ray_folder: str, flags: list[str], **variables: str) -> Image.Image:
+    """The script's picture."""
+    folder.mkdir()
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, str(STOCK / "ray_flux_script.py"), *ARGUMENTS, *flags],
+        cwd=folder,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return Image.open(folder / "picture.png")
+
+
+@pytest.mark.slow  # the rows that this rests on are below
+@pytest.mark.alone  # Ray gives up where its own processes take more than seconds to start
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (pip install '.[serve]')")
+def test_workers_have_the_plugin_and_give_stocks_picture(hub: Path, tmp_path: Path, ray_folder: str) -> None:
+    stock = launch(tmp_path / "stock", ray_folder, [], **STOCK_VARIABLES)
+    ways = {"flags": (FLAGS, {}), "variables": ([], VARIABLES), "installed": ([], {})}
+    for name, (flags, variables) in ways.items():
+        folder = tmp_path / name
+        picture = launch(folder, ray_folder, flags, COCODIFF_RECORD=str(folder / "record"), **variables)
+        assert ImageChops.difference(picture, stock).getbbox() is None, name
+        topology = None if name == "installed" else "node=2,gpu=1"
+        for rank in range(2):
+            record = json.loads((folder / f"record/rank{rank}.json").read_text())
+            assert (record["rank"], record["degree"], record["topology"]) == (rank, 2, topology), name
+
+
+class StandInRay:
+    """ray.init, noting what it is called with; where it joins a cluster, it wants to hear of no GPUs, as Ray does."""
+
+    def __init__(self, joins: bool = False) -> None:
+        self.joins, self.calls = joins, []
+
+    def init(self, *args: object, **kwargs: object) -> str:
+        if self.joins and "num_gpus" in kwargs:
+            raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
+        self.calls.append((args, kwargs))
+        return "context"
+
+
+@pytest.mark.parametrize(
+    ("variables", "joins", "args", "given", "expected"),
+    [
+        ({}, False, (), {"address": None}, {"address": None, "num_gpus": ray_cluster.NUM_GPUS}),
+        ({}, True, (), {"address": None}, {"address": None}),
+        ({}, False, (), {"num_gpus": 2}, {"num_gpus": 2}),
+        ({}, False, ("auto",), {}, {}),
+        ({"RAY_ADDRESS": "node0:6379"}, False, (), {}, {}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False, (), {}, {}),
+    ],
+    ids=["of its own", "there already", "told", "by address", "by variable", "limited"],
+)
+def test_only_a_ray_of_its_own_is_told_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, variables: dict, joins: bool, args: tuple, given: dict, expected: dict
+) -> None:
+    for name in ray_cluster._ELSEWHERE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ray = StandInRay(joins)
+    assert ray_cluster._with_gpus(ray.init)(*args, **given) == "context"
+    assert ray.calls == [(args, expected)]
+
+
+def test_a_worker_is_told_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    told = []
+    ray_workers._telling(lambda *_: told.append(os.environ["RANK"]))(None, None, "DiTWorker", 3)
+    assert told == ["3"]
