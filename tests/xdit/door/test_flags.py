@@ -6,6 +6,7 @@ import time
 from unittest import mock
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.quick import in_turn
@@ -302,7 +303,8 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     for _ in range(2):  # a second model in the same process says nothing new
         config = xFuserArgs(model="tiny", use_cocodiff=True, **values).create_config()[0]
         vars(config.runtime_config).update(engine)
-        transformer = argparse.Namespace(config=argparse.Namespace(num_attention_heads=8))
+        transformer = torch.nn.Identity()
+        transformer.config = argparse.Namespace(num_attention_heads=8)
         initialize_runtime_state(argparse.Namespace(transformer=transformer), config)
     assert get_runtime_state().parallel_config.sp_config.cocodiff is not None
     mesh = active().mesh
@@ -336,6 +338,14 @@ def test_unsupported_combinations_fall_through_with_one_warning(
     assert len(first) == (1 if warning else 0)
     assert warning is None or warning in first[0]
     assert all(said == [] for _, said in results[1:])  # one rank speaks for all
+
+
+def test_a_rank_that_stands_for_others_says_that_graphs_are_left_out() -> None:
+    values = {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}
+    for engine, expected in (({"use_torch_compile": True}, True), ({}, False)):
+        [(mesh, said)] = ranks.run(state_after, 1, values, engine)
+        assert mesh == "stock"
+        assert any("approximates nothing in graphs" in line for line in said) == expected, said
 
 
 def test_groups_beside_data_cfg_and_ring_parallelism() -> None:

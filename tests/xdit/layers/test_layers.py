@@ -211,6 +211,21 @@ def test_v_of_a_stream_that_is_made_inside_goes_with_the_first_projection(world:
     assert steps(world, transformer, text=True) == 2 * ["to_v", "send", "to_q", "attend"]
 
 
+def test_attention_right_under_what_compiles_it_is_left_alone(world: World) -> None:
+    """There is no module to follow."""
+
+    class Compiled(nn.Module):  # as torch.compile makes one of a function
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = nn.Identity()
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return world.usp(heads(hidden_states), heads(hidden_states))
+
+    Compiled()(torch.randn(2, TOKENS, WIDTH))
+    assert not world.layers._layers and not world.layers._roots
+
+
 def test_modules_that_stand_in_a_list_have_calls_of_their_own(world: World) -> None:
     """What holds them is never called, and ends no call."""
     transformer = Transformer([Attention(world) for _ in range(2)])
