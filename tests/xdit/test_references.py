@@ -19,8 +19,6 @@ STEPS = 4
 def models() -> "dict[str, type[SmallTransformer]]":
     """Transformers with several classes of attention, or with attention that exchanges nothing."""
     from xfuser.model_executor.models.transformers.transformer_flux2 import xFuserFlux2Transformer2DWrapper
-    from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKrea2Transformer2DWrapper
-    from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
 
     from tests import small_transformers
 
@@ -46,71 +44,8 @@ def models() -> "dict[str, type[SmallTransformer]]":
             ids = {"img_ids": torch.zeros(self.batch, 64, 4), "txt_ids": torch.zeros(self.batch, self.text, 4)}
             return {"encoder_hidden_states": self.noise(self.text, 16), "guidance": None, **ids}
 
-    class Krea2(small_transformers.SmallTransformer):
-        latent_shape = (64, 16)
-
-        def build(self) -> torch.nn.Module:
-            return xFuserKrea2Transformer2DWrapper(
-                in_channels=16,
-                num_layers=2,
-                attention_head_dim=16,
-                num_attention_heads=8,
-                num_key_value_heads=4,
-                intermediate_size=64,
-                timestep_embed_dim=32,
-                text_hidden_dim=32,
-                num_text_layers=3,
-                text_num_attention_heads=4,
-                text_num_key_value_heads=4,
-                text_intermediate_size=48,
-                num_layerwise_text_blocks=1,
-                num_refiner_text_blocks=1,
-                axes_dims_rope=(4, 6, 6),
-            )
-
-        def condition(self) -> dict[str, Any]:
-            places = torch.zeros(64 + self.text, 3)
-            return {"encoder_hidden_states": self.noise(self.text, 3, 32), "position_ids": places}
-
-    class MiniMaxH3(small_transformers.SmallTransformer):
-        latent_shape = (64, 16)
-        text = 56
-
-        def build(self) -> torch.nn.Module:
-            transformer = xFuserMiniMaxH3Transformer3DWrapper(
-                num_attention_heads=8,
-                attention_head_dim=32,
-                hidden_size=64,
-                num_layers=2,
-                num_refiner_layers=1,
-                ffn_dim=64,
-                in_channels=4,
-                audio_in_channels=8,
-                text_dim=16,
-                freq_dim=32,
-                time_embed_hidden_dim=32,
-                time_embed_dim=32,
-                rope_freq_dim=4,
-            )
-            transformer.fuse_qkv_projections()
-            return transformer
-
-        def condition(self) -> dict[str, Any]:
-            count = self.text + 8 + 64
-            text, audio, video = torch.arange(count).split([self.text, 8, 64])
-            return {
-                "audio_hidden_states": self.noise(8, 8),
-                "encoder_hidden_states": self.noise(self.text, 16),
-                "timestep_indices": torch.zeros(count, dtype=torch.long),
-                "token_tags": torch.zeros(count, dtype=torch.long),
-                "position_ids": torch.zeros(count, 3),
-                "text_indices": text,
-                "audio_indices": audio,
-                "video_indices": video,
-            }
-
-    wanted = {"Flux2": Flux2, "Krea2": Krea2, "MiniMaxH3": MiniMaxH3}
-    return wanted | {name: small_transformers.MODELS[name] for name in ("Wan", "HunyuanVideo", "LTX2", "ZImage")}
+    others = "Krea2", "MiniMaxH3Fused", "Wan", "HunyuanVideo", "LTX2", "ZImage"
+    return {"Flux2": Flux2} | {name: small_transformers.MODELS[name] for name in others}
 
 
 class Held:
@@ -167,8 +102,16 @@ def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
 @pytest.mark.parametrize(
     ("model", "layers"),
     slow_but(
-        [("Flux2", 6), ("MiniMaxH3", 2), ("LTX2", 2)],
-        [("Flux2", 6), ("Krea2", 2), ("MiniMaxH3", 2), ("Wan", 2), ("HunyuanVideo", 4), ("LTX2", 2), ("ZImage", 4)],
+        [("Flux2", 6), ("MiniMaxH3Fused", 2), ("LTX2", 2)],
+        [
+            ("Flux2", 6),
+            ("Krea2", 2),
+            ("MiniMaxH3Fused", 2),
+            ("Wan", 2),
+            ("HunyuanVideo", 4),
+            ("LTX2", 2),
+            ("ZImage", 4),
+        ],
     ),
 )
 def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:

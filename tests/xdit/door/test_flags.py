@@ -329,7 +329,7 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
         (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "flat", None),
     ],
 )
-def test_unsupported_combinations_fall_through_with_one_warning(
+def test_combinations_say_at_most_once_what_they_leave_out(
     world: int, values: dict, engine: dict, expected: str, warning: str | None
 ) -> None:
     results = ranks.run(state_after, world, values, engine)

@@ -32,8 +32,11 @@ def patches() -> list[Patch]:
             ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
         ),
         *(
-            Patch(_MODULE, f"{name}.forward", "V goes first, and codecs know the layer", exchange.around)
-            for name in ("xFuserLongContextAttention", "xFuserSanaLinearLongContextAttention")
+            Patch(_MODULE, f"{name}.forward", "V goes first, and codecs know the layer", around)
+            for name, around in (
+                ("xFuserLongContextAttention", exchange.around),
+                ("xFuserSanaLinearLongContextAttention", functools.partial(exchange.around, is_flat=True)),
+            )
         ),
     ]
 
@@ -73,8 +76,13 @@ class _Exchange:
 
         return all_to_all_4D
 
-    def around(self, original: Callable) -> Callable:
-        """The attention of a layer."""
+    def around(self, original: Callable, is_flat: bool = False) -> Callable:
+        """The attention of a layer.
+
+        Args:
+            original: its forward.
+            is_flat: whether that returns (B, S, H * D), rather than (B, S, H, D).
+        """
 
         # Without what torch.compile has noted of it: PyTorch 2.8 would find its way to the original by that.
         @functools.wraps(original, updated=())
@@ -99,13 +107,13 @@ class _Exchange:
                     options["joint_tensor_query"] = at_heads[0][:, :0]
                 with self._done():
                     attended = original(module, attn, *at_heads, **options)
-                if attended.ndim == 3:  # Sana's is flat
+                if is_flat:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
             under_way = value_under_way(value, engine)
             attended = followed_attention(query, key, value, attend, under_way, engine).transpose(1, 2)
-            return attended.flatten(2) if "Sana" in type(module).__name__ else attended.contiguous()
+            return attended.flatten(2) if is_flat else attended.contiguous()
 
         is_traced = not getattr(original, "_torchdynamo_disable", False)
         return forward if is_traced else torch.compiler.disable(forward)

@@ -185,7 +185,8 @@ def _in_fp8(given: _Given, engine: Engine) -> bool:
     xDiT has seen in a run of its own how large values are."""
     from xfuser.core.distributed import get_runtime_state
 
-    state, module = get_runtime_state().fp8_comms, given.attn_layer or given.head_balance_layer
+    state = get_runtime_state().fp8_comms
+    module = given.head_balance_layer if given.attn_layer is None else given.attn_layer
     if state is None or module is None or given.joint_strategy:
         return False
     if engine.runtime is None:
