@@ -18,8 +18,8 @@ CHAT_TEMPLATE = """
 """.strip()
 
 
-def transformer() -> Flux2Transformer2DModel:
-    """2 double and 4 single blocks."""
+def transformer(guided: bool = True) -> Flux2Transformer2DModel:
+    """2 double and 4 single blocks, which are told of the guidance or, where that is distilled into them, are not."""
     return Flux2Transformer2DModel(
         in_channels=32,
         num_layers=2,
@@ -28,6 +28,7 @@ def transformer() -> Flux2Transformer2DModel:
         num_attention_heads=24,
         joint_attention_dim=TEXT_STATES * TEXT_WIDTH,
         axes_dims_rope=(2, 2, 2, 2),
+        guidance_embeds=guided,
     )
 
 

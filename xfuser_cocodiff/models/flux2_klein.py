@@ -5,9 +5,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from xfuser_cocodiff.models import flux2, tokenizers, weights
 
-TEXT_WIDTH = 32
 # The pipeline stacks the hidden states 9, 18 and 27 of its text encoder.
-TEXT_LAYERS, TEXT_STATES = 27, 3
+TEXT_LAYERS = 27
 
 # Qwen 3's, without its tools and thoughts.
 CHAT_TEMPLATE = """
@@ -20,24 +19,15 @@ CHAT_TEMPLATE = """
 
 def transformer() -> Flux2Transformer2DModel:
     """FLUX.2-dev's small transformer without guidance, which is distilled into klein."""
-    return Flux2Transformer2DModel(
-        in_channels=32,
-        num_layers=2,
-        num_single_layers=4,
-        attention_head_dim=8,
-        num_attention_heads=24,
-        joint_attention_dim=TEXT_STATES * TEXT_WIDTH,
-        axes_dims_rope=(2, 2, 2, 2),
-        guidance_embeds=False,
-    )
+    return flux2.transformer(guided=False)
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A Qwen 3 over `tokenizer`, 32 wide and 27 layers deep."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
+        hidden_size=flux2.TEXT_WIDTH,
+        intermediate_size=4 * flux2.TEXT_WIDTH,
         num_hidden_layers=TEXT_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,

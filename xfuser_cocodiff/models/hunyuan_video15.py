@@ -12,11 +12,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
-    T5Config,
-    T5EncoderModel,
 )
 
-from xfuser_cocodiff.models import tokenizers, weights
+from xfuser_cocodiff.models import flux1, tokenizers, weights
 
 TEXT_WIDTH = 64
 LATENT_CHANNELS = 8
@@ -77,20 +75,6 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLTextModel:
     return Qwen2_5_VLTextModel(config)
 
 
-def glyph_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
-    """A two-layer T5 encoder over bytes, 64 wide: it reads only what a prompt has between quotation marks."""
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=4 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-    )
-    return T5EncoderModel(config)
-
-
 def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
     """The whole pipeline from text, with random weights from a seed."""
     tokenizer, letters = tokenizers.qwen2(CHAT_TEMPLATE), ByT5Tokenizer()
@@ -100,7 +84,7 @@ def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
         transformer=transformer(),
         vae=autoencoder(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=glyph_encoder(letters),
+        text_encoder_2=flux1.t5_encoder(letters),  # reads only what a prompt has between quotation marks
         tokenizer_2=letters,
         guider=ClassifierFreeGuidance(guidance_scale=6.0),
     )
