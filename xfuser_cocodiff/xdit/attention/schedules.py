@@ -10,7 +10,7 @@ from xfuser_cocodiff.attention.schedule import GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.attention.ulysses import Attend
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.machine import device as devices
-from xfuser_cocodiff.xdit.engine.engine import Engine, reduced
+from xfuser_cocodiff.xdit.engine.engine import Engine
 from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.platform.platform import compute_device
@@ -69,7 +69,7 @@ def settle(kind: Kind, engine: Engine, comparing: Comparing, ahead: Callable[[],
         ahead: see :func:`_trial`.
     """
     began, counts, known = time.perf_counter(), list(comparing.same), engine.known_schedule(kind)
-    same = reduced([float(same) for same in comparing.same.values()], "min") if counts else []
+    same = engine.reduced([float(same) for same in comparing.same.values()], "min") if counts else []
     equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
     kind.unequal = tuple(count for count in counts if count not in equal)
     if known and known.groups in (1, *equal):

@@ -16,7 +16,7 @@ from xfuser_cocodiff.xdit.attention import operators
 from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.schedules import Comparing
 from xfuser_cocodiff.xdit.attention.segments import segments
-from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -131,7 +131,7 @@ def _possible(
             comparing = Comparing(attend, [groups])
             comparing(*values, ALL_HEADS)
             same &= comparing.same[groups]
-        same = bool(reduced([float(same)], "min")[0])
+        same = bool(active().reduced([float(same)], "min")[0])
     if not same:
         note(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")
     return groups if same else 1

@@ -4,9 +4,11 @@ counts and holds, another one in the same process never sees."""
 import os
 import zlib
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.reshard import send_to_heads
@@ -69,7 +71,7 @@ class Engine:
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
-            self.trials = Trials(self.planned, self._schedules, mean, compute_device(), self.keep)
+            self.trials = Trials(self.planned, self._schedules, self._mean, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -148,8 +150,16 @@ class Engine:
         if self.mesh is None:
             return True
         digest = zlib.crc32(repr(value).encode())
-        lowest, highest = reduced([digest, -digest], "min")
+        lowest, highest = self.reduced([digest, -digest], "min")
         return lowest == -highest
+
+    def reduced(self, values: list[float], operation: str) -> list[float]:
+        """As the function of this name, within the time that an exchange may take."""
+        return reduced(values, operation, self.config.timeout if self.config else None)
+
+    def _mean(self, values: list[float]) -> list[float]:
+        *sums, ranks = self.reduced([*values, 1.0], "sum")
+        return [value / ranks for value in sums]
 
     # What travels.
 
@@ -179,28 +189,32 @@ class Engine:
         )
 
 
-def reduced(values: list[float], operation: str) -> list[float]:
+def reduced(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
     """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
     decide alike too. All of these ranks must call this.
 
     It goes by xDiT's group for values of the host, which is gloo's: no device is waited for, and an exchange that is
     under way is not in its way.
+
+    Args:
+        values: of this rank.
+        operation: how they are reduced.
+        timeout: seconds that it may take; torch's default when not given, as xDiT's group has it.
+
+    Raises:
+        LostRankError: a rank is gone or does not answer.
     """
     from xfuser.core.distributed import get_sp_group
 
     group, found = get_sp_group().cpu_group, torch.tensor(values, dtype=torch.float64)
+    patience = timedelta(seconds=timeout) if timeout else default_pg_timeout
     with roll_call.naming_the_lost(group, "agreement"):
-        dist.all_reduce(found, _OPERATIONS[operation], group=group)
+        dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
     return found.tolist()
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
-
-def mean(values: list[float]) -> list[float]:
-    """Their means over the same ranks."""
-    *sums, ranks = reduced([*values, 1.0], "sum")
-    return [value / ranks for value in sums]
 
 
 _NONE = Engine()

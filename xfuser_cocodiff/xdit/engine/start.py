@@ -114,7 +114,7 @@ def engine_over(
         # Those of all Ulysses groups beside a ring: they try things together, and must begin alike. By the group for
         # what lies on the host, which is gloo's wherever the device's may be another one's.
         known = findings.shared(get_sp_group().cpu_group, _versions(config, group), _rank(), config.cache)
-    largest = functools.partial(reduced, operation="max")
+    largest = functools.partial(reduced, operation="max", timeout=config.timeout)
     planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
     engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
     engine.keep()
@@ -159,7 +159,7 @@ def _runtime_over(engine: Engine) -> Runtime | None:
         return None
     moving = [axis.name for axis in config.topology.axes if axis.size > 1]
     _tell(config, ", ".join(moving[dim] for dim in way.slow_dims))
-    return _runtime(config, way, functools.partial(reduced, operation="max"), None)
+    return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None)
 
 
 def _lead_through_usp(pipeline: Any) -> None:
