@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,23 +97,28 @@ def test_the_series_can_also_be_committed(site: Path, tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / file.relative_to(site)).read_bytes()
 
 
+def group(**degrees: int) -> None:
+    """Give xDiT its groups of ranks, once."""
+    from xfuser.core.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+
+    if not model_parallel_is_initialized():
+        init_distributed_environment(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        initialize_model_parallel(**degrees)
+
+
 def start(heads: int, **options: Any) -> None:
     """Make all ranks one Ulysses group, and begin a runtime state."""
     from types import SimpleNamespace
 
     from xfuser import xFuserArgs
-    from xfuser.core.distributed import (
-        get_runtime_state,
-        init_distributed_environment,
-        initialize_model_parallel,
-        initialize_runtime_state,
-        model_parallel_is_initialized,
-    )
+    from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
 
     world = int(os.environ["WORLD_SIZE"])
-    if not model_parallel_is_initialized():
-        init_distributed_environment(rank=int(os.environ["RANK"]), world_size=world)
-        initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world)
+    group(sequence_parallel_degree=world, ulysses_degree=world)
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
     config = xFuserArgs(model="tiny", ulysses_degree=world, **options).create_config()[0]
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
@@ -137,6 +143,42 @@ def attention_error(rank: int) -> float:
     q, k, v = whole = [noise(seed, 2, 4, 10, 8) for seed in range(3)]
     got = USP(*(tensor.chunk(2, dim=2)[rank] for tensor in whole))
     return error(got, torch.nn.functional.scaled_dot_product_attention(q, k, v).chunk(2, dim=2)[rank])
+
+
+def long_context_error(rank: int, ring: int) -> float:
+    """Attention over yunchang, in a ring or not, against plain: the largest of StepVideo's, that causal, and Sana's."""
+    from xfuser.core.long_ctx_attention import xFuserLongContextAttention
+    from xfuser.model_executor.layers.attention_processor import xFuserSanaLinearAttnProcessor2_0
+
+    group(sequence_parallel_degree=2, ulysses_degree=2 // ring, ring_degree=ring)
+    whole = [noise(seed, 2, 10, 4, 8) for seed in range(3)]  # (batch, tokens, heads, dim)
+    own = [tensor.chunk(2, dim=1)[rank] for tensor in whole]
+    q, k, v = (tensor.transpose(1, 2) for tensor in whole)
+    scores = q.relu() @ k.relu().mT
+    sanas = xFuserSanaLinearAttnProcessor2_0().hybrid_seq_parallel_attn
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = [
+        (xFuserLongContextAttention()(None, *own), attend(q, k, v)),
+        (xFuserLongContextAttention()(None, *own, causal=True), attend(q, k, v, is_causal=True)),
+        (sanas(None, *own).unflatten(-1, (4, 8)), scores @ v / scores.sum(-1, keepdim=True)),
+    ]
+    return max(error(got, plain.transpose(1, 2).chunk(2, dim=1)[rank]) for got, plain in found)
+
+
+def exchange_of_stages(rank: int) -> bool:
+    """Whether PipeFusion's stages get what the other one sent, when both send before either asks for anything."""
+    from xfuser.core.distributed import get_pp_group
+
+    group(pipeline_parallel_degree=2)
+    stage = get_pp_group()
+    stage.set_config(torch.float32)
+    sent = [[noise(9 * of + patch, 2, 3 + patch, 1000) for patch in range(3)] for of in range(2)]
+    found = []
+    for turn in range(20):  # of which the first has shapes to tell
+        for patch, tensor in enumerate(sent[rank]):
+            stage.pipeline_isend(turn + tensor.mT, segment_idx=patch)  # which nobody has here any more
+        found += [torch.equal(stage.pipeline_recv(patch), turn + sent[1 - rank][patch].mT) for patch in range(3)]
+    return all(found)
 
 
 TEXT = 4
@@ -207,6 +249,26 @@ def qwen_errors(rank: int) -> list[float]:
     return [error(ours(), plain()) for ours, plain in (qwen(*case) for case in cases)]
 
 
+Z_IMAGE = {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+Z_IMAGE |= {"cap_feat_dim": 16, "axes_dims": [4, 6, 6]}
+
+
+def saved_and_loaded(rank: int) -> list[bool]:
+    """Whether a small Z-Image has its sizes and its weights again."""
+    from diffusers import ZImageTransformer2DModel
+    from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
+
+    saved = ZImageTransformer2DModel(**Z_IMAGE)
+    with tempfile.TemporaryDirectory() as folder:
+        saved.save_pretrained(folder)
+        loaded = xFuserZImageTransformer2DWrapper.from_pretrained(folder)
+    weights = loaded.state_dict()
+    return [
+        all(loaded.config[name] == size for name, size in Z_IMAGE.items()),
+        all(torch.equal(weights[name], weight) for name, weight in saved.state_dict().items()),
+    ]
+
+
 def without_plugin() -> list:
     """What xDiT does alone, without triton."""
     sys.modules["triton"] = None
@@ -225,6 +287,38 @@ def test_xdit_runs_on_a_cpu_by_itself_and_its_padding_is_right(site: Path) -> No
     (file, attention, flux, qwen), _ = answer(site, without_plugin, XDIT_PLUGINS="")
     assert file == str(site / "xfuser" / "__init__.py")
     assert max(*attention, *flux, *qwen[0], *qwen[1]) < 1e-5
+
+
+def more_without_plugin() -> dict[str, Any]:
+    """What else xDiT does alone."""
+    return {
+        "without a ring": ranks.run(long_context_error, 2, 1),
+        "in a ring": ranks.run(long_context_error, 2, 2),
+        "stages": ranks.run(exchange_of_stages, 2),
+        "Z-Image": ranks.run(saved_and_loaded, 1),
+    }
+
+
+@pytest.mark.slow  # of the patched copy; the next one has the plugin, which does the same but for Z-Image
+def test_xdit_has_long_context_pipefusion_and_small_z_images_by_itself(site: Path) -> None:
+    found, _ = answer(site, more_without_plugin, XDIT_PLUGINS="")
+    assert max(*found["without a ring"], *found["in a ring"]) < 1e-5
+    assert found["stages"] == [True, True]
+    assert found["Z-Image"] == [[True, True]]
+
+
+@pytest.mark.parametrize("ring", slow_but([2], [1, 2]))
+def test_without_the_series_the_plugin_brings_long_context(ring: int) -> None:
+    assert max(ranks.run(long_context_error, 2, ring)) < 1e-5
+
+
+@pytest.mark.slow  # test_pipelines has whole models
+def test_without_the_series_the_plugin_brings_pipefusion() -> None:
+    assert ranks.run(exchange_of_stages, 2) == [True, True]
+
+
+def test_without_the_series_a_small_z_image_does_not_load() -> None:
+    assert "shape" in str(ranks.outcomes(saved_and_loaded, 1))
 
 
 def test_without_the_series_padding_is_wrong() -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
+_XDITS_OWN = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
+"""What an xDiT has whose stages meet over gloo of themselves: the series in patches/ brings it."""
 _MOST_UNDER_WAY = 64
 """Sends that nobody waits for: more than stages are ahead of each other."""
 
@@ -57,16 +59,14 @@ def patches() -> list[Patch]:
         return _communicate_shapes
 
     why = "waits for sends as if it were NCCL, and does not hold them"
+    rows = {
+        "_pipeline_isend": (held, ("self", "tensor")),
+        "_pipeline_isend_skip": (held, ("self", "tensor")),
+        "_communicate_shapes": (sending_ahead, ("self", "tensor_send_to_next", "recv_prev")),
+    }
     return [
-        Patch(_MODULE, f"{_STAGES}._pipeline_isend", why, held, ("self", "tensor")),
-        Patch(_MODULE, f"{_STAGES}._pipeline_isend_skip", why, held, ("self", "tensor")),
-        Patch(
-            _MODULE,
-            f"{_STAGES}._communicate_shapes",
-            why,
-            sending_ahead,
-            ("self", "tensor_send_to_next", "recv_prev"),
-        ),
+        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless=_XDITS_OWN)
+        for name, (replace, parameters) in rows.items()
     ]
 
 

@@ -240,7 +240,7 @@ def patches(platform: Platform) -> list[Patch]:
         ),
         add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
         *(
-            Patch(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
+            add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
             for module in ("distributed.fp8_comms", "sparge_attention.head_balance")
         ),
         *long_context.patches(),
