@@ -11,6 +11,25 @@ from tests.small_transformers.base import SmallTransformer
 IS_VIDEO, IS_TEXT, IS_AUDIO = range(3)
 
 
+def wrapped(in_channels: int = 4, audio_in_channels: int = 8) -> xFuserMiniMaxH3Transformer3DWrapper:
+    """A transformer for latents of so many channels."""
+    return xFuserMiniMaxH3Transformer3DWrapper(
+        num_attention_heads=8,
+        attention_head_dim=32,
+        hidden_size=64,
+        num_layers=2,
+        num_refiner_layers=1,
+        ffn_dim=64,
+        in_channels=in_channels,
+        audio_in_channels=audio_in_channels,
+        text_dim=16,
+        freq_dim=32,
+        time_embed_hidden_dim=32,
+        time_embed_dim=32,
+        rope_freq_dim=4,
+    )
+
+
 class MiniMaxH3(SmallTransformer):
     """Text, then 8 audio and 64 video tokens, packed and padded to a multiple of 64; in one row of latents."""
 
@@ -19,21 +38,7 @@ class MiniMaxH3(SmallTransformer):
     is_fused = False
 
     def build(self) -> nn.Module:
-        transformer = xFuserMiniMaxH3Transformer3DWrapper(
-            num_attention_heads=8,
-            attention_head_dim=32,
-            hidden_size=64,
-            num_layers=2,
-            num_refiner_layers=1,
-            ffn_dim=64,
-            in_channels=4,
-            audio_in_channels=8,
-            text_dim=16,
-            freq_dim=32,
-            time_embed_hidden_dim=32,
-            time_embed_dim=32,
-            rope_freq_dim=4,
-        )
+        transformer = wrapped()
         if self.is_fused:
             transformer.fuse_qkv_projections()
         return transformer

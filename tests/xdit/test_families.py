@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.xdit import test_families_coded, test_pipelines, test_transformers
+from tests.xdit import test_families_coded, test_pipelines, test_run_loops, test_transformers
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.models import families
 from xfuser_cocodiff.models.families import FAMILIES
@@ -32,9 +32,11 @@ def test_every_family_is_tested() -> None:
         *test_families_coded.CODED,
         *test_pipelines.MODELS,  # coded in test_approximation
     }
+    assert sorted(loop for family in FAMILIES for loop in family.loops) == sorted(test_run_loops.LOOPS)
     assert {family.name for family in FAMILIES if not family.small} == {"Causal Wan"}
     root = Path(__file__).parents[2]
-    assert all((root / family.tested.partition(":")[0]).exists() for family in FAMILIES if family.small)
+    said = [where for family in FAMILIES if family.small for where in family.tested.split("; ")]
+    assert all((root / where.partition(":")[0]).exists() for where in said)
 
 
 def test_the_page_is_the_table() -> None:

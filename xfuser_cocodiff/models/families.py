@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 EXACT = "tests/xdit/test_transformers.py", "tests/xdit/test_pipelines.py"
 """Where small transformers, and whole pipelines, are held against stock xDiT bit for bit."""
+LOOPS = "tests/xdit/test_run_loops.py"
+"""Where the loops that pipelines have of their own are, and modes that approximate in them."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class Family:
     """In the registry of the `xdit` runner, without those of their owners; none where only scripts use them."""
     small: tuple[str, ...]
     """The small models that tests run."""
+    loops: tuple[str, ...] = ()
+    """The small pipelines that tests run in loops of their own, beside those of xDiT's runner."""
     attention: Literal["usp", "yunchang", "own"] = "usp"
     """What of xDiT exchanges: USP, yunchang's attention, or nothing of it."""
     v_first: tuple[str, ...] | str = ("to_v",)
@@ -33,7 +37,8 @@ class Family:
         """Tests of its exact mode."""
         if not self.small:
             return "-"
-        return f"{EXACT[self.small[0] in PIPELINES]}: {', '.join(self.small)}"
+        tested = f"{EXACT[self.small[0] in PIPELINES]}: {', '.join(self.small)}"
+        return f"{tested}; {LOOPS}: {', '.join(self.loops)}" if self.loops else tested
 
 
 PIPELINES = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
@@ -48,7 +53,9 @@ FAMILIES = (
     Family("FLUX.1 control", (), ("FluxControl",), v_first=("module.add_v_proj", "module.to_v")),
     Family("FLUX.2", ("FLUX.2-dev",), ("FLUX.2-dev",), v_first=(*_BOTH, "to_qkv_mlp_proj")),
     Family("FLUX.2 klein", ("FLUX.2-klein-4B", "FLUX.2-klein-9B"), ("Klein",), v_first=(*_BOTH, "to_qkv_mlp_proj")),
-    Family("Stable Diffusion 3.5", ("SD3.5", "stable-diffusion-3.5-large"), ("SD3.5",), v_first=_WRAPPED),
+    Family(
+        "Stable Diffusion 3.5", ("SD3.5", "stable-diffusion-3.5-large"), ("SD3.5",), loops=("SD3",), v_first=_WRAPPED
+    ),
     Family("Qwen-Image", ("Qwen-Image", "Qwen-Image-2512"), ("Qwen-Image",), v_first=_BOTH),
     Family(
         "Qwen-Image-Edit",
@@ -61,7 +68,7 @@ FAMILIES = (
     Family("Krea 2", ("Krea-2-Raw", "Krea-2-Turbo"), ("Krea2", "Krea2Masked", "Krea2AllHeads")),
     Family("Ideogram 4", ("Ideogram-4",), ("Ideogram4", "Ideogram4Guided")),
     Family("HunyuanDiT", (), ("HunyuanDiT",), v_first=_WRAPPED),
-    Family("PixArt", (), ("PixArtSigma",), v_first=_WRAPPED),
+    Family("PixArt", (), ("PixArtSigma",), loops=("PixArtAlpha",), v_first=_WRAPPED),
     Family("Sana", (), ("Sana",), attention="yunchang", v_first=_WRAPPED),
     Family("Wan, text to video", ("Wan2.1-T2V",), ("Wan",)),
     Family("Wan, two experts", ("Wan2.2-T2V", "Wan2.2-I2V", "Wan2.2-Distilled-I2V"), ("WanA14B",)),
@@ -81,10 +88,16 @@ FAMILIES = (
         "MiniMax-H3",
         ("MiniMax-H3", "MiniMax-H3-Ref2VA", "FastH3", "FastH3-Dense"),
         ("MiniMaxH3", "MiniMaxH3Fused"),
+        loops=("MiniMaxH3", "MiniMaxH3Ref2VA"),
         v_first=("to_qkv", "to_v"),
     ),
     Family("Cosmos 3", ("Cosmos3-Nano", "Cosmos3-Super"), ("Cosmos3",), v_first=_BOTH),
-    Family("LingBot-Video", ("LingBot-Video-Dense", "LingBot-Video-MoE"), ("LingBotVideo", "LingBotVideoMoE")),
+    Family(
+        "LingBot-Video",
+        ("LingBot-Video-Dense", "LingBot-Video-MoE"),
+        ("LingBotVideo", "LingBotVideoMoE"),
+        loops=("LingBotVideo", "LingBotVideoMoE"),
+    ),
     Family("CogVideoX", (), ("CogVideoX",), v_first=_WRAPPED),
     Family("ConsisID", (), ("ConsisID", "ConsisIDFace"), v_first=_WRAPPED),
     Family("Latte", (), ("Latte",), v_first=_WRAPPED),
@@ -102,6 +115,7 @@ def rows() -> list[dict[str, Any]]:
             "exact": family.is_exact,
             "v_first": family.v_first if isinstance(family.v_first, str) else list(family.v_first),
             "coded": family.coded,
+            "loops": list(family.loops),
             "tested": family.tested,
         }
         for family in FAMILIES
@@ -143,9 +157,15 @@ bf16 where xDiT casts the model. *V first* names the projections of the attentio
 is sent before Q and K are made. *Coded*: modes that approximate act on every layer, for the bytes that their schedule
 promises.
 """
+_LOOPS = ", ".join(loop for family in FAMILIES for loop in family.loops)
 _BELOW = f"""
+- Run in the loops of their pipelines too, at degrees 2 and 4:
+  {_LOOPS}.
+  Exact has stock's bits there, and modes that approximate code every step but the first.
 - Causal Wan: {_NOTHING_MOVES}.
-- LingBot-Video's own package is in no index: tests have a double of the modules that xDiT's wrapper needs.
+- LingBot-Video's own package is in no index: tests have a double of its model and loop, which gave the real ones' bits
+  with their weights when it was held against them, at commit f348dca of robbyant/lingbot-video.
+- Stable Diffusion 3.5 medium: stock xDiT 0.7.0 fails at its blocks with two attentions (`UnboundLocalError`).
 - Where stock xDiT differs from one rank, so does the plugin, which has its bits: Cosmos 3 and Latte always; Kontext,
   FLUX.1 control, Qwen-Image-Edit, Krea 2, Ideogram 4 and LingBot-Video where text does not divide.
 - `cocodiff models` writes small pipelines of eleven names, with which the real runner runs.

@@ -1,20 +1,24 @@
 """A video transformer of one stream, with a gated MLP in each block or a mixture of experts.
 
-It has the names that `xfuser.model_executor.models.transformers.transformer_lingbot_video` imports and touches, and
-computes on one rank what that wrapper computes on many.
-Sizes in shapes: B batch, S tokens, H heads, D head dim, E hidden size.
+It has the names that `xfuser.model_executor.models.transformers.transformer_lingbot_video` imports and touches, takes
+the weights of the real one under their names, and computes on one rank what that does for text that is all there.
+Sizes in shapes: B batch, S tokens, H heads, D head dim, E hidden size, I inner size of an expert.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
-from diffusers.models.embeddings import Timesteps
+from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import nn
 from torch.nn import functional as F
+
+PRECISE = {"time_embedder", "time_modulation", "scale_shift_table", "norm_out_modulation", "router"}
+"""Parts that stay in float32 whatever the model is cast to, beside all norms."""
 
 
 def apply_rotary_emb(x: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
@@ -26,9 +30,10 @@ def apply_rotary_emb(x: torch.Tensor, rotary_emb: torch.Tensor) -> torch.Tensor:
 def make_joint_position_ids(
     text: int, frames: int, rows: int, columns: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Places of video tokens, then of text behind the last frame: (S, 3)."""
+    """Places of video tokens, whose time goes on where that of text ends, then of text, from 1: (S, 3)."""
     video = torch.cartesian_prod(*(torch.arange(size, device=device) for size in (frames, rows, columns)))
-    return torch.cat([video, (frames + torch.arange(text, device=device))[:, None].expand(-1, 3)])
+    video[:, 0] += text + 1
+    return torch.cat([video, F.pad(torch.arange(1, text + 1, device=device)[:, None], (0, 2))])
 
 
 def _cat_interleave(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -39,9 +44,9 @@ def _cat_interleave(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 class LingBotVideoRotaryEmbedding(nn.Module):
     """Complex numbers of each place, made when they are first asked for."""
 
-    def __init__(self, axes_dims: Sequence[int], axes_lens: Sequence[int]) -> None:
+    def __init__(self, axes_dims: Sequence[int], axes_lens: Sequence[int], theta: float) -> None:
         super().__init__()
-        self.axes_dims, self.axes_lens = axes_dims, axes_lens
+        self.axes_dims, self.axes_lens, self.theta = axes_dims, axes_lens, theta
         self.freqs_cis: list[torch.Tensor] | None = None
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
@@ -49,18 +54,39 @@ class LingBotVideoRotaryEmbedding(nn.Module):
             self.freqs_cis = [self._table(*sizes) for sizes in zip(self.axes_dims, self.axes_lens, strict=True)]
         return torch.cat([table[places] for table, places in zip(self.freqs_cis, position_ids.T, strict=True)], dim=-1)
 
-    @staticmethod
-    def _table(dim: int, length: int) -> torch.Tensor:
-        angles = torch.outer(torch.arange(length), 1e4 ** (-torch.arange(0, dim, 2) / dim))
+    def _table(self, dim: int, length: int) -> torch.Tensor:
+        speeds = 1 / self.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        angles = torch.outer(torch.arange(length, dtype=torch.float64), speeds).float()
         return torch.polar(torch.ones_like(angles), angles)
 
 
+class LingBotVideoRMSNorm(nn.RMSNorm):
+    """In float32, whatever it is given."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__(size, eps=eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type_as(x)
+
+
+class LingBotVideoTextEmbedder(nn.Module):
+    def __init__(self, text_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = LingBotVideoRMSNorm(text_dim)
+        self.linear_1, self.linear_2 = nn.Linear(text_dim, hidden_size), nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_2(F.silu(self.linear_1(self.norm(x))))
+
+
 class LingBotVideoAttention(nn.Module):
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, qkv_bias: bool, out_bias: bool) -> None:
         super().__init__()
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
-        self.norm_q, self.norm_k = (nn.RMSNorm(self.head_dim, eps=1e-6) for _ in range(2))
+        self.to_q, self.to_k, self.to_v = (nn.Linear(hidden_size, hidden_size, bias=qkv_bias) for _ in range(3))
+        self.to_out = nn.Linear(hidden_size, hidden_size, bias=out_bias)
+        self.norm_q, self.norm_k = (LingBotVideoRMSNorm(self.head_dim) for _ in range(2))
 
     def forward(
         self, x: torch.Tensor, rotary_emb: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
@@ -76,11 +102,39 @@ class LingBotVideoAttention(nn.Module):
 class LingBotVideoMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(hidden_size, intermediate_size) for _ in range(2))
-        self.down = nn.Linear(intermediate_size, hidden_size)
+        self.gate_proj, self.up_proj = (nn.Linear(hidden_size, intermediate_size, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LingBotVideoRouter(nn.Module):
+    def __init__(self, hidden_size: int, num_experts: int, num_experts_per_tok: int) -> None:
+        super().__init__()
+        self.num_experts_per_tok = num_experts_per_tok
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, and what each of them counts; the bias is only for the choice."""
+        scores = F.linear(tokens.float(), self.weight.float()).sigmoid()
+        chosen = (scores + self.e_score_correction_bias).topk(self.num_experts_per_tok).indices
+        shares = F.normalize(scores.gather(1, chosen), p=1, dim=1)
+        return chosen, shares.type_as(tokens)
+
+
+class LingBotVideoGroupedExperts(nn.Module):
+    """Gated MLPs: w1 gates (I, E), w3 goes up (I, E), w2 down (E, I), each for all experts."""
+
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.empty(num_experts, intermediate_size, hidden_size)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+
+    def forward(self, tokens: torch.Tensor, expert: int) -> torch.Tensor:
+        inner = F.silu(F.linear(tokens, self.w1[expert])) * F.linear(tokens, self.w3[expert])
+        return F.linear(inner, self.w2[expert])
 
 
 class LingBotVideoSparseMoeBlock(nn.Module):
@@ -88,26 +142,26 @@ class LingBotVideoSparseMoeBlock(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, num_experts_per_tok: int) -> None:
         super().__init__()
-        self.router = nn.Linear(hidden_size, num_experts)
-        self.experts = nn.ModuleList(LingBotVideoMLP(hidden_size, intermediate_size) for _ in range(num_experts))
-        self.num_experts_per_tok = num_experts_per_tok
+        self.router = LingBotVideoRouter(hidden_size, num_experts, num_experts_per_tok)
+        self.experts = LingBotVideoGroupedExperts(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         tokens = x.flatten(0, 1)
-        scores, chosen = self.router(tokens).softmax(-1).topk(self.num_experts_per_tok)
+        chosen, shares = self.router(tokens)
         result = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(chosen == number)
-            result.index_add_(0, token, scores[token, place, None] * expert(tokens[token]))
+        for expert in range(len(self.router.weight)):
+            token, place = torch.where(chosen == expert)
+            result.index_add_(0, token, shares[token, place, None] * self.experts(tokens[token], expert))
         return result.view_as(x)
 
 
 class LingBotVideoBlock(nn.Module):
-    def __init__(self, hidden_size: int, num_heads: int, ffn: nn.Module) -> None:
+    def __init__(self, hidden_size: int, attention: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
         self.scale_shift_table = nn.Parameter(torch.zeros(1, 6 * hidden_size))
-        self.norm1, self.norm_post_attn, self.norm2, self.norm_post_ffn = (nn.RMSNorm(hidden_size) for _ in range(4))
-        self.attn, self.ffn = LingBotVideoAttention(hidden_size, num_heads), ffn
+        self.norm1, self.norm2 = (LingBotVideoRMSNorm(hidden_size) for _ in range(2))
+        self.norm_post_attn, self.norm_post_ffn = (LingBotVideoRMSNorm(hidden_size) for _ in range(2))
+        self.attn, self.ffn = attention, ffn
 
     def forward(
         self,
@@ -116,6 +170,7 @@ class LingBotVideoBlock(nn.Module):
         rotary_emb: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         moe_padding_mask: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """A block.
 
@@ -128,20 +183,11 @@ class LingBotVideoBlock(nn.Module):
         """
         modulation = temb6.view(*x.shape[:2], -1) + self.scale_shift_table
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.chunk(6, dim=-1)
-        attended = self.attn(self.norm1(x) * (1 + scale) + shift, rotary_emb, attention_mask)
-        x = x + gate.tanh() * self.norm_post_attn(attended)
-        fed = self.ffn(self.norm2(x) * (1 + ffn_scale) + ffn_shift)
-        return x + ffn_gate.tanh() * self.norm_post_ffn(fed)
-
-
-class LingBotVideoTimeEmbedding(nn.Sequential):
-    """Its input, which the wrapper makes in float32, comes in the dtype of its weights."""
-
-    def __init__(self, freq_dim: int, hidden_size: int) -> None:
-        super().__init__(nn.Linear(freq_dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self[0].weight.dtype))
+        dtype = self.attn.to_q.weight.dtype
+        attended = self.attn((self.norm1(x) * (1 + scale) + shift).to(dtype), rotary_emb, attention_mask)
+        x = x + (gate.tanh() * self.norm_post_attn(attended)).type_as(x)
+        fed = self.ffn((self.norm2(x) * (1 + ffn_scale) + ffn_shift).to(dtype))
+        return x + (ffn_gate.tanh() * self.norm_post_ffn(fed)).type_as(x)
 
 
 class LingBotVideoTransformer3DModel(ModelMixin, ConfigMixin):
@@ -159,29 +205,39 @@ class LingBotVideoTransformer3DModel(ModelMixin, ConfigMixin):
         axes_dims: tuple[int, ...],
         axes_lens: tuple[int, ...],
         patch_size: tuple[int, int, int] = (1, 2, 2),
+        rope_theta: float = 256.0,
+        qkv_bias: bool = False,
+        out_bias: bool = True,
         num_experts: int = 0,
-        num_experts_per_tok: int = 0,
-        moe_intermediate_size: int = 0,
+        num_experts_per_tok: int = 8,
+        moe_intermediate_size: int = 512,
     ) -> None:
         super().__init__()
-        patch = patch_size[0] * patch_size[1] * patch_size[2]
-        self.patch_embedder = nn.Linear(patch * in_channels, hidden_size)
-        self.text_embedder = nn.Linear(text_dim, hidden_size)
-        self.rope = LingBotVideoRotaryEmbedding(axes_dims, axes_lens)
+        self.patch_embedder = nn.Linear(math.prod(patch_size) * in_channels, hidden_size)
+        self.text_embedder = LingBotVideoTextEmbedder(text_dim, hidden_size)
+        self.rope = LingBotVideoRotaryEmbedding(axes_dims, axes_lens, rope_theta)
         self.time_proj = Timesteps(freq_dim, flip_sin_to_cos=True, downscale_freq_shift=0)
-        self.time_embedder = LingBotVideoTimeEmbedding(freq_dim, hidden_size)
+        self.time_embedder = TimestepEmbedding(freq_dim, hidden_size)
         self.time_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
-        def ffn() -> nn.Module:
+        def block() -> nn.Module:
+            attention = LingBotVideoAttention(hidden_size, num_attention_heads, qkv_bias, out_bias)
             if not num_experts:
-                return LingBotVideoMLP(hidden_size, intermediate_size)
-            return LingBotVideoSparseMoeBlock(hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok)
+                return LingBotVideoBlock(hidden_size, attention, LingBotVideoMLP(hidden_size, intermediate_size))
+            sizes = moe_intermediate_size, num_experts, num_experts_per_tok
+            return LingBotVideoBlock(hidden_size, attention, LingBotVideoSparseMoeBlock(hidden_size, *sizes))
 
-        blocks = (LingBotVideoBlock(hidden_size, num_attention_heads, ffn()) for _ in range(depth))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.norm_out_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
-        self.norm_out = nn.RMSNorm(hidden_size)
-        self.proj_out = nn.Linear(hidden_size, patch * out_channels)
+        self.norm_out = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.proj_out = nn.Linear(hidden_size, math.prod(patch_size) * out_channels)
+
+    def to(self, *args: Any, **kwargs: Any) -> "LingBotVideoTransformer3DModel":
+        precise = {name: value for name, value in self.state_dict().items() if _is_precise(name)}
+        super().to(*args, **kwargs)
+        device = self.patch_embedder.weight.device
+        self.load_state_dict({name: value.to(device) for name, value in precise.items()}, strict=False, assign=True)
+        return self
 
     def forward(
         self,
@@ -204,7 +260,12 @@ class LingBotVideoTransformer3DModel(ModelMixin, ConfigMixin):
         for block in self.blocks:
             x = block(x, self.time_modulation(time), rotary)
         shift, scale = self.norm_out_modulation(time).view(*x.shape[:2], -1).chunk(2, dim=-1)
-        x = self.proj_out(self.norm_out(x) * (1 + scale) + shift)[:, : video.shape[1]]
+        x = self.norm_out(x) * (1 + scale) + shift
+        x = self.proj_out(x.to(self.proj_out.weight.dtype))[:, : video.shape[1]]
         x = x.view(batch, *grid, p, q, r, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
         sample = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+def _is_precise(name: str) -> bool:
+    return any(part in PRECISE or part.startswith("norm") for part in name.split("."))

@@ -1,0 +1,182 @@
+"""Loops that pipelines have of their own: the plugin sees their runs and steps, exact it has stock's bits, and a mode
+that approximates codes every step but the first."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import slow_but
+from tests.xdit.test_approximation import decibels
+from xfuser_cocodiff.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from xfuser_cocodiff.codec.runtime import StepReport
+
+STEPS, BITS = 5, 4
+
+
+class Loop(NamedTuple):
+    """What is to be seen in a loop."""
+
+    layers: int
+    """That go through the exchange in a step."""
+    head_dim: int
+    decibels: float = 20
+    """Of PSNR to stock, at least."""
+
+    @property
+    def share(self) -> float:
+        """Of exact bytes in float32: a value takes some bits, and a row of them a byte for its scale."""
+        return (self.head_dim * BITS / 8 + 1) / (self.head_dim * 4)
+
+
+LOOPS = {
+    "MiniMaxH3": Loop(2, 32),
+    "MiniMaxH3Ref2VA": Loop(2, 32),
+    "LingBotVideo": Loop(2, 16),
+    "LingBotVideoMoE": Loop(2, 16, decibels=18),
+    "SD3": Loop(4, 8),
+    "PixArtAlpha": Loop(2, 24),
+}
+
+
+@dataclass
+class Seen:
+    """What a run left on one rank."""
+
+    made: list[torch.Tensor]
+    """By the pipeline: nothing, on ranks that return nothing."""
+    record: dict[str, Any]
+    latents: torch.Tensor
+    """At the last step, of this rank."""
+    is_over: bool
+    axes: set[str]
+    """Along which the plugin moved something."""
+    early: list[bool]
+    """For each kind of layer that goes through USP whether V can go first."""
+    sources: set[str]
+    """Projections that V comes from."""
+    reports: "list[StepReport]"
+
+
+def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[str, Seen]:
+    """On a rank: a pipeline as stock runs it, with the plugin exact, and approximating."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        initialize_runtime_state,
+    )
+
+    from tests import small_pipelines
+    from xfuser_cocodiff.xdit.clock.recorder import Recorder
+    from xfuser_cocodiff.xdit.door import activation
+
+    init_distributed_environment(rank=rank, world_size=degree * cfg)
+    initialize_model_parallel(
+        classifier_free_guidance_degree=cfg, sequence_parallel_degree=degree, ulysses_degree=degree
+    )
+    activation._clock.listeners = [recorder := Recorder(Path(folder))]
+
+    def config(**options: Any) -> Any:
+        flags = {f"cocodiff_{option}": value for option, value in options.items()}
+        parallel = {"ulysses_degree": degree, "use_cfg_parallel": cfg > 1}
+        return xFuserArgs(model="small", use_cocodiff=bool(options), **parallel, **flags).create_config()[0]
+
+    small = small_pipelines.build(name, config())
+
+    def run(**options: Any) -> Seen:
+        initialize_runtime_state(small.pipeline, config(**options))
+        return see(small, recorder)
+
+    way = {"topology": f"node=2,gpu={degree // 2}", "slow_axes": "node", "a2a": "flat", "v_first": "on"}
+    return {
+        "stock": run(),
+        "exact": run(mode="exact", **way),
+        "coded": run(mode="balanced", schedule=f"bits={BITS},bits_o={BITS}", **way),
+        "stock again": run(),
+    }
+
+
+def see(small: Any, recorder: Any) -> Seen:
+    """Run a pipeline."""
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    active().traffic.reset()
+    made = small.run(STEPS)
+    engine, latents = active(), recorder.latents.clone()
+    recorder.end_run()
+    kinds = [kind for kind in engine.layers.kinds if kind.trial]
+    return Seen(
+        made,
+        recorder.runs[-1],
+        latents,
+        engine.runs.newest is None,
+        {axis for step in recorder.runs[-1]["steps"] for axis in step["sent_bytes"]},
+        [kind.ready for kind in kinds],
+        {path for kind in kinds for path in kind.recipe.paths},
+        engine.runtime.reports if engine.runtime else [],
+    )
+
+
+def check(name: str, degree: int, cfg: int = 1) -> None:
+    wanted = LOOPS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        for seen in ranks.run(observe, degree * cfg, name, degree, cfg, folder):
+            for each in seen.values():
+                assert each.is_over
+                assert (each.record["total_steps"], len(each.record["steps"])) == (STEPS, STEPS)
+                assert all(torch.isfinite(made).all() for made in each.made)
+            for way in ("exact", "stock again"):
+                assert_same(seen[way], seen["stock"])
+            check_exact(name, seen["exact"])
+            check_coded(wanted, seen["coded"])
+            assert not torch.equal(seen["coded"].latents, seen["stock"].latents)
+            assert decibels(seen["coded"].latents, seen["stock"].latents) > wanted.decibels
+
+
+def assert_same(one: Seen, other: Seen) -> None:
+    """Bit for bit."""
+    assert torch.equal(one.latents, other.latents)
+    assert one.record["latents_sha256"] == other.record["latents_sha256"]
+    assert len(one.made) == len(other.made)
+    assert all(torch.equal(*pair) for pair in zip(one.made, other.made, strict=True))
+
+
+def check_exact(name: str, seen: Seen) -> None:
+    assert seen.axes
+    assert seen.early and all(seen.early)
+    [family] = (family for family in FAMILIES if name in family.loops)
+    assert seen.sources <= {*family.v_first}
+
+
+def check_coded(wanted: Loop, seen: Seen) -> None:
+    assert [report.step for report in seen.reports] == list(range(STEPS))
+    for report in seen.reports:
+        assert len(report.errors) == wanted.layers, sorted(report.errors)
+        assert (report.error == 0) == (report.step == 0), report.errors
+        # These messages are small, and beside the values in them there are a byte and what aligns them.
+        share = wanted.share if report.step else 1
+        assert share <= report.sent_bytes / report.exact_bytes < 1.2 * share, report
+    assert seen.record["coded_reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "degree"),
+    slow_but(
+        [("MiniMaxH3", 2), ("LingBotVideo", 2), ("SD3", 2), ("PixArtAlpha", 4)],
+        [(name, degree) for name in LOOPS for degree in (2, 4)],
+    ),
+)
+def test_a_loop_of_its_own_has_runs(name: str, degree: int) -> None:
+    check(name, degree)
+
+
+def test_a_loop_of_xdits_has_runs() -> None:
+    """LingBot-Video's two branches of guidance are on ranks of their own, in a loop that xDiT has for that."""
+    check("LingBotVideo", 2, cfg=2)
