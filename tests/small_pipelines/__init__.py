@@ -1,6 +1,7 @@
-"""Small pipelines with random weights, each with the loop that its model has.
+"""Small pipelines with random weights, whose loops are those of their models.
 
-A pipeline is built once in a rank, for stock's configuration, and gets a new runtime state for every other one.
+Those in :data:`PIPELINES` are built once in a rank, for stock's configuration, and get a new runtime state for every other
+one; those of Wan are written to where xDiT's runner finds them.
 """
 
 import importlib

@@ -36,19 +36,6 @@ class Approximating(Run):
 
         Clock.end_step = keep
 
-    def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
-        """Go on in a mode."""
-        from xfuser.core.distributed import initialize_runtime_state
-
-        from xfuser_cocodiff.machine.topology import Topology
-        from xfuser_cocodiff.settings.config import CocoDiffConfig
-
-        model = self.runner.model
-        given = Topology.parse(topology, model.engine_config.parallel_config.ulysses_degree)
-        options = {"slow_axes": ("node",), **options}
-        model.engine_config.parallel_config.sp_config.cocodiff = CocoDiffConfig(topology=given, mode=mode, **options)
-        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
-
     @property
     def runtime(self) -> Any:
         from xfuser_cocodiff.xdit.engine.engine import active

@@ -68,6 +68,19 @@ class Run:
         parallel.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
+    def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
+        """Go on in a mode. Whatever approximates needs `step` of the scheduler's class, where the plugin sees it."""
+        from xfuser.core.distributed import initialize_runtime_state
+
+        from xfuser_cocodiff.machine.topology import Topology
+        from xfuser_cocodiff.settings.config import CocoDiffConfig
+
+        model = self.runner.model
+        given = Topology.parse(topology, model.engine_config.parallel_config.ulysses_degree)
+        options = {"slow_axes": ("node",), **options}
+        model.engine_config.parallel_config.sp_config.cocodiff = CocoDiffConfig(topology=given, mode=mode, **options)
+        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+
     def __call__(self, **inputs: Any) -> torch.Tensor:
         """Run the pipeline and return its final latents."""
         self.runner.run({**self.inputs, **inputs})

@@ -1,5 +1,7 @@
 """Small Wan 2.1 and 2.2: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
 
+from typing import Any
+
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
@@ -9,17 +11,26 @@ TEXT_WIDTH = 64
 LATENT_CHANNELS = 4
 
 
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 8,
+    "in_channels": LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "text_dim": TEXT_WIDTH,
+    "ffn_dim": 384,
+    "num_layers": 4,
+}
+"""Of its transformer."""
+
+
 def transformer() -> WanTransformer3DModel:
     """4 blocks."""
-    return WanTransformer3DModel(
-        num_attention_heads=24,
-        attention_head_dim=8,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        text_dim=TEXT_WIDTH,
-        ffn_dim=384,
-        num_layers=4,
-    )
+    return WanTransformer3DModel(**SIZES)
+
+
+def scheduler() -> UniPCMultistepScheduler:
+    """As all of Wan's have it."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
 def autoencoder() -> AutoencoderKLWan:
@@ -54,7 +65,7 @@ def pipeline(seed: int = 0, experts: int = 1) -> WanPipeline:
         tokenizer=tokenizer,
         text_encoder=text_encoder(tokenizer),
         vae=autoencoder(),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        scheduler=scheduler(),
         transformer=transformer(),
         transformer_2=transformer() if experts == 2 else None,
         # The share of the noise below which the second one goes on.
