@@ -1,7 +1,7 @@
 """Small pipelines with random weights, whose loops are those of their models.
 
-Those in :data:`PIPELINES` are built once in a rank, for stock's configuration, and get a new runtime state for every other
-one; those of Wan are written to where xDiT's runner finds them.
+Those in :data:`PIPELINES` are built once in a rank, for stock's configuration, and get a new runtime state for every
+other one; those of Wan are written to where xDiT's runner finds them.
 """
 
 import importlib

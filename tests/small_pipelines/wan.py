@@ -1,4 +1,4 @@
-"""Wan's pipelines from pictures: 9 frames of 128 x 128 as 192 tokens, or of 64 x 64 as 48, with 24 heads of 8."""
+"""Wan's pipelines from pictures: 9 frames of 128 x 128 as 192 tokens, with 24 heads of 8."""
 
 from typing import Any
 

@@ -169,8 +169,8 @@ _BELOW = f"""
 - Where stock xDiT differs from one rank, so does the plugin, which has its bits: Cosmos 3 and Latte always; Kontext,
   FLUX.1 control, Qwen-Image-Edit, Krea 2, Ideogram 4 and LingBot-Video where text does not divide.
 - Wan VACE: xDiT's command gives its prompt as a list, which the pipeline of diffusers refuses; scripts give it as text.
-- `cocodiff models` writes small pipelines of eleven names, with which the real runner runs. Tests have more, of Wan from
-  pictures: Wan2.1-I2V, Wan2.2-I2V, Wan2.2-TI2V and Wan2.1-VACE-1.3B.
+- `cocodiff models` writes small pipelines of eleven names, with which the real runner runs. Tests have more, of
+  Wan from pictures: Wan2.1-I2V, Wan2.2-I2V, Wan2.2-TI2V and Wan2.1-VACE-1.3B.
 """
 
 
