@@ -43,6 +43,16 @@ def _patch_usp(usp):
     usp.PROCESS_GROUP = PROCESS_GROUP
 
 
+def _patch_kernels(kernels):
+    # Sana asks for a type by the name that yunchang once had for it.
+    kernels.AttnType.TORCH = kernels.AttnType.TORCH_MATH
+
+
+def _patch_ring(ring):
+    if not hasattr(ring, "update_npu_out"):  # in yunchang 0.6.4, and for NPUs
+        ring.update_npu_out = None
+
+
 def _patch_pipelines(module):
     to = module.DiffusionPipeline.to
 
@@ -52,23 +62,41 @@ def _patch_pipelines(module):
     module.DiffusionPipeline.to = to_host
 
 
+def _run_as_with_cuda(run, module):
+    import torch
+    import yunchang.kernels  # is not to be told of any  # noqa: F401
+
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    try:
+        run(module)
+    finally:
+        torch.cuda.is_available = is_available
+
+
 _PATCHES = {
     "xfuser.envs": _patch_envs,
     "xfuser.model_executor.layers.usp": _patch_usp,
     "diffusers.pipelines.pipeline_utils": _patch_pipelines,
+    "yunchang.kernels": _patch_kernels,
+    "yunchang.ring.utils": _patch_ring,
 }
+_LONG_CONTEXT = "xfuser.core.long_ctx_attention."
+"""Modules that leave all of yunchang out where there is no CUDA."""
 
 
 class _Finder:
     def find_spec(self, name, path=None, target=None):
-        if name not in _PATCHES:
+        if name not in _PATCHES and not name.startswith(_LONG_CONTEXT):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
 
         def exec_module(module):
-            run(module)
-            _PATCHES[name](module)
+            if name in _PATCHES:
+                run(module)
+                _PATCHES[name](module)
+            else:
+                _run_as_with_cuda(run, module)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -5,8 +5,8 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from xfuser_cocodiff.models import flux2, tokenizers, weights
 
-# The pipeline stacks the hidden states 9, 18 and 27 of its text encoder.
-TEXT_LAYERS = 27
+# The pipeline stacks the hidden states 9, 18 and 27 of its text encoder, and in xDiT's script 10, 20 and 30.
+TEXT_LAYERS = 30
 
 # Qwen 3's, without its tools and thoughts.
 CHAT_TEMPLATE = """
@@ -23,7 +23,7 @@ def transformer() -> Flux2Transformer2DModel:
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A Qwen 3 over `tokenizer`, 32 wide and 27 layers deep."""
+    """A Qwen 3 over `tokenizer`, 32 wide and 30 layers deep."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=flux2.TEXT_WIDTH,
