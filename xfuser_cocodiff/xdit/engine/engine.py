@@ -216,7 +216,6 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-
 _NONE = Engine()
 """In force while xDiT has no runtime state."""
 
