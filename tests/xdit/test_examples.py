@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not FOLDERS, reason="XDIT_EXAMPLES names no folder of xDiT's examples"),
 ]
 SIZE = "--height 128 --width 128 --num_inference_steps 3 --seed 5 --prompt cat"
-FLAGS = "--use_cocodiff --cocodiff_mode exact --cocodiff_a2a hierarchical --cocodiff_topology 2x2"
+FLAGS = "--use_cocodiff --cocodiff_mode exact --cocodiff_a2a hierarchical --cocodiff_topology 2x2 --cocodiff_v_first on"
 
 
 @dataclass(frozen=True)
