@@ -108,6 +108,28 @@ class Reference:
         self._dtype = values.dtype
         self._held = compact(values) if self.is_compact else (values,)
 
+    def unchanged(self, values: torch.Tensor) -> torch.Tensor:
+        """How many tokens, from the first on, are in all groups bit for bit what is held; a tensor of one element, so
+        that nobody waits for a device. None are where references lose something by how they are kept."""
+        same = (values == self._held[0]).all(4).all(2).all(1).all(0)
+        return same.cumprod(0).sum() * (not self.is_compact)
+
+    def split(self, tokens: int) -> torch.Tensor:
+        """Give away what is held of so many tokens, from the first on."""
+        first = self._held[0][:, :, :, :tokens].clone()
+        self._held, self._before = (
+            tuple(part[:, :, :, tokens:].contiguous() for part in kept) for kept in (self._held, self._before)
+        )
+        return first
+
+    def join(self, first: torch.Tensor) -> None:
+        """Take back what :meth:`split` gave away; it has not changed since."""
+        parts = compact(first) if self.is_compact else (first,)
+        self._held, self._before = (
+            tuple(torch.cat([part, rest], TOKENS) for part, rest in zip(parts, kept, strict=True)) if kept else ()
+            for kept in (self._held, self._before)
+        )
+
     def squeeze(self) -> None:
         """Keep it in 8 bits from now on."""
         if not self.is_compact:

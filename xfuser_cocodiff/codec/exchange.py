@@ -16,13 +16,14 @@ import torch
 
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import codecs
-from xfuser_cocodiff.codec.codecs import EXACT, Codec
-from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
+from xfuser_cocodiff.codec.codecs import EXACT, Codec, Loss
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, Still, Wire, active_for, codec_for, is_finite
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.kernels import rows
 from xfuser_cocodiff.kernels.rows import Active
 from xfuser_cocodiff.machine import device as devices
 
@@ -34,12 +35,18 @@ _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 where the host would have to wait, and nobody writes it."""
 
 
+MAY_BE_STILL = "kv"
+"""Tensors of which some tokens may be the same at every step, such as those of a prompt."""
+
+
 class _Sent(NamedTuple):
     """What is known of an exchange between its encoding and its end."""
 
     split: list[torch.Tensor]
     """(S, F, B, n, s, D) each."""
     codecs: list[Codec]
+    still: list[Still | None]
+    """Of each, tokens that are not sent."""
     message: torch.Tensor
     """uint8 (S, bytes); nothing is written for this rank's own place."""
 
@@ -107,28 +114,48 @@ def _encoded(split: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, h
     """Encode what goes to other places on the slow axes."""
     way, order = layer_codecs.way, _encoding_order(names)
     values = [piece.flatten(1, 2) for piece in split]  # (S, F * B, n, s, D)
+    wires = [layer_codecs.wire(name, head_group) for name in names]
     used: dict[int, Codec] = {}
     choices: dict[int, Active | None] = {}
+    losses: list[Loss | None] = []
     for index in order:
-        name, shape = names[index], _to_others(values[index], way)
-        used[index] = codec_for(layer_codecs, name, head_group, shape, values[index].dtype)
-        layer_codecs.wire(name, head_group).under_way = True
+        name, wire, whole = names[index], wires[index], values[index]
+        rest = wire.rest_of(whole)
+        used[index] = codec_for(layer_codecs, name, head_group, _to_others(rest, way), whole.dtype)
+        if used[index].is_exact:
+            wire.send_all()
+            wire.begins = name in MAY_BE_STILL
+        else:
+            losses += _look_for_still(wire, whole, way)
+            values[index] = rest
+        wire.under_way = True
         choices[index] = active_for(layer_codecs, name, head_group, values[index], used[index], way.here)
-        layer_codecs.account.exact_bytes += math.prod(shape) * values[index].itemsize
+        layer_codecs.account.exact_bytes += math.prod(_to_others(whole, way)) * whole.itemsize
     codecs_of = [used[index] for index in range(len(names))]
     message, flag, rooms = _message(values, names, codecs_of, layer_codecs)
-    losses = []
     for index, (choice, payload) in zip(order, rooms, strict=True):
-        active = choices[index]
+        active, wire = choices[index], wires[index]
         if choice.nbytes and active:
             codecs.pack_choice(active, choice, way.here)
-        wire = layer_codecs.wire(names[index], head_group)
-        losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
+        if values[index].numel():
+            losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
     known = [loss for loss in losses if loss]
     layer_codecs.account.losses += known
     if not devices.of(message.device.type).queues:
         flag.fill_(_FINITE if all(map(is_finite, known)) else _NOT_FINITE)
-    return _Sent(split, codecs_of, message)
+    return _Sent(split, codecs_of, [wire.still for wire in wires], message)
+
+
+def _look_for_still(wire: Wire, values: torch.Tensor, way: SlowWay) -> list[Loss]:
+    """See which tokens do not change, in the exchange after an exact one; and later, that they do not. If they do, that
+    is a loss that is not finite, and mended like others."""
+    others = rows.away(values, way.here)
+    if wire.begins:
+        wire.begins, wire.is_looked_at, wire.unchanged = False, True, wire.sent.unchanged(others)
+    if wire.still is None:
+        return []
+    changed = (others[:, :, :, : wire.still.tokens] != wire.still.sent).any()
+    return [Loss(torch.where(changed, math.nan, 0.0), torch.zeros_like(changed, dtype=torch.float32))]
 
 
 def _to_others(values: torch.Tensor, way: SlowWay) -> tuple[int, ...]:
@@ -185,10 +212,20 @@ def _receive(
     if not devices.of(received.device.type).queues and bool(flags.any()):
         _repeat(sent, rooms, names, layer_codecs, head_group)
     else:
-        _decode(received, sent.codecs, rooms, names, layer_codecs, head_group)
+        _decode(received, sent.codecs, _rests(rooms, sent.still, way), names, layer_codecs, head_group)
     for (landing, is_target), target, piece in zip(landings, targets, sent.split, strict=True):
         if not is_target:
             kernels.move(target, way.joined(landing.view(piece.shape)))
+
+
+def _rests(landings: list[torch.Tensor], still: list[Still | None], way: SlowWay) -> list[torch.Tensor]:
+    """What is still to be written to (S, F * B, n, s, D) each once tokens that are not sent have been."""
+    rests = []
+    for landing, kept in zip(landings, still, strict=True):
+        if kept:
+            rows.put_away(landing[:, :, :, : kept.tokens], kept.received, way.here)
+        rests.append(landing[:, :, :, kept.tokens :] if kept else landing)
+    return rests
 
 
 def _decode(
@@ -210,14 +247,16 @@ def _decode(
             layer_codecs.choices[name, head_group].received = active
         elif codec.share < 1:
             active = layer_codecs.choices["v", head_group].received
-        codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, here)
+        if landing.numel():
+            codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, here)
         layer_codecs.wire(name, head_group).under_way = False
 
 
 def _repeat(
     sent: _Sent, landings: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup
 ) -> None:
-    """Exchange the values as they are: some of them, of some rank on these slow axes, are not finite.
+    """Exchange the values as they are: some of them, of some rank on these slow axes, are not finite, or are not sent
+    although they have changed.
 
     Every one of these ranks has seen that, since each tells all others.
     """
@@ -226,7 +265,10 @@ def _repeat(
     values, exact = [piece.flatten(1, 2) for piece in sent.split], [EXACT] * len(names)
     message, _, rooms = _message(values, names, exact, layer_codecs)
     for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
-        codecs.encode(values[index], layer_codecs.wire(names[index], head_group).sent, EXACT, None, payload, way.here)
+        wire = layer_codecs.wire(names[index], head_group)
+        wire.send_all()
+        wire.unchanged = None  # and not looked for again: other ranks know nothing of this
+        codecs.encode(values[index], wire.sent, EXACT, None, payload, way.here)
     received = way.slow.lane.run(lambda: _along_slow_axes(message, way))
     _decode(received.reshape(way.places, -1), exact, landings, names, layer_codecs, head_group)
 

@@ -5,6 +5,7 @@ Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,37 @@ class Wire:
     received: Reference
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
+    begins: bool = True
+    """Whether the last exchange was exact, or there was none: the next one shows what does not change."""
+    is_looked_at: bool = False
+    """Whether that was this step, and ranks have to agree on it."""
+    unchanged: torch.Tensor | None = None
+    """How many tokens, from the first on, it left as they were; None where it was repeated."""
+    still: "Still | None" = None
+    """Tokens that do not change, such as those of a prompt, and are not sent any more."""
+
+    def rest_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Values (..., T, D) without those that are still."""
+        return values[..., self.still.tokens :, :] if self.still else values
+
+    def keep_still(self, tokens: int) -> None:
+        """So many tokens, from the first on, are not sent from now on, unless they change after all."""
+        self.is_looked_at, self.unchanged = False, None
+        if tokens:
+            self.still = Still(self.sent.split(tokens), self.received.split(tokens))
+
+    def send_all(self) -> None:
+        """All tokens are sent again."""
+        if self.still:
+            self.sent.join(self.still.sent)
+            self.received.join(self.still.received)
+            self.still = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is held."""
+        still = self.still.sent.nbytes + self.still.received.nbytes if self.still else 0
+        return self.sent.nbytes + self.received.nbytes + still
 
     def squeeze(self, way: SlowWay | None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
@@ -35,6 +67,18 @@ class Wire:
         else:
             self.sent.squeeze()
         self.received.squeeze()
+
+
+class Still(NamedTuple):
+    """What both ends hold of tokens that are not sent, (L, G, H, T, D)."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Of each group."""
+        return self.sent.shape[codecs.TOKENS]
 
 
 @dataclass

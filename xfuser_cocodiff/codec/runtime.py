@@ -155,6 +155,7 @@ class Runtime:
         """A step is over."""
         if not self.is_running:
             return
+        self._agree_on_still()
         report = self._report()
         self.reports.append(report)
         self._tell(report)
@@ -165,6 +166,16 @@ class Runtime:
         self.step += 1
         if self.step == self.total:
             self.end_run()
+
+    def _agree_on_still(self) -> None:
+        """Tokens of K and V that have not changed since an exact step, on no rank, are not sent from now on."""
+        looking = [wire for state in self._states.values() for wire in state.wires.values() if wire.is_looked_at]
+        if not looking:  # nowhere
+            return
+        found = [0 if wire.unchanged is None else wire.unchanged for wire in looking]
+        counts = torch.stack([torch.as_tensor(each) for each in found]).tolist()
+        for wire, negative in zip(looking, self._agreed([-float(count) for count in counts]), strict=True):
+            wire.keep_still(int(-negative))
 
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
@@ -316,4 +327,4 @@ class Runtime:
     def reference_bytes(self) -> int:
         """What references take now."""
         wires: list[Wire] = [wire for state in self._states.values() for wire in state.wires.values()]
-        return sum(wire.sent.nbytes + wire.received.nbytes for wire in wires)
+        return sum(wire.nbytes for wire in wires)
