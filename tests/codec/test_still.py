@@ -1,4 +1,4 @@
-"""Tokens that never change, such as a prompt's in K and V: once all ranks have seen it they are not sent any more, and
+"""Tokens that never change, such as a prompt's: once all ranks have seen it they are not sent any more, and
 nobody can tell but by the bytes."""
 
 import pytest
@@ -122,17 +122,18 @@ def test_a_text_is_sent_until_all_have_seen_that_it_stays(
     ranks.run(stay_still, 8 if topology == "2x2x2" else 4, topology, slow, schedule, anew)
 
 
-def be_all_text(rank: int) -> list[int]:
+def be_all_text(rank: int, schedule: str) -> list[int]:
     mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
-    found, reports = run(rank, mesh, way, "bits=4", text=True, picture=False)
+    found, reports = run(rank, mesh, way, schedule, text=True, picture=False)
     for step in range(STEPS):
         for name, mine in zip("kv", found[step][1:], strict=True):
             assert torch.equal(mine, torch.cat(expected_text(name, rank, 4, step, (9, 9)), 2))
     return [report.sent_bytes for report in reports]
 
 
-def test_cross_attention_sends_its_text_twice() -> None:
-    for sent in ranks.run(be_all_text, 4):
+@pytest.mark.parametrize("schedule", ["bits=4", "bits=4,cached=0.2"])
+def test_cross_attention_sends_its_text_twice(schedule: str) -> None:
+    for sent in ranks.run(be_all_text, 4, schedule):
         assert len(set(sent[2:])) == 1
         # Q alone, by its bits, scales and the gaps of messages.
         assert sent[2] < sent[1] - 2 * BATCH * 2 * TEXT * DIM // 2

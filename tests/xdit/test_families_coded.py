@@ -56,8 +56,8 @@ CODED = {
     "Klein": Coded(4, 16),
     "QwenEdit": Coded(2, 16),
     "QwenEditPlus": Coded(2, 16),
-    "ZImage": Coded(4, 16),
-    "ZImageSixHeads": Coded(4, 16),
+    "ZImage": Coded(4, 16, still=32 / (64 + 32 + 2 * 96)),  # a layer sees nothing but the text
+    "ZImageSixHeads": Coded(4, 16, still=32 / (64 + 32 + 2 * 96)),
     "CogVideoX": Coded(2, 16),
     "ConsisID": Coded(2, 16),
     "ConsisIDFace": Coded(2, 16),

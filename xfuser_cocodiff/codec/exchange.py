@@ -35,10 +35,6 @@ _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 where the host would have to wait, and nobody writes it."""
 
 
-MAY_BE_STILL = "kv"
-"""Tensors of which some tokens may be the same at every step, such as those of a prompt."""
-
-
 class _Sent(NamedTuple):
     """What is known of an exchange between its encoding and its end."""
 
@@ -124,21 +120,23 @@ def _encoded(split: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, h
         used[index] = codec_for(layer_codecs, name, head_group, _to_others(rest, way), whole.dtype)
         if used[index].is_exact:
             wire.send_all()
-            wire.begins = name in MAY_BE_STILL
+            wire.begins = True
         else:
             losses += _look_for_still(wire, whole, way)
             values[index] = rest
         wire.under_way = True
-        choices[index] = active_for(layer_codecs, name, head_group, values[index], used[index], way.here)
+        if values[index].numel():
+            choices[index] = active_for(layer_codecs, name, head_group, values[index], used[index], way.here)
         layer_codecs.account.exact_bytes += math.prod(_to_others(whole, way)) * whole.itemsize
     codecs_of = [used[index] for index in range(len(names))]
     message, flag, rooms = _message(values, names, codecs_of, layer_codecs)
     for index, (choice, payload) in zip(order, rooms, strict=True):
+        if not values[index].numel():
+            continue
         active, wire = choices[index], wires[index]
         if choice.nbytes and active:
             codecs.pack_choice(active, choice, way.here)
-        if values[index].numel():
-            losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
+        losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, way.here))
     known = [loss for loss in losses if loss]
     layer_codecs.account.losses += known
     if not devices.of(message.device.type).queues:
@@ -151,7 +149,7 @@ def _look_for_still(wire: Wire, values: torch.Tensor, way: SlowWay) -> list[Loss
     is a loss that is not finite, and mended like others."""
     others = rows.away(values, way.here)
     if wire.begins:
-        wire.begins, wire.is_looked_at, wire.unchanged = False, True, wire.sent.unchanged(others)
+        wire.begins, wire.unchanged = False, wire.sent.unchanged(others)
     if wire.still is None:
         return []
     changed = (others[:, :, :, : wire.still.tokens] != wire.still.sent).any()
@@ -241,15 +239,16 @@ def _decode(
     _, rooms = _sections(message, _sizes(landings, names, used, layer_codecs.way))
     for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
         name, landing, codec, active = names[index], landings[index], used[index], None
+        layer_codecs.wire(name, head_group).under_way = False
+        if not landing.numel():
+            continue
         if codec.share < 1 and name in codecs.CHOOSING:
             groups, tokens = landing.shape[1], landing.shape[codecs.TOKENS]
             active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), here)
             layer_codecs.choices[name, head_group].received = active
         elif codec.share < 1:
             active = layer_codecs.choices["v", head_group].received
-        if landing.numel():
-            codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, here)
-        layer_codecs.wire(name, head_group).under_way = False
+        codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, here)
 
 
 def _repeat(
@@ -267,7 +266,8 @@ def _repeat(
     for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
         wire = layer_codecs.wire(names[index], head_group)
         wire.send_all()
-        wire.unchanged = None  # and not looked for again: other ranks know nothing of this
+        if wire.unchanged is not None:  # other ranks know nothing of this, and agree with this one
+            wire.unchanged.zero_()
         codecs.encode(values[index], wire.sent, EXACT, None, payload, way.here)
     received = way.slow.lane.run(lambda: _along_slow_axes(message, way))
     _decode(received.reshape(way.places, -1), exact, landings, names, layer_codecs, head_group)

@@ -26,10 +26,8 @@ class Wire:
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
     begins: bool = True
     """Whether the last exchange was exact, or there was none: the next one shows what does not change."""
-    is_looked_at: bool = False
-    """Whether that was this step, and ranks have to agree on it."""
     unchanged: torch.Tensor | None = None
-    """How many tokens, from the first on, it left as they were; None where it was repeated."""
+    """How many tokens, from the first on, that one left as they were, until ranks have agreed on it."""
     still: "Still | None" = None
     """Tokens that do not change, such as those of a prompt, and are not sent any more."""
 
@@ -39,7 +37,7 @@ class Wire:
 
     def keep_still(self, tokens: int) -> None:
         """So many tokens, from the first on, are not sent from now on, unless they change after all."""
-        self.is_looked_at, self.unchanged = False, None
+        self.unchanged = None
         if tokens:
             self.still = Still(self.sent.split(tokens), self.received.split(tokens))
 

@@ -168,14 +168,13 @@ class Runtime:
             self.end_run()
 
     def _agree_on_still(self) -> None:
-        """Tokens of K and V that have not changed since an exact step, on no rank, are not sent from now on."""
-        looking = [wire for state in self._states.values() for wire in state.wires.values() if wire.is_looked_at]
-        if not looking:  # nowhere
-            return
-        found = [0 if wire.unchanged is None else wire.unchanged for wire in looking]
-        counts = torch.stack([torch.as_tensor(each) for each in found]).tolist()
-        for wire, negative in zip(looking, self._agreed([-float(count) for count in counts]), strict=True):
-            wire.keep_still(int(-negative))
+        """Tokens that have not changed since an exact step, on no rank, are not sent from now on."""
+        wires = [wire for state in self._states.values() for wire in state.wires.values()]
+        looking = [wire for wire in wires if wire.unchanged is not None]  # the same on every rank
+        if looking:
+            counts = torch.stack([wire.unchanged for wire in looking]).tolist()
+            for wire, negative in zip(looking, self._agreed([-float(count) for count in counts]), strict=True):
+                wire.keep_still(int(-negative))
 
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
