@@ -167,3 +167,21 @@ def test_a_text_that_changes_at_once_is_never_left_out() -> None:
     """Rank 0's differs at the step in which ranks look."""
     for repeated in ranks.run(change_after_all, 4, 1, 0):
         assert not any(repeated)
+
+
+def repeat_a_step(rank: int) -> list[int]:
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    runtime = Runtime(way, "balanced", "bits=4", None, largest)
+    runtime.begin_run(STEPS)
+    for _ in range(STEPS):
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, SHARE)
+        tensors = [picture_of(name, rank, 0) for name in "qkv"]
+        send_to_heads(tensors, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
+        runtime.end_step()
+    return [report.sent_bytes for report in runtime.reports]
+
+
+def test_a_model_that_is_called_on_the_same_input_shows_nothing() -> None:
+    """As benchmarks and warm-ups call it: what stays then may change later, and a benchmark sends what runs send."""
+    for sent in ranks.run(repeat_a_step, 4):
+        assert len(set(sent[1:])) == 1

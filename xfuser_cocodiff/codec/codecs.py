@@ -108,6 +108,11 @@ class Reference:
         self._dtype = values.dtype
         self._held = compact(values) if self.is_compact else (values,)
 
+    @property
+    def tokens(self) -> int:
+        """Of each group, that it holds."""
+        return self._held[0].shape[TOKENS]
+
     def unchanged(self, values: torch.Tensor) -> torch.Tensor:
         """How many tokens, from the first on, are in all groups bit for bit what is held; a tensor of one element, so
         that nobody waits for a device. None are where references lose something by how they are kept."""

@@ -171,10 +171,14 @@ class Runtime:
         """Tokens that have not changed since an exact step, on no rank, are not sent from now on."""
         wires = [wire for state in self._states.values() for wire in state.wires.values()]
         looking = [wire for wire in wires if wire.unchanged is not None]  # the same on every rank
-        if looking:
-            counts = torch.stack([wire.unchanged for wire in looking]).tolist()
-            for wire, negative in zip(looking, self._agreed([-float(count) for count in counts]), strict=True):
-                wire.keep_still(int(-negative))
+        if not looking:
+            return
+        found = torch.stack([wire.unchanged for wire in looking]).tolist()
+        counts = [int(-negative) for negative in self._agreed([-float(count) for count in found])]
+        # A model that was called on the same input once more shows nothing of what stays.
+        is_repetition = all(count == wire.sent.tokens for wire, count in zip(looking, counts, strict=True))
+        for wire, count in zip(looking, counts, strict=True):
+            wire.keep_still(0 if is_repetition else count)
 
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
