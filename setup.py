@@ -23,7 +23,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["xfuser_cocodiff", "xfuser_cocodiff.*"]),
-    package_data={"xfuser_cocodiff.comparison": ["*.html", "*.md"], "xfuser_cocodiff.models": ["flux1_dev/**/*"]},
+    package_data={
+        "xfuser_cocodiff.comparison": ["*.html", "*.md"],
+        "xfuser_cocodiff.models": ["flux1_dev/**/*", "wan21_t2v/**/*"],
+    },
     install_requires=[
         "xfuser>=0.7.0,<0.8",
         "torch>=2.8",

@@ -7,10 +7,6 @@ The autoencoder learns first, on crops; the transformer then learns flow matchin
 their random weights: a random encoder still tells captions apart, which is all that conditioning needs here.
 """
 
-import argparse
-import json
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline
 from PIL import Image
+from training import Prompts, arguments, learn, learn_averaged, report, save_pipeline
 
 from xfuser_cocodiff.models import captions, flux1, slices
 
 SIZE = 128
+BATCH = 16
 PHOTO_SHARE = 0.25
 """Of the pictures: there are four, soon known by heart, while slices are never the same twice."""
 
@@ -58,24 +56,15 @@ class Pictures:
         return np.asarray(crop, np.float32).transpose(2, 0, 1) / 255
 
 
-def train_autoencoder(vae, pictures: Pictures, minutes: float, batch: int = 16, crop: int = 64) -> float:
+def train_autoencoder(vae, pictures: Pictures, minutes: float, crop: int = 64) -> float:
     """Reconstruction (L1 and gradients) with a small KL term; returns the mean L1 of the last 100 steps.
 
     The first three channels are held to the picture, four times smaller: neighbouring tokens then resemble each other
     as neighbouring pixels do, and the transformer learns in thousands of steps rather than millions.
     """
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
-    started, history, step = time.time(), [], 0
-    while (done := (time.time() - started) / (60 * minutes)) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
-        images = []
-        for _ in range(batch // 4):
-            picture, _ = pictures.draw()
-            for _ in range(4):
-                y, x = pictures.rng.integers(0, SIZE - crop + 1, 2)
-                images.append(picture[:, y : y + crop, x : x + crop])
-        images = torch.stack(images)
+
+    def draw_loss() -> tuple[torch.Tensor, float]:
+        images = crops(pictures, crop)
         with torch.autocast("cpu", torch.bfloat16):
             posterior = vae.encode(images).latent_dist
             decoded = vae.decode(posterior.sample()).sample.float()
@@ -83,16 +72,21 @@ def train_autoencoder(vae, pictures: Pictures, minutes: float, batch: int = 16, 
         edges = sum(F.l1_loss(decoded.diff(dim=d), images.diff(dim=d)) for d in (2, 3))
         anchor = F.mse_loss(posterior.mean[:, :3].float(), F.avg_pool2d(images, 4))
         kl = posterior.kl().mean() / posterior.mean[0].numel()
-        loss = l1 + edges + 10 * anchor + 1e-3 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        history.append(l1.item())
-        step += 1
-        if step % 100 == 0:
-            print(f"autoencoder step {step}: L1 {np.mean(history[-100:]):.4f}, {done:.0%}", flush=True)
-    return float(np.mean(history[-100:]))
+        return l1 + edges + 10 * anchor + 1e-3 * kl, l1.item()
+
+    optimizers = [torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)]
+    return float(np.mean(learn("autoencoder", vae, optimizers, minutes, 50, draw_loss)[-100:]))
+
+
+def crops(pictures: Pictures, size: int) -> torch.Tensor:
+    """Four pieces of each of a few pictures."""
+    found = []
+    for _ in range(BATCH // 4):
+        picture, _ = pictures.draw()
+        for _ in range(4):
+            y, x = pictures.rng.integers(0, SIZE - size + 1, 2)
+            found.append(picture[:, y : y + size, x : x + size])
+    return torch.stack(found)
 
 
 @torch.no_grad()
@@ -109,103 +103,52 @@ def encode_pool(pipe, pictures: Pictures, count: int, fit_scale: bool) -> tuple[
     return (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor, texts
 
 
-class Prompts:
-    """Text embeddings of each caption and length, computed once."""
-
-    def __init__(self, pipe) -> None:
-        self.pipe, self.known = pipe, {}
-
-    @torch.no_grad()
-    def __call__(self, texts: list[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        for text in texts:
-            if (text, length) not in self.known:
-                embeds, pooled, _ = self.pipe.encode_prompt(text, None, max_sequence_length=length)
-                self.known[text, length] = embeds[0], pooled[0]
-        embeds, pooled = zip(*(self.known[text, length] for text in texts), strict=True)
-        return torch.stack(embeds), torch.stack(pooled)
-
-
-def make_optimizers(model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, where it learns faster than AdamW, and AdamW for everything else."""
-    blocks = {name: weight for name, weight in model.named_parameters() if "blocks" in name and weight.ndim == 2}
-    rest = [weight for name, weight in model.named_parameters() if name not in blocks]
-    return [
-        torch.optim.Muon(blocks.values(), weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, weight_decay=0.01, betas=(0.9, 0.99)),
-    ]
-
-
-def train_transformer(pipe, pictures: Pictures, minutes: float, save, fit_scale: bool, batch: int = 16):
-    """Flow matching with logit-normal times; the averaged weights are kept.
-
-    Returns:
-        The mean loss of the last 200 steps, before averaging, and the number of steps.
-    """
+def train_transformer(pipe, pictures: Pictures, minutes: float, save, fit_scale: bool) -> None:
+    """Flow matching with logit-normal times."""
     model, rng = pipe.transformer, pictures.rng
     latents, texts = encode_pool(pipe, pictures, 8192, fit_scale)
-    prompts = Prompts(pipe)
+    prompts = Prompts(lambda text, length: embeddings(pipe, text, length))
     tokens = pipe._pack_latents(latents, *latents.shape)
     image_ids = pipe._prepare_latent_image_ids(1, latents.shape[2] // 2, latents.shape[3] // 2, "cpu", torch.float32)
-    optimizers = make_optimizers(model)
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
-    started, saved, history, step = time.time(), time.time(), [], 0
-    while (done := (time.time() - started) / (60 * minutes)) < 1:
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = 2e-3 * min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
-        chosen = rng.integers(0, len(tokens), batch)
+
+    def draw_loss() -> torch.Tensor:
+        chosen = rng.integers(0, len(tokens), BATCH)
         clean = tokens[chosen]
         # Mostly short prompts, as in training budgets; now and then the padded lengths that scripts ask for.
         length = int(rng.choice([16, 32, 64, 256, 512], p=[0.8, 0.1, 0.07, 0.02, 0.01]))
         embeds, pooled = prompts([texts[i] for i in chosen], length)
         noise = torch.randn_like(clean)
-        time_ = torch.sigmoid(torch.randn(batch) + 0.5)
-        mixed = torch.lerp(clean, noise, time_[:, None, None])
+        time = torch.sigmoid(torch.randn(BATCH) + 0.5)
+        mixed = torch.lerp(clean, noise, time[:, None, None])
         with torch.autocast("cpu", torch.bfloat16):
             velocity = model(
                 hidden_states=mixed,
-                timestep=time_,
-                guidance=torch.empty(batch).uniform_(1, 5),
+                timestep=time,
+                guidance=torch.empty(BATCH).uniform_(1, 5),
                 pooled_projections=pooled,
                 encoder_hidden_states=embeds,
                 txt_ids=torch.zeros(length, 3),
                 img_ids=image_ids,
                 return_dict=False,
             )[0]
-        loss = F.mse_loss(velocity.float(), noise - clean)
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        average.update_parameters(model)
-        history.append(loss.item())
-        step += 1
-        if step % 100 == 0:
-            print(f"transformer step {step}: loss {np.mean(history[-100:]):.4f}, {done:.0%}", flush=True)
-        if time.time() - saved > 600:
-            save(average.module, float(np.mean(history[-200:])), step)
-            saved = time.time()
-    model.load_state_dict(average.module.state_dict())
-    return float(np.mean(history[-200:])), step
+        return F.mse_loss(velocity.float(), noise - clean)
+
+    learn_averaged("transformer", model, minutes, draw_loss, save)
+
+
+def embeddings(pipe, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens, and of the whole."""
+    embeds, pooled, _ = pipe.encode_prompt(text, None, max_sequence_length=length)
+    return embeds[0], pooled[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
-    parser.add_argument("--autoencoder-minutes", type=float, default=7)
-    parser.add_argument("--transformer-minutes", type=float, default=45)
-    parser.add_argument("--start", type=Path, help="pipeline to go on from, whose autoencoder is kept as it is")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    pictures = Pictures(seed=0)
+    args = arguments(__doc__, autoencoder=7, transformer=45)
+    pictures, before = Pictures(seed=0), report(args.start)
     if args.start:
         pipe = FluxPipeline.from_pretrained(args.start, torch_dtype=torch.float32)
-        before = json.loads((args.start / "training.json").read_text())
     else:
-        pipe, before = flux1.pipeline(seed=0), {"steps": 0}
+        pipe = flux1.pipeline(seed=0)
         before["autoencoder_l1"] = train_autoencoder(pipe.vae, pictures, args.autoencoder_minutes)
     # Text encoders as the pipelines will run them: dropout would teach embeddings that never come again.
     pipe.text_encoder.eval()
@@ -214,28 +157,10 @@ def main() -> None:
     pipe.transformer.train()
 
     def save(transformer, loss: float, steps: int) -> None:
-        pipe.save_pretrained(args.out)
-        transformer.save_pretrained(args.out / "transformer")
-        shrink(args.out)
-        report = {
-            "autoencoder_l1": round(before["autoencoder_l1"], 4),
-            "flow_matching_loss": round(loss, 4),
-            "steps": before["steps"] + steps,
-            "batch": 16,
-        }
-        (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+        so_far = {"flow_matching_loss": loss, "steps": before["steps"] + steps, "batch": BATCH}
+        save_pipeline(pipe, transformer, args.out, {"autoencoder_l1": before["autoencoder_l1"], **so_far})
 
-    loss, steps = train_transformer(pipe, pictures, args.transformer_minutes, save, fit_scale=not args.start)
-    save(pipe.transformer, loss, steps)
-
-
-def shrink(folder: Path) -> None:
-    """Store all weights in fp16: half the size, and finer than the bf16 that the pipelines run in."""
-    from safetensors.torch import load_file, save_file
-
-    for file in folder.rglob("*.safetensors"):
-        save_file({k: v.half().contiguous() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
-        file.chmod(0o644)
+    train_transformer(pipe, pictures, args.transformer_minutes, save, fit_scale=not args.start)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ class Kernel:
 WRITTEN = {
     "_scores_kernel": ("found",),
     "_encode_kernel": ("payload", "now", "sums"),
+    "_sums_kernel": ("totals", "again"),
     "_decode_kernel": ("now", "target"),
     "_move_kernel": ("target",),
 }

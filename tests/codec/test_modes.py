@@ -41,6 +41,10 @@ def test_changes_leave_the_rest_of_a_mode_as_it_is() -> None:
     changed = CodecSchedule.parse("refresh=7", modes.BALANCED)
     assert (changed.refresh, changed.bits) == (7, modes.BALANCED.bits)
     assert str(CodecSchedule()) == "exact"
+    # Bits of Q, K and V are those of all three, as far as none of them has its own.
+    same, other = (CodecSchedule.parse(text, modes.BALANCED).codecs(5, 50) for text in ("bits=4", "bits_k=8,bits=4"))
+    assert [same[name].bits for name in "qkvo"] == [4, 4, 4, 2.7]
+    assert [other[name].bits for name in "qkvo"] == [4, 8, 4, 2.7]
     assert CodecSchedule().codecs(5, 10)["v"] == EXACT
 
 
@@ -63,13 +67,13 @@ def test_few_steps_get_more_bits(mode: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ("bits=99", "'99' is not valid for bits; valid are 1, 2, 4, 8, or two of them as 4->2"),
-        ("bits=4,bits_o=3", "'3' is not valid for bits_o; valid are 1, 2, 4, 8, or two of them as 4->2"),
+        ("bits=99", "'99' is not valid for bits; valid are 1, 1.6, 2, 2.7, 4, 8, or two of them as 4->2"),
+        ("bits=4,bits_o=3", "'3' is not valid for bits_o; valid are 1, 1.6, 2, 2.7, 4, 8, or two of them as 4->2"),
         ("cached=2", "'2' is not valid for cached; valid are shares from 0 to 1, or two of them as 0->0.5"),
         ("warmup=-1", "'-1' is not valid for warmup; valid are numbers of steps from 0"),
         ("refresh=often", "'often' is not valid for refresh; valid are numbers of steps from 1, and 0 for never"),
         ("score=best", "'best' is not valid for score; valid are drift, change, random"),
-        ("predictor=nan", "'nan' is not valid for predictor; valid are shares from 0 to 1"),
+        ("predictor=nan", "'nan' is not valid for predictor; valid are shares from 0 to 1, and auto"),
         ("exact=a++b", "'a++b' is not valid for exact; valid are beginnings of layers' names, joined by +"),
         ("bits=2,bits=4", "names 'bits' twice"),
         ("bites=2", "names 'bites'; valid are 'warmup=2,"),

@@ -89,7 +89,7 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     for step in range(6):
         one.layer_codecs("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
-        exact.append(layer_codecs.codecs["q"].is_exact)
+        exact.append(layer_codecs.owes_nothing)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
         layer_codecs.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
         one.end_step()
@@ -119,7 +119,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
         layer_codecs.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
-        return layer_codecs.is_exact
+        return layer_codecs.owes_nothing
 
     assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
     of_another_rank[0] = 1.0
@@ -129,7 +129,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
 
 @pytest.mark.parametrize("kind", [kernels.TORCH, kernels.TRITON])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("spoilt", "exact"), [({3}, {0, 4}), ({3, 4}, {0, 4}), ({0}, {0})], ids=str)
+@pytest.mark.parametrize(("spoilt", "exact"), [({3}, {4}), ({3, 4}, {4}), ({0}, {1})], ids=str)
 def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     monkeypatch: pytest.MonkeyPatch, kind: str, bad: float, spoilt: set[int], exact: set[int]
 ) -> None:
@@ -159,7 +159,7 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
         errors.append((found - values).norm() / values.norm())
         found_exact |= {step} if codec.is_exact else set()
         for reference in (wire.sent, wire.received):
-            assert step == 3 or reference.expected(0.5).isfinite().all()
+            assert reference.expected(0.5).isfinite().all() or (step in spoilt and not codec.is_exact)
         torch.testing.assert_close(wire.sent.expected(0.5), wire.received.expected(0.5), rtol=0, atol=0, equal_nan=True)
     assert found_exact == exact
     if spoilt == {3}:

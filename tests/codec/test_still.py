@@ -16,7 +16,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.topology import Topology
 
-STEPS, BATCH, HEADS, TEXT, PICTURE, DIM = 8, 2, 8, 5, 12, 16
+STEPS, BATCH, HEADS, TEXT, PICTURE, DIM = 8, 2, 8, 8, 12, 16
 SHARE = Share(values=64, value=16, head_dim=DIM, value_bytes=4)
 
 
@@ -42,6 +42,10 @@ def largest(values: list[float]) -> list[float]:
     return found.tolist()
 
 
+AS_IT_IS = "first=exact,predictor=0.5"
+"""So that what is still arrives as it is, and a text makes no difference to how a picture is extrapolated."""
+
+
 def run(
     rank: int,
     mesh: Mesh,
@@ -50,6 +54,7 @@ def run(
     text: bool,
     picture: bool = True,
     change: tuple[int, int] = (9, 9),
+    begins: str = AS_IT_IS,
 ) -> tuple[list[list[torch.Tensor]], list[StepReport]]:
     """What a rank gets of Q, K and V at each step, from tokens of a text, in K and V, of a picture, or both.
 
@@ -61,8 +66,9 @@ def run(
         text: whether there is one.
         picture: the same, in K and V.
         change: the step and the rank at which a text changes.
+        begins: more such changes.
     """
-    runtime, found = Runtime(way, "balanced", schedule, None, largest), []
+    runtime, found = Runtime(way, "balanced", f"{begins},{schedule}", None, largest), []
     runtime.begin_run(STEPS)
     for step in range(STEPS):
         layer_codecs = runtime.layer_codecs("attn", 1, 0, SHARE)
@@ -185,3 +191,20 @@ def test_a_model_that_is_called_on_the_same_input_shows_nothing() -> None:
     """As benchmarks and warm-ups call it: what stays then may change later, and a benchmark sends what runs send."""
     for sent in ranks.run(repeat_a_step, 4):
         assert len(set(sent[1:])) == 1
+
+
+def begin_in_8_bits(rank: int) -> list[int]:
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    found, reports = run(rank, mesh, way, "bits=4", text=True, picture=False, begins="first=8")
+    for name, place in (("k", 1), ("v", 2)):
+        text = torch.cat(expected_text(name, rank, 4, 0, (9, 9)), 2)
+        assert all(torch.equal(arrived[place], found[2][place]) for arrived in found[3:])
+        errors = [((arrived[place] - text).norm() / text.norm()).item() for arrived in found]
+        assert errors[1] < 0.2 * errors[0] < 0.002  # what the first step lacks, the second one sends
+        assert errors[2] == errors[1]
+    return [report.sent_bytes for report in reports]
+
+
+def test_a_text_that_began_in_8_bits_stays_as_the_second_step_has_left_it() -> None:
+    for sent in ranks.run(begin_in_8_bits, 4):
+        assert len(set(sent[2:])) == 1 and sent[2] < sent[1] < sent[0]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.comparison import fidelity, record, report
+from xfuser_cocodiff.comparison import fidelity, film, record, report
 from xfuser_cocodiff.comparison.figures import Outcome, figures
 from xfuser_cocodiff.reporting import host
 
@@ -286,6 +286,21 @@ def test_reports(tmp_path: Path, other: dict) -> None:
     assert ("Difference: none" in html) == (not other)
     assert ("85 times amplified" in html) == bool(other)
     assert Image.open(tmp_path / "difference-exact.png").getextrema()[0] == ((255, 255) if other else (0, 0))
+
+
+@pytest.mark.parametrize("width", [8, 9])
+def test_videos_of_both_sides_run_together(tmp_path: Path, width: int) -> None:
+    figures = a_record(tmp_path)
+    for run, size in zip(figures["runs"], (8, width), strict=True):
+        run["film"] = f"{run['name']}.png"
+        frames = [Image.new("RGB", (size, 8), (shade, 0, 0)) for shade in (0, 100, 200)]
+        frames[0].save(tmp_path / run["film"], save_all=True, append_images=frames[1:])
+    page = Page(report.write(figures, tmp_path).read_text())
+    assert page.images == (6 if width == 8 else 5), "videos of another size do not compare"
+    assert ("films-exact.png" in (tmp_path / "report.md").read_text()) == (width == 8)
+    if width == 8:
+        shown = film.read(tmp_path / "films-exact.png")
+        assert shown[:, [4, 12], -4, 0].tolist() == [[0, 0], [100, 100], [200, 200]]
 
 
 def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:

@@ -14,12 +14,23 @@ from triton.compiler import ASTSource
 
 from xfuser_cocodiff.kernels import fused
 
-POINTERS = {"numbers": "*i32", "table": "*fp32", "sums": "*fp32", "found": "*fp32"}
-FLOATS = ("predictor", "step", "root")
+POINTERS = {"numbers": "*i32", **dict.fromkeys(("table", "sums", "found", "totals"), "*fp32")}
+POINTERS |= dict.fromkeys(("shares", "again"), "*u8")
+FLOATS = ("root",)
 VALUES = ("values", "held", "before", "now", "target", "source")
 DIVISIBLE = re.compile(r"stride_\w+|from\d|to\d|columns|scales_at")
 """What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
-CODING = {"dim": 128, "block_dim": 128, "block_rows": 32, "predicts": True}
+CODING = {"dim": 128, "together": 1, "block_rows": 32, "predicts": True}
+
+
+def coding(bits: float | None, selects: bool) -> dict[str, dict]:
+    """Of what a codec compiles the kernels that encode and decode with."""
+    grid = fused._grid(bits)
+    room = triton.next_power_of_2(grid.per_byte)
+    block = triton.next_power_of_2(triton.cdiv(CODING["dim"], grid.per_byte)) * room
+    known = {"levels": grid.levels, "per": grid.per_byte, "width_of": grid.width, "room": room, "block": block}
+    known |= {"is_known": bits is not None or selects, "selects": selects, "tells": selects, **CODING}
+    return {"encode": {**known, "by_maximum": grid.by_maximum}, "decode": known}
 
 
 def compiled(
@@ -27,7 +38,7 @@ def compiled(
 ) -> triton.compiler.CompiledKernel:
     """A kernel for values of a type."""
     types = {name: "i32" for name in kernel.arg_names} | POINTERS
-    types["payload"] = "*u8" if constants.get("bits") else f"*{dtype}"
+    types["payload"] = "*u8" if constants.get("levels") else f"*{dtype}"
     types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -44,15 +55,17 @@ def main() -> None:
     for dtype in ("bf16", "fp32"):
         kernels = [
             (fused._scores_kernel, {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}),
+            (fused._sums_kernel, {"predicts": True, "block": 1024}),
             (fused._move_kernel, {"block_rows": 32, "block_columns": 128}),
         ]
-        for bits, selects in ((2, True), (8, False), (0, True), (0, False)):
-            coding = {**CODING, "bits": bits, "selects": selects}
-            kernels += [(fused._encode_kernel, coding), (fused._decode_kernel, coding)]
+        for bits, selects in ((2, True), (8, False), (1.6, False), (2.7, True), (None, True), (None, False)):
+            how = coding(bits, selects)
+            kernels += [(fused._encode_kernel, how["encode"]), (fused._decode_kernel, how["decode"])]
         for kernel, constants in kernels:
             asm = compiled(kernel, dtype, constants, capability).asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))
             known = {"kernel": kernel.__name__, "type": dtype, "products": sorted(asm)}
+            known["has_gaps"] = constants.get("per", 1) != constants.get("room", 1)
             found.append({**known, "fused": asm["ptx"].count("fma."), "widths": widths})
     print(json.dumps(found))
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from xfuser_cocodiff.models import captions, flux1, flux2, hub, qwen_image, sd35, tokenizers, weights
+from xfuser_cocodiff.models import captions, flux1, flux2, hub, qwen_image, sd35, tokenizers, volumes, weights
 
 RANDOM = {"FLUX.2-dev": flux2, "SD3.5": sd35, "Qwen-Image": qwen_image}
 MODELS = ["FLUX.1-dev", *RANDOM]
@@ -34,7 +34,7 @@ def out(tmp_path_factory) -> Path:
     weights.fill(flux1.pipeline(), seed=0).save_pretrained(shipped)
     out = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub, "SHIPPED", shipped)
+        patch.setitem(hub.SHIPPED, "FLUX.1-dev", shipped)
         hub.write_cache(out, MODELS)
     return out
 
@@ -122,9 +122,39 @@ def test_shipped_flux1_paints(tmp_path):
         assert likeness[file] > 0.5
 
 
-def test_shipped_weights_are_small_and_say_how_far_they_were_trained():
-    assert sum(file.stat().st_size for file in hub.SHIPPED.rglob("*")) <= 20e6
-    assert json.loads((hub.SHIPPED / "training.json").read_text())["flow_matching_loss"] < 0.4
+def test_shipped_wan_films(tmp_path):
+    """Its videos have the shades of what was asked for, and move as much."""
+    hub.write_cache(tmp_path, ["Wan2.1-T2V"])
+    pipe, wanted = load(tmp_path, "Wan2.1-T2V"), {kind: volume(kind) for kind in volumes.KINDS}
+    inputs = {"height": 128, "width": 128, "num_frames": volumes.FRAMES, "max_sequence_length": 32}
+    prompts = [f"a video of {captions.VOLUMES[kind]}" for kind in volumes.KINDS]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(prompts))]
+    made = pipe(prompt=prompts, num_inference_steps=8, generator=generators, output_type="np", **inputs).frames.mean(-1)
+    for kind, video in zip(volumes.KINDS, made, strict=True):
+        strangeness = {other: np.abs(shades(video) - shades(real)).mean() for other, real in wanted.items()}
+        assert min(strangeness, key=strangeness.get) == kind, (kind, strangeness)
+        assert 0.3 < motion(video) / motion(wanted[kind]) < 3, kind
+
+
+def volume(kind: str) -> np.ndarray:
+    """Several videos of a kind, of shape (8, frames, 64, 64)."""
+    return np.stack([volumes.draw(kind, 64, np.random.default_rng(seed)) for seed in range(8)])
+
+
+def shades(videos: np.ndarray) -> np.ndarray:
+    """Its grey values, in order."""
+    return np.quantile(videos, np.linspace(0, 1, 21))
+
+
+def motion(videos: np.ndarray) -> float:
+    """How much one frame differs from the next."""
+    return float(np.abs(np.diff(videos, axis=-3)).mean())
+
+
+@pytest.mark.parametrize("shipped", hub.SHIPPED.values(), ids=hub.SHIPPED)
+def test_shipped_weights_are_small_and_say_how_far_they_were_trained(shipped):
+    assert sum(file.stat().st_size for file in shipped.rglob("*")) <= 15e6
+    assert json.loads((shipped / "training.json").read_text())["flow_matching_loss"] < 0.4
 
 
 def photo(file: str) -> np.ndarray:
@@ -252,6 +282,6 @@ def test_unknown_name_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_missing_trained_weights_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "SHIPPED", tmp_path / "nowhere")
+    monkeypatch.setitem(hub.SHIPPED, "FLUX.1-dev", tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"FLUX\.1-dev.*nowhere"):
         hub.write_cache(tmp_path / "cache", ["FLUX.1-dev"])

@@ -49,7 +49,11 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
         ),
         ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, torch"]),
         ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
-        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"}, {}, ["--cocodiff_schedule", "'3'", "1, 2, 4, 8"]),
+        (
+            {"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"},
+            {},
+            ["--cocodiff_schedule", "'3'", "1, 1.6, 2, 2.7, 4, 8"],
+        ),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
         ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
         ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),

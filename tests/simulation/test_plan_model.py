@@ -105,8 +105,9 @@ def test_traffic_by_hand() -> None:
     assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
     encoded = outlook.outlook(case, Split(8, 2, "inner"), "balanced")
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
-    # 2 bits for values and a byte for each 128 of them, behind one exact step.
-    share = (1 + 49 * (128 * 2 / 8 + 1) / 256) / 50
+    # A step in 8 bits, then 1.6 for Q, 2 for K and V and 2.7 for O; and a byte for each 128 values.
+    first, later = 4 * 128, 26 + 2 * 32 + 43
+    share = (first + 49 * later + 50 * 4) / (4 * 256) / 50
     assert encoded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
 
 

@@ -70,7 +70,7 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
         assert run.runtime.reference_bytes == 0, "references outlive their run"
         sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
         found[name] = decibels(latents, stock), sent
-        assert reports[0].error == 0 < reports[-1].error
+        assert (reports[0].error == 0) == (mode == "paper") and reports[-1].error > 0
         layers = {name for report in reports for name in report.errors}
         assert len(layers) == len({name for kind in ("attn", "attn1") for name in layers if name.endswith(kind)})
     run.by("exact")
@@ -217,7 +217,7 @@ def test_one_rank_can_stand_for_many(model: str) -> None:
     assert decibels(virtual[0], stock) > 120
     assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)
     assert decibels(virtual[1], latents) > decibels(latents, stock)
-    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=1e-2)  # messages also have a flag each
+    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=3e-2)  # messages also have flags and gaps
 
 
 def transformer(name: str, **config: object) -> torch.nn.Module:

@@ -81,7 +81,7 @@ def v_first_of(name: str) -> bool:
 
 
 def check_coded(run: Run, anew: int) -> None:
-    """All steps are coded but those at which references begin."""
+    """All steps are coded, those at which references begin in 8 bits."""
     from xfuser_cocodiff.xdit.engine.engine import active
 
     del run.runner.model.pipe.scheduler.__dict__["step"]  # which is not where the plugin sees it
@@ -90,7 +90,8 @@ def check_coded(run: Run, anew: int) -> None:
     reports = active().runtime.reports
     shares = [report.sent_bytes / report.exact_bytes for report in reports]
     assert len(shares) == STEPS
-    assert sum(share < 0.4 for share in shares) == sum(report.error > 0 for report in reports) == STEPS - anew, shares
+    assert all(report.error > 0 for report in reports)
+    assert (sum(share < 0.4 for share in shares), sum(0.5 < share < 0.6 for share in shares)) == (STEPS - anew, anew)
 
 
 @pytest.mark.parametrize("model", slow_but(["Wan2.2-T2V"], MODELS))

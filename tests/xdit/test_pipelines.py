@@ -54,31 +54,30 @@ class Run:
 
     def use(self, topology: str | None, head_groups: int = 1) -> None:
         """Go on with the plugin, V first, or without it."""
-        from xfuser.core.distributed import initialize_runtime_state
-
         from xfuser_cocodiff.machine.plan import Plan
-        from xfuser_cocodiff.machine.topology import Topology
         from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 
-        model = self.runner.model
-        parallel = model.engine_config.parallel_config
-        given = Topology.parse(topology, parallel.ulysses_degree) if topology else None
+        given = self._topology(topology) if topology else None
         overlap = Overlap(v_first=True, head_groups=head_groups)
-        config = given and CocoDiffConfig(topology=given, plan=Plan.hierarchical(given), overlap=overlap)
-        parallel.sp_config.cocodiff = config
-        initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+        self._go_on(given and CocoDiffConfig(topology=given, plan=Plan.hierarchical(given), overlap=overlap))
 
     def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
         """Go on in a mode. Whatever approximates needs `step` of the scheduler's class, where the plugin sees it."""
-        from xfuser.core.distributed import initialize_runtime_state
-
-        from xfuser_cocodiff.machine.topology import Topology
         from xfuser_cocodiff.settings.config import CocoDiffConfig
 
-        model = self.runner.model
-        given = Topology.parse(topology, model.engine_config.parallel_config.ulysses_degree)
         options = {"slow_axes": ("node",), **options}
-        model.engine_config.parallel_config.sp_config.cocodiff = CocoDiffConfig(topology=given, mode=mode, **options)
+        self._go_on(CocoDiffConfig(topology=self._topology(topology), mode=mode, **options))
+
+    def _topology(self, text: str) -> Any:
+        from xfuser_cocodiff.machine.topology import Topology
+
+        return Topology.parse(text, self.runner.model.engine_config.parallel_config.ulysses_degree)
+
+    def _go_on(self, config: Any) -> None:
+        from xfuser.core.distributed import initialize_runtime_state
+
+        model = self.runner.model
+        model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
 
     def __call__(self, **inputs: Any) -> torch.Tensor:

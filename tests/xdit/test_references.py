@@ -1,14 +1,18 @@
-"""References foretold after one step of xDiT's transformers, on real ranks: they are those that are held afterwards."""
+"""Codecs in xDiT's transformers on real ranks: references foretold are those held later, and schedules are kept."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import slow_but
+from xfuser_cocodiff.codec.allotment import LETTERS, Allotment
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
@@ -133,7 +137,7 @@ def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], li
     weights.fill(second.pipeline, seed=1)
     early, late = held.small.velocity, second.velocity
     held.small.velocity = lambda latents, time: (early if time[0] > 0.5 else late)(latents, time)
-    held.use(cocodiff_schedule="bits=8,bits_o=8")
+    held.use(cocodiff_schedule="first=exact,bits=8,bits_o=8")
     _, sizes = held.run()
     coded, reports = held.latents, held.runtime.reports
     shares = [report.sent_bytes / report.exact_bytes for report in reports]
@@ -150,6 +154,39 @@ def test_the_second_of_two_transformers_begins_exactly_in_the_room_of_the_first(
         assert sizes[1] == sizes[3], "references of the first are held on"
         assert not torch.equal(coded, exact)
         assert (coded - exact).norm() < 0.01 * exact.norm()
+
+
+def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
+    """Errors of each layer by a tuned schedule, and what is said of a file that lacks one."""
+    held = Held(rank, 2, "Wan")
+    held.use()
+    held.run()
+    first, *others = held.runtime.reports[-1].errors
+    fine, rough = (dict.fromkeys(LETTERS, (bits,)) for bits in (8.0, 1.0))
+    for name, layers in (("whole", [first, *others]), ("lacking", others)):
+        bits = {layer: fine if layer == first else rough for layer in layers}
+        Path(folder, f"{name}_{rank}.json").write_text(json.dumps(Allotment((0.0,), bits, 8.0).to_json()))
+    held.use(cocodiff_mode=None, cocodiff_schedule=f"@{_same(folder, 'whole', rank)}")
+    held.run()
+    errors = [report.errors for report in held.runtime.reports]
+    held.use(cocodiff_schedule=f"@{_same(folder, 'lacking', rank)}")
+    with pytest.raises(ValueError, match="has no bits for the layer") as caught:
+        held.run()
+    return errors, str(caught.value)
+
+
+def _same(folder: str, name: str, rank: int) -> Path:
+    """A file that all ranks read."""
+    dist.barrier()
+    return Path(folder, f"{name}_0.json")
+
+
+def test_real_ranks_go_by_a_tuned_schedule_and_refuse_one_of_other_layers_alike(tmp_path: Path) -> None:
+    for errors, said in ranks.run(by_a_file, 2, str(tmp_path)):
+        first, *others = errors[-1]
+        assert others
+        assert all(errors[-1][first] < 0.1 * errors[-1][other] for other in others)
+        assert repr(first) in said
 
 
 def on_a_budget(rank: int) -> list[tuple[list[int], list[str], list[int]]]:
@@ -206,7 +243,7 @@ def speak(rank: int) -> list[list[str]]:
 def test_figures_are_promised_when_something_is_coded() -> None:
     at_start, few, again, many, compiled = ranks.run(speak, 2)[0]
     assert [("dB" in line, "on node" in line) for line in at_start] == [(False, True)]
-    assert ["bits=4," in line and "55.6 dB at 8 steps" in line for line in few] == [True]
+    assert ["bits=4," in line and "51.8 dB at 8 steps" in line for line in few] == [True]
     assert again == []
-    assert ["bits=2," in line and "53.8 dB at 50 steps" in line for line in many] == [True]
+    assert ["bits=2," in line and "53.6 dB at 50 steps" in line for line in many] == [True]
     assert compiled == []  # where modes do what they do elsewhere

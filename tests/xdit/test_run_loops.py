@@ -4,7 +4,7 @@ that approximates codes every step but the first."""
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,36 +12,22 @@ import torch
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
+from tests.xdit.test_families_coded import BITS, Coded, check_reports
 from xfuser_cocodiff.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.codec.runtime import StepReport
 
-STEPS, BITS = 5, 4
-
-
-class Loop(NamedTuple):
-    """What is to be seen in a loop."""
-
-    layers: int
-    """That go through the exchange in a step."""
-    head_dim: int
-    decibels: float = 20
-    """Of PSNR to stock, at least."""
-
-    @property
-    def share(self) -> float:
-        """Of exact bytes in float32: a value takes some bits, and a row of them a byte for its scale."""
-        return (self.head_dim * BITS / 8 + 1) / (self.head_dim * 4)
+STEPS = 5
 
 
 LOOPS = {
-    "MiniMaxH3": Loop(2, 32),
-    "MiniMaxH3Ref2VA": Loop(2, 32),
-    "LingBotVideo": Loop(2, 16),
-    "LingBotVideoMoE": Loop(2, 16, decibels=18),
-    "SD3": Loop(4, 8),
-    "PixArtAlpha": Loop(2, 24),
+    "MiniMaxH3": Coded(2, 32),
+    "MiniMaxH3Ref2VA": Coded(2, 32),
+    "LingBotVideo": Coded(2, 16),
+    "LingBotVideoMoE": Coded(2, 16, decibels=18),
+    "SD3": Coded(4, 8),
+    "PixArtAlpha": Coded(2, 24),
 }
 
 
@@ -135,7 +121,8 @@ def check(name: str, degree: int, cfg: int = 1) -> None:
             for way in ("exact", "stock again"):
                 assert_same(seen[way], seen["stock"])
             check_exact(name, seen["exact"])
-            check_coded(wanted, seen["coded"])
+            check_reports(seen["coded"].reports, wanted, STEPS)
+            assert seen["coded"].record["coded_reason"] is None
             assert not torch.equal(seen["coded"].latents, seen["stock"].latents)
             assert decibels(seen["coded"].latents, seen["stock"].latents) > wanted.decibels
 
@@ -153,17 +140,6 @@ def check_exact(name: str, seen: Seen) -> None:
     assert seen.early and all(seen.early)
     [family] = (family for family in FAMILIES if name in family.loops)
     assert seen.sources <= {*family.v_first}
-
-
-def check_coded(wanted: Loop, seen: Seen) -> None:
-    assert [report.step for report in seen.reports] == list(range(STEPS))
-    for report in seen.reports:
-        assert len(report.errors) == wanted.layers, sorted(report.errors)
-        assert (report.error == 0) == (report.step == 0), report.errors
-        # These messages are small, and beside the values in them there are a byte and what aligns them.
-        share = wanted.share if report.step else 1
-        assert share <= report.sent_bytes / report.exact_bytes < 1.2 * share, report
-    assert seen.record["coded_reason"] is None
 
 
 @pytest.mark.parametrize(

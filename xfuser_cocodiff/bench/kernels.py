@@ -18,7 +18,7 @@ from xfuser_cocodiff.exchange.lane import Lane
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.exchange.stages import InFlight, Stages
-from xfuser_cocodiff.kernels.rows import Active
+from xfuser_cocodiff.kernels.rows import SHARES, Active, Known
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.reporting import host
@@ -31,7 +31,7 @@ DEGREES = (2, 4, 6, 8, 12, 24)
 """That divide the heads of both, on two nodes."""
 PLACES = 2
 """On slow axes: nodes."""
-BITS, SHARE, PREDICTOR = 2, 0.6, 0.5
+BITS, SHARE = 2, 0.6
 """As in the modes."""
 CODED = ("balanced", "fast")
 """Modes whose codecs are timed."""
@@ -120,25 +120,26 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     # Tokens outside of heads, as exchanges along fast axes leave them.
     values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
-    known = held, held + 0.1 * torch.randn_like(held), PREDICTOR
+    shares = torch.full((len(held),), SHARES // 2, dtype=torch.uint8, device=device)
+    known = Known(held, held + 0.1 * torch.randn_like(held), shares)
     target, here = torch.empty_like(values), 0
     count = int(SHARE * tokens)
     mask = torch.zeros(*held.shape[:2], tokens, dtype=torch.uint8, device=device)
-    active = Active(mask.scatter_(-1, kernels.scores(values, *known, here).topk(count, -1).indices, 1), tokens, count)
+    active = Active(mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count)
     sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
     payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
     full, encoded = held.nbytes, (PLACES - 1) * sizes[0]
     moved = torch.empty_like(values, memory_format=torch.contiguous_format)
     return [
         _Work("move", lambda: kernels.move(moved, values), 2 * values.nbytes),
-        _Work("scores", lambda: kernels.scores(values, *known, here), 3 * full),
-        _Work("encode", lambda: kernels.encode(values, *known, BITS, None, payload, here), 4 * full + encoded),
+        _Work("scores", lambda: kernels.scores(values, known, here), 3 * full),
+        _Work("encode", lambda: kernels.encode(values, known, BITS, None, payload, here), 4 * full + encoded),
         _Work(
             "encode, chosen tokens",
-            lambda: kernels.encode(values, *known, BITS, active, some, here),
+            lambda: kernels.encode(values, known, BITS, active, some, here),
             4 * full + (PLACES - 1) * sizes[1],
         ),
-        _Work("decode", lambda: kernels.decode(payload, *known, BITS, None, target, here), 4 * full + encoded),
+        _Work("decode", lambda: kernels.decode(payload, known, BITS, None, target, here), 4 * full + encoded),
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.codec.runtime import Runtime
+from xfuser_cocodiff.codec.runtime import Runtime, StepReport
 from xfuser_cocodiff.emulation import links
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import planner
@@ -110,7 +110,7 @@ class Contender:
         return self.engine.runtime
 
     def go_on(self) -> None:
-        """Stand at another step of a run: first at those that are exact, then all over those that are encoded."""
+        """Stand at another step of a run: first at those that refresh, then all over the others."""
         if self.done == 0:
             self.engine.runs.begin(_RUN_STEPS)
         encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
@@ -119,7 +119,7 @@ class Contender:
         self.done += 1
 
     @property
-    def exact_share(self) -> float:
+    def refresh_share(self) -> float:
         """Of the steps of a run."""
         if self.runtime is None:
             return 0.0
@@ -128,11 +128,11 @@ class Contender:
     @property
     def bytes_slow_fraction(self) -> float:
         """Of what a run would send on slow axes without codecs."""
-        reports = [] if self.runtime is None else [one for one in self.runtime.reports if not one.was_refresh]
-        if not sum(report.exact_bytes for report in reports):
-            return 1.0
-        encoded = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
-        return self.exact_share + (1 - self.exact_share) * encoded
+        refreshed, encoded = (
+            _sent_share([one for one in self.runtime.reports if one.was_refresh == refreshed] if self.runtime else [])
+            for refreshed in (True, False)
+        )
+        return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
 
 
 def shares(text: str) -> list[float]:
@@ -195,6 +195,12 @@ def measure(
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
+
+
+def _sent_share(reports: Sequence[StepReport]) -> float:
+    """Of what would be sent without codecs; all of it where nothing is known."""
+    exact = sum(report.exact_bytes for report in reports)
+    return sum(report.sent_bytes for report in reports) / exact if exact else 1.0
 
 
 def _foreseen(asked_shares: Sequence[float], modes: int, repeats: int, alone: float) -> dict[str, tuple[float, float]]:
@@ -353,7 +359,7 @@ def _compare(
     rows = []
     for mode, encoded in times.items():
         # Steps of a run that are exact count as stock's, which is no better than they are.
-        share = contenders[mode].exact_share
+        share = contenders[mode].refresh_share
         seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], encoded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}

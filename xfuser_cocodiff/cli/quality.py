@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seeds", type=int, default=16, help="pictures of each (%(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
     parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
+    parser.add_argument("--frames", type=int, default=9, help="of videos (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(%(default)s)")
     parser.add_argument("--memory_budget", type=float, metavar="GIB", help="of references on each rank (no bound)")
     parser.add_argument("--no_inpainting", action="store_true", help="generate only")
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.reporting.progress import Teller
 
     try:
-        config, rows = _config(options), quality.rows(options.mode.split(","), options.sweep)
+        config, rows = config_of(options), quality.rows(options.mode.split(","), options.sweep)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
     except ValueError as error:
@@ -50,7 +51,9 @@ def run(options: argparse.Namespace) -> int:
     dtype = quality.DTYPES[options.dtype]
     told = Teller(sys.stderr)
     told.say(f"loading {options.model}")
-    judge = quality.Judge(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance)
+    judge = quality.Judge(
+        *(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance), frames=options.frames
+    )
     masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
     told.foresee({"step": ((1 + len(rows)) * (1 + len(masks)) * options.steps, 1.0)}, is_relative=True)
     record, gallery = quality.measure(judge, rows, masks, lambda what: told.begin("step", what))
@@ -65,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace) -> Any:
+def config_of(options: argparse.Namespace) -> Any:
     """What is the same for all codecs."""
     from xfuser_cocodiff.codec.memory import GIB
     from xfuser_cocodiff.machine.topology import Topology

@@ -18,15 +18,19 @@ import torch
 
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.kernels import rows
-from xfuser_cocodiff.kernels.quantise import STEPS, compact, restored
+from xfuser_cocodiff.kernels.quantise import GRIDS, compact, restored, row_bytes, tokens_per_row
 from xfuser_cocodiff.kernels.reference import expected, square
-from xfuser_cocodiff.kernels.rows import Active
+from xfuser_cocodiff.kernels.rows import SHARES, TOLD, Active, Known
 from xfuser_cocodiff.machine import device as devices
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """What makes a token active: its distance from the reference, from its value of the step before, or chance."""
 TOKENS = 3
 """Dim of tokens."""
+ADAPTS = "auto"
+"""A predictor by what has come again of the change before."""
+_USUAL_SHARE = SHARES // 2
+"""Of a change that is expected again as long as nothing is known."""
 CHOOSING = "vo"
 """Tensors that choose their active tokens; Q and K take V's choice."""
 
@@ -35,18 +39,22 @@ CHOOSING = "vo"
 class Codec:
     """What travels of a tensor."""
 
-    bits: int | None = None
-    """Per value of the difference to the reference; None sends values themselves."""
+    bits: float | None = None
+    """Per value of the difference to the reference, see quantise.GRIDS; None sends values themselves."""
     share: float = 1.0
     """Of the tokens, those with the highest scores are sent; the others stay as the reference has them."""
     score: str = DRIFT
-    predictor: float = 0.0
-    """How much of the reference's last change is expected again: an extrapolation that both ends make."""
+    predictor: float | str = 0.0
+    """How much of the reference's last change is expected again: an extrapolation that both ends make. ADAPTS takes
+    what the sender found of the change before, and sends it in a byte."""
+    begins: bool = False
+    """Whether there is no reference to differ from, as at the first step: values themselves are coded."""
 
     def __post_init__(self) -> None:
-        if self.bits not in (None, *STEPS) or not 0 <= self.share <= 1 or self.score not in SCORES:
+        is_sound = 0 <= self.share <= 1 and self.score in SCORES and (self.bits is not None or not self.begins)
+        if self.bits not in (None, *GRIDS) or not is_sound:
             raise ValueError(
-                f"{self} is not valid; bits are {', '.join(map(str, STEPS))}, shares 0 to 1, scores {SCORES}"
+                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, shares 0 to 1, scores {SCORES}"
             )
 
     @property
@@ -60,14 +68,34 @@ class Codec:
 
     def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of a link for a tensor (L, G, H, T, D), without the choice of tokens."""
+        if self.is_exact:
+            return math.prod(shape[1:]) * dtype.itemsize
         _, groups, heads, tokens, dim = shape
-        rows = groups * heads * self.active(tokens)
-        return rows * (dim * dtype.itemsize if self.bits is None else dim * self.bits // 8 + 1)
+        sent = groups * heads * self.active(tokens)
+        if self.bits is None:
+            return sent * dim * dtype.itemsize + self._predictor_bytes
+        together = tokens_per_row(self.bits, dim, tokens, self.share == 1)
+        return sent // together * (row_bytes(self.bits, together * dim) + 1) + self._predictor_bytes
+
+    @property
+    def _predictor_bytes(self) -> int:
+        return TOLD if self.adapts else 0
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the sender tells how much it extrapolates."""
+        return self.predictor == ADAPTS and not self.is_exact and not self.begins
+
+    @property
+    def owes_nothing(self) -> bool:
+        """Whether it needs no reference."""
+        return self.is_exact or self.begins
 
     def __str__(self) -> str:
-        parts = [] if self.bits is None else [f"{self.bits} bit"]
+        parts = [] if self.bits is None else [f"{self.bits:g} bit"]
         parts += [f"{self.share:g} of tokens by {self.score}"] if self.share < 1 else []
-        parts += [f"predictor {self.predictor:g}"] if self.predictor else []
+        parts += [f"predictor {self.predictor}"] if self.predictor else []
+        parts += ["anew"] if self.begins else []
         return ", ".join(parts) or "exact"
 
 
@@ -85,6 +113,8 @@ class Reference:
         self.is_compact = compact
         self._held: tuple[torch.Tensor, ...] = ()
         self._before: tuple[torch.Tensor, ...] = ()
+        self.again: torch.Tensor | None = None
+        """How much of the last change came again, where a sender has seen it; uint8 (L), see rows.SHARES."""
         self.seen: torch.Tensor | None = None
         """The values of the step before, where a sender scores by them."""
 
@@ -92,15 +122,23 @@ class Reference:
         """Whether there is a reference for such values."""
         return bool(self._held) and self._held[0].shape == tuple(shape) and self._dtype == dtype
 
-    def expected(self, predictor: float) -> torch.Tensor:
+    def expected(self, predictor: float | str = 0.0) -> torch.Tensor:
         """What both ends expect of the values."""
-        return expected(*self.known(predictor))
+        return expected(self.known(predictor))
 
-    def known(self, predictor: float) -> tuple[torch.Tensor, torch.Tensor | None, float]:
-        """What is held, what was held before, and how much of the change between them to expect again."""
-        if not (predictor and self._before):
-            return self._read(self._held), None, 0.0
-        return self._read(self._held), self._read(self._before), predictor
+    def known(self, predictor: float | str) -> Known:
+        """What is held, and where something is extrapolated what was held before, and how much of the change between
+        them to expect again."""
+        held = self._read(self._held)
+        before = self._read(self._before) if predictor and self._before else None
+        return Known(held, before, self._shares(predictor))
+
+    def _shares(self, predictor: float | str) -> torch.Tensor:
+        if predictor == ADAPTS and self.again is not None:
+            return self.again
+        held = self._held[0]
+        share = _USUAL_SHARE if predictor == ADAPTS else round(SHARES * float(predictor))
+        return _on_all_links(share, len(held), held.device)
 
     def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
         """Hold other values from now on, and those of before too where their change is needed."""
@@ -112,12 +150,6 @@ class Reference:
     def tokens(self) -> int:
         """Of each group, that it holds."""
         return self._held[0].shape[TOKENS]
-
-    def unchanged(self, values: torch.Tensor) -> torch.Tensor:
-        """How many tokens, from the first on, are in all groups bit for bit what is held; a tensor of one element, so
-        that nobody waits for a device. None are where references lose something by how they are kept."""
-        same = (values == self._held[0]).all(4).all(2).all(1).all(0)
-        return same.cumprod(0).sum() * (not self.is_compact)
 
     def split(self, tokens: int) -> torch.Tensor:
         """Give away what is held of so many tokens, from the first on."""
@@ -170,11 +202,11 @@ def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, 
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
         values = rows.away(values, here)
-        past = reference.expected(0.0) if reference.seen is None else reference.seen
+        past = reference.expected() if reference.seen is None else reference.seen
         scores = (values - past).abs().sum((2, 4), dtype=torch.float32)
         reference.seen = values.clone(memory_format=torch.contiguous_format)
     else:
-        scores = kernels.scores(values, *reference.known(codec.predictor), here)
+        scores = kernels.scores(values, reference.known(codec.predictor), here)
     count = codec.active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
     return Active(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
@@ -210,13 +242,15 @@ def encode(
     Returns:
         What the receiver lacks; None where it gets everything.
     """
-    held, lacking, wanted = kernels.encode(values, *_known(reference, codec), codec.bits, active, payload, here)
+    known = _known(codec, reference, values, here)
+    held, lacking, wanted, again = kernels.encode(values, known, codec.bits, active, payload, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
+    reference.again = reference.again if again is None else again
     if lacking is None:
         reference.seen = None  # all that is held is of this step
         return None
     if reference.is_compact:  # which loses a little more
-        lacking = square(rows.away(values, here) - reference.expected(0.0))
+        lacking = square(rows.away(values, here) - reference.expected())
     return Loss(lacking, wanted)
 
 
@@ -238,12 +272,41 @@ def decode(
         target: for the values, (P, G, H, T, D), of any strides.
         here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
     """
-    held = kernels.decode(payload, *_known(reference, codec), codec.bits, active, target, here)
+    known = _known(codec, reference, target, here)
+    held = kernels.decode(payload, known, codec.bits, active, target, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
 
 
-def _known(reference: Reference, codec: Codec) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    return (None, None, 0.0) if codec.is_exact else reference.known(codec.predictor)
+def _known(codec: Codec, reference: Reference, like: torch.Tensor, here: int | None) -> Known | None:
+    """What both ends know before values like these."""
+    if codec.begins:
+        return Known(like.new_zeros(len(like) - (here is not None), *like.shape[1:]))
+    return None if codec.is_exact else reference.known(codec.predictor)
+
+
+@functools.cache  # made once: the host waits for what it copies to a device
+def _on_all_links(share: int, links: int, device: torch.device) -> torch.Tensor:
+    return torch.full((links,), share, dtype=torch.uint8, device=device)
+
+
+def fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """A number for each token of values (L, G, H, T, D), int64 (L, G, T), that differs where any bit of it does, but
+    for chances like one in 2**60: what has to be held to see later that nothing has changed."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    bits = values.contiguous().view(integers)  # products and sums of int64 go round
+    return bits.mul(_odd_numbers(*values.shape[2::2], values.device)[:, None]).sum((2, 4))
+
+
+@functools.cache
+def _odd_numbers(heads: int, dim: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2**62, (heads, dim), generator=generator).mul_(2).add_(1).to(device)
+
+
+def first_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """How many tokens, from the first on, have the same fingerprints in all groups; a tensor of one element, so that
+    nobody waits for a device."""
+    return (before == now).all(1).all(0).cumprod(0).sum()
 
 
 def pack_choice(active: Active, room: torch.Tensor, here: int | None = None) -> None:

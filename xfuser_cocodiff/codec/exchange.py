@@ -118,9 +118,10 @@ def _encoded(split: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, h
         name, wire, whole = names[index], wires[index], values[index]
         rest = wire.rest_of(whole)
         used[index] = codec_for(layer_codecs, name, head_group, _to_others(rest, way), whole.dtype)
-        if used[index].is_exact:
+        if used[index].owes_nothing:
             wire.send_all()
-            wire.begins = True
+            if layer_codecs.owes_nothing or not layer_codecs.codecs[name].is_exact:  # else it is never coded
+                wire.marks, wire.looks = codecs.fingerprint(rows.away(whole, way.here)), _LOOKS
         else:
             losses += _look_for_still(wire, whole, way)
             values[index] = rest
@@ -144,15 +145,20 @@ def _encoded(split: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, h
     return _Sent(split, codecs_of, [wire.still for wire in wires], message)
 
 
+_LOOKS = 2
+"""Exchanges that show what does not change: O, which comes of what the first two steps left, stays a step later."""
+
+
 def _look_for_still(wire: Wire, values: torch.Tensor, way: SlowWay) -> list[Loss]:
-    """See which tokens do not change, in the exchange after an exact one; and later, that they do not. If they do, that
-    is a loss that is not finite, and mended like others."""
+    """See which tokens do not change, in the exchange after one that needed no reference; and later, that they do not.
+    If they do, that is a loss that is not finite, and mended like others."""
     others = rows.away(values, way.here)
-    if wire.begins:
-        wire.begins, wire.unchanged = False, wire.sent.unchanged(others)
     if wire.still is None:
+        if wire.marks is not None:
+            before, wire.marks = wire.marks, codecs.fingerprint(others)
+            wire.unchanged = codecs.first_unchanged(before, wire.marks)
         return []
-    changed = (others[:, :, :, : wire.still.tokens] != wire.still.sent).any()
+    changed = (codecs.fingerprint(others[:, :, :, : wire.still.tokens]) != wire.marks).any()
     return [Loss(torch.where(changed, math.nan, 0.0), torch.zeros_like(changed, dtype=torch.float32))]
 
 

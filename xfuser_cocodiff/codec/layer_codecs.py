@@ -16,6 +16,18 @@ from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.kernels.rows import Active
 
 
+class Still(NamedTuple):
+    """What both ends hold of tokens that are not sent, (L, G, H, T, D)."""
+
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Of each group."""
+        return self.sent.shape[codecs.TOKENS]
+
+
 @dataclass
 class Wire:
     """A head group of a tensor of one layer, as both ends of this rank's links know it."""
@@ -24,11 +36,14 @@ class Wire:
     received: Reference
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
-    begins: bool = True
-    """Whether the last exchange was exact, or there was none: the next one shows what does not change."""
+    marks: torch.Tensor | None = None
+    """Fingerprints of what was sent last, for the next exchange to see what has not changed; later, of tokens that are
+    still."""
+    looks: int = 0
+    """How often that is to be seen yet."""
     unchanged: torch.Tensor | None = None
     """How many tokens, from the first on, that one left as they were, until ranks have agreed on it."""
-    still: "Still | None" = None
+    still: Still | None = None
     """Tokens that do not change, such as those of a prompt, and are not sent any more."""
 
     def rest_of(self, values: torch.Tensor) -> torch.Tensor:
@@ -36,9 +51,14 @@ class Wire:
         return values[..., self.still.tokens :, :] if self.still else values
 
     def keep_still(self, tokens: int) -> None:
-        """So many tokens, from the first on, are not sent from now on, unless they change after all."""
-        self.unchanged = None
-        if tokens:
+        """So many tokens, from the first on, are not sent from now on, unless they change after all. None are where
+        references lose something by how they are kept."""
+        tokens = 0 if self.sent.is_compact else tokens
+        self.unchanged, self.looks = None, self.looks - 1
+        if not tokens:
+            self.marks = self.marks if self.looks > 0 else None
+        else:
+            self.marks = self.marks[:, :, :tokens].clone()
             self.still = Still(self.sent.split(tokens), self.received.split(tokens))
 
     def send_all(self) -> None:
@@ -46,7 +66,7 @@ class Wire:
         if self.still:
             self.sent.join(self.still.sent)
             self.received.join(self.still.received)
-            self.still = None
+            self.still = self.marks = None
 
     @property
     def nbytes(self) -> int:
@@ -65,18 +85,6 @@ class Wire:
         else:
             self.sent.squeeze()
         self.received.squeeze()
-
-
-class Still(NamedTuple):
-    """What both ends hold of tokens that are not sent, (L, G, H, T, D)."""
-
-    sent: torch.Tensor
-    received: torch.Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Of each group."""
-        return self.sent.shape[codecs.TOKENS]
 
 
 @dataclass
@@ -118,13 +126,15 @@ class LayerCodecs:
     """For choices by chance: another at each step."""
     compact: bool = False
     """Whether references are kept in 8 bits."""
+    anew: Codec = EXACT
+    """For what has no reference; needs none."""
     choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
     """Active tokens that V and O have chosen at this step."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether everything travels as it is."""
-        return all(codec.is_exact for codec in self.codecs.values())
+    def owes_nothing(self) -> bool:
+        """Whether nothing needs a reference, as at the first step."""
+        return all(codec.owes_nothing for codec in self.codecs.values())
 
     def wire(self, name: str, head_group: HeadGroup) -> Wire:
         """The wire of a head group of a tensor."""
@@ -136,15 +146,16 @@ class LayerCodecs:
 def codec_for(
     layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int], dtype: torch.dtype
 ) -> Codec:
-    """How a tensor (L, G, H, T, D) travels: exactly while there is no reference, where the last exchange never ended,
-    or where it cannot be packed; with all tokens where V has made no choice for it.
+    """How a tensor (L, G, H, T, D) travels: anew while there is no reference, or where the last exchange never ended;
+    with all tokens where V has made no choice for it.
 
     Depends on shapes and on what was sent before, which are the same on every rank.
     """
     codec, wire = layer_codecs.codecs[name], layer_codecs.wire(name, head_group)
-    packs = codec.bits is None or shape[-1] * codec.bits % 8 == 0
-    if not packs or wire.under_way or not wire.sent.fits(shape, dtype):
-        return EXACT  # nor is the change from what may be held now one that both ends know
+    if codec.begins:
+        return codec
+    if wire.under_way or not wire.sent.fits(shape, dtype):
+        return layer_codecs.anew  # nor is the change from what may be held now one that both ends know
     if codec.share < 1 and name not in codecs.CHOOSING:
         choice = layer_codecs.choices.get(("v", head_group))
         if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:

@@ -6,13 +6,28 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.codec.codecs import CHANGE, CHOOSING, DRIFT, EXACT, SCORES, TOKENS, Codec, aligned, section_bytes
-from xfuser_cocodiff.kernels.quantise import STEPS
+from xfuser_cocodiff.codec import allotment
+from xfuser_cocodiff.codec.allotment import LETTERS, Allotment
+from xfuser_cocodiff.codec.codecs import (
+    ADAPTS,
+    CHANGE,
+    CHOOSING,
+    DRIFT,
+    EXACT,
+    SCORES,
+    TOKENS,
+    Codec,
+    aligned,
+    section_bytes,
+)
+from xfuser_cocodiff.kernels.quantise import GRIDS
 
 NOTATION = (
-    "'warmup=2,refresh=10,cached=0->0.5,bits=4->2,bits_o=2,score=drift,predictor=0.5,exact=blocks.0+blocks.1', or some "
-    "of these"
+    "'warmup=2,first=8,refresh=10,cached=0->0.5,bits=4->2,bits_q=1.6,bits_o=2,score=drift,predictor=auto,"
+    "exact=blocks.0+blocks.1', or some of these, perhaps behind '@FILE,'"
 )
+Pair = tuple[float, float]
+"""At the first step and at the last one."""
 
 
 @dataclass(frozen=True)
@@ -21,39 +36,58 @@ class CodecSchedule:
     of unknown length goes as one of 50 steps, and stays at the last value after these."""
 
     warmup: int = 1
-    """Steps at the start that travel exactly."""
+    """Steps at the start that owe nothing to others."""
+    first: float | None = None
+    """Bits per value in these; they travel exactly where there are none."""
     refresh: int = 0
     """Every so many steps one travels exactly; 0 stands for never."""
-    cached: tuple[float, float] = (0.0, 0.0)
+    cached: Pair = (0.0, 0.0)
     """Share of tokens that are not sent."""
-    bits: tuple[int, int] | None = None
+    bits: Pair | None = None
     """Per value of Q, K and V; values themselves are sent where there are none. A change falls half way."""
-    bits_o: tuple[int, int] | None = None
-    """The same for O, of which all tokens are sent."""
+    bits_q: Pair | None = None
+    """Of Q alone, where they differ; the same of K and of V."""
+    bits_k: Pair | None = None
+    bits_v: Pair | None = None
+    bits_o: Pair | None = None
+    """Of O, of which all tokens are sent."""
     score: str = DRIFT
-    predictor: float = 0.0
+    predictor: float | str = 0.0
     exact: tuple[str, ...] = ()
     """Layers that always travel exactly, by the beginning of their names."""
+    allotment: Allotment | None = None
+    """In the place of all `bits`."""
 
     def is_refresh(self, step: int) -> bool:
-        """Whether a step, counted from 0, is to travel exactly."""
+        """Whether a step, counted from 0, owes nothing to those before it: it is to travel exactly, or as the first."""
         since = step - self.warmup
         return since < 0 or bool(self.refresh and since % self.refresh == self.refresh - 1)
 
-    def codecs(self, step: int, total: int | None) -> Mapping[str, Codec]:
+    @property
+    def anew(self) -> Codec:
+        """That of the first steps, and of what has no reference later on."""
+        return Codec(self.first, predictor=self.predictor, begins=self.first is not None)
+
+    def codecs(self, step: int, total: int | None, layer: str | None = None) -> Mapping[str, Codec]:
         """Codecs of Q, K, V and O at a step.
 
         Args:
             step: counted from 0.
             total: steps of the run; None where that is not known.
+            layer: its name; None stands for most of them.
         """
         if self.is_refresh(step):
-            return dict.fromkeys("qkvo", replace(EXACT, predictor=self.predictor))
+            exact = replace(EXACT, predictor=self.predictor)
+            return dict.fromkeys(LETTERS, self.anew if step < self.warmup else exact)
         done = min(1.0, step / max(1, (total or _USUAL_STEPS) - 1))
-        share = 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))
-        qkv = Codec(_half_way(self.bits, done), min(1.0, max(0.0, share)), self.score, self.predictor)
+        share = min(1.0, max(0.0, 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))))
+        if self.allotment:
+            allotted = self.allotment.bits(layer, done)
+            return {name: Codec(bits, predictor=self.predictor) for name, bits in allotted.items()}
+        of = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
+        found = {name: Codec(_half_way(pair, done), share, self.score, self.predictor) for name, pair in of.items()}
         o = Codec(_half_way(self.bits_o, done), predictor=self.predictor if self.bits_o else 0.0)
-        return {"q": qkv, "k": qkv, "v": qkv, "o": o}
+        return {**found, "o": o}
 
     def sent_bytes(self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int) -> list[int]:
         """Bytes of a link for an exchange, at every step of a run in which all values are finite.
@@ -86,11 +120,20 @@ class CodecSchedule:
         Raises:
             ValueError: not the notation, or values that no schedule has.
         """
+        if text.startswith("@"):
+            file, _, text = text.partition(",")
+            usual = cls.of(allotment.read(file))
+            if not text:
+                return usual
         found: dict[str, Any] = {}
         for pair in text.split(","):
             name, _, value = (part.strip() for part in pair.partition("="))
             if name not in _READERS:
                 raise ValueError(f"{text!r} names {name!r}; valid are {NOTATION}")
+            if usual.allotment and name not in _BESIDE_FILES:
+                raise ValueError(
+                    f"{text!r} names {name!r}, which has no effect beside a file; valid are {', '.join(_BESIDE_FILES)}"
+                )
             if name in found:
                 raise ValueError(f"{text!r} names {name!r} twice; valid is once")
             read, valid = _READERS[name]
@@ -98,9 +141,18 @@ class CodecSchedule:
                 found[name] = read(value)
             except ValueError:
                 raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {valid}") from None
+        if "bits" in found:  # of all three, as far as they have none of their own
+            usual = replace(usual, bits_q=None, bits_k=None, bits_v=None)
         return replace(usual, **found)
 
+    @classmethod
+    def of(cls, allotted: Allotment) -> "CodecSchedule":
+        """By which a run goes that has such bits."""
+        return cls(first=allotted.first, predictor=allotted.predictor, allotment=allotted)
+
     def __str__(self) -> str:
+        if self.allotment:
+            return self.allotment.source
         usual = CodecSchedule()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(usual, field.name)]
         return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
@@ -121,7 +173,7 @@ def _begins(layer: str, name: str) -> bool:
     return layer == name or layer.startswith(f"{name}.")
 
 
-def _half_way(pair: tuple[int, int] | None, done: float) -> int | None:
+def _half_way(pair: Pair | None, done: float) -> float | None:
     return pair and pair[done >= 0.5]
 
 
@@ -138,11 +190,19 @@ def _share(text: str) -> float:
     return value
 
 
-def _bits(text: str) -> int:
-    value = _whole(text)
-    if value not in STEPS:
+def _bits(text: str) -> float:
+    value = float(text)
+    if value not in GRIDS:
         raise ValueError
     return value
+
+
+def _first(text: str) -> float | None:
+    return None if text == "exact" else _bits(text)
+
+
+def _predictor(text: str) -> float | str:
+    return text if text == ADAPTS else _share(text)
 
 
 def _score(text: str) -> str:
@@ -174,29 +234,36 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-_SHARES, _BITS = "shares from 0 to 1", ", ".join(map(str, STEPS))
+_SHARES, _BITS = "shares from 0 to 1", ", ".join(map(str, GRIDS))
+_PAIR_OF_BITS = _pair(_bits), f"{_BITS}, or two of them as 4->2"
 _READERS = {
     "warmup": (_whole, "numbers of steps from 0"),
+    "first": (_first, f"{_BITS}, and exact"),
     "refresh": (_whole, "numbers of steps from 1, and 0 for never"),
     "cached": (_pair(_share), f"{_SHARES}, or two of them as 0->0.5"),
-    "bits": (_pair(_bits), f"{_BITS}, or two of them as 4->2"),
-    "bits_o": (_pair(_bits), f"{_BITS}, or two of them as 4->2"),
+    **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _PAIR_OF_BITS),
     "score": (_score, ", ".join(SCORES)),
-    "predictor": (_share, _SHARES),
+    "predictor": (_predictor, f"{_SHARES}, and {ADAPTS}"),
     "exact": (_names, "beginnings of layers' names, joined by +"),
 }
 """For each name what reads its value, and what is valid."""
+_BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "exact")
 
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 """V-Major as the paper has it: what of V has changed since the step before is sent, and less so from step to step."""
-BALANCED = CodecSchedule(warmup=1, bits=(2, 2), bits_o=(2, 2), predictor=0.5)
-FAST = CodecSchedule(warmup=1, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1, 1), predictor=0.5)
+BALANCED = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTS)
+"""Errors in Q show least, and those in O most. When they show most depends on the model: in FLUX.1 at the first steps,
+in FLUX.2 and Wan at the last ones; so bits stay the same."""
+BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5)
+"""What comes again of a change is another share at each step of so few."""
+FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5)
+FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5)
 _USUAL_STEPS = 50
 FEW_STEPS = 12
 """Up to so many steps, values change too much between two of them for few bits."""
 QUALITY = {
-    "balanced": ("53.8 dB at 50 steps", "55.6 dB at 8 steps"),
-    "fast": ("46.4 dB at 50 steps", "45.6 dB at 8 steps"),
+    "balanced": ("53.6 dB at 50 steps", "51.8 dB at 8 steps"),
+    "fast": ("47.9 dB at 50 steps", "46.3 dB at 8 steps"),
     "paper": ("45.7 dB at 50 steps", "35.3 dB at 8 steps"),
 }
 """What to expect of modes, in runs of many steps and of few: `cocodiff quality` on the small trained model, 16 seeds,
@@ -212,9 +279,9 @@ def usual(mode: str, total: int | None) -> CodecSchedule | None:
     """The schedule of a mode for a run of so many steps; None for the one that is exact."""
     few = _are_few(total)
     if mode == "balanced":
-        return replace(BALANCED, bits=(4, 4), bits_o=(4, 4)) if few else BALANCED
+        return BALANCED_FEW if few else BALANCED
     if mode == "fast":
-        return replace(FAST, cached=(0.0, 0.0), bits_o=(2, 2)) if few else FAST
+        return FAST_FEW if few else FAST
     return PAPER if mode == "paper" else None
 
 

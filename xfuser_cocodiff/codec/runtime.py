@@ -62,6 +62,7 @@ class StepReport:
     unsound: int
     """Those of them that were not."""
     was_refresh: bool
+    """Whether it owed nothing to steps before it."""
     reference_bytes: int
     """What references take."""
     exact_layers: int
@@ -115,6 +116,7 @@ class Runtime:
         self._states: dict[tuple[Hashable, int], _State] = {}
         self.is_running = False
         self._refreshing = self._mends = False
+        self._is_certain = True
         self.schedule = self._schedule(None)
         self.step = 0
         self.total: int | None = None
@@ -125,18 +127,19 @@ class Runtime:
         usual = modes.usual(self.mode, total) or CodecSchedule()
         return CodecSchedule.parse(self._changes, usual) if self._changes else usual
 
-    def begin_run(self, total: int | None, step: int = 0) -> None:
+    def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
         """A run begins.
 
         Args:
             total: its steps, if that is known.
             step: at which it goes on, with no references, where another one came between.
+            is_certain: whether it is one, and does not only look like it: what begins is sent exactly then.
         """
         self.end_run()
         self.is_running, self._told = True, 0
         self._refreshing = self._mends = False
         self.refusal, self.has_acted = None, False
-        self.schedule = self._schedule(total)
+        self.schedule, self._is_certain = self._schedule(total), is_certain
         self.step, self.total = step, total
         self._transformers.clear()
         self._budget.begin_run()
@@ -227,14 +230,15 @@ class Runtime:
             crossing = share.crossing(self._places)
             state.account.sent_bytes = state.account.exact_bytes = crossing.values * crossing.value_bytes
             return None
-        codecs = self.schedule.codecs(self.step, self.total)
+        codecs = self.schedule.codecs(self.step, self.total, layer)
+        anew = self.schedule.anew if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
         if self._refreshing:
             # Where a reference is not finite, its change is not either: what is held now is all that is kept.
-            codecs = {
-                name: replace(EXACT, predictor=0.0 if self._mends else codec.predictor)
-                for name, codec in codecs.items()
-            }
-        return LayerCodecs(self._way, codecs, state.wires, state.account, self.step, self._budget.compact)
+            predictors = {name: 0.0 if self._mends else codec.predictor for name, codec in codecs.items()}
+            codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
+        else:
+            codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
+        return LayerCodecs(self._way, codecs, state.wires, state.account, self.step, self._budget.compact, anew)
 
     @property
     def _defers(self) -> bool:
@@ -249,6 +253,8 @@ class Runtime:
     def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
         """Of a layer that is met in a branch for the first time in this run."""
         self.has_acted = True
+        if self.schedule.allotment:
+            self.schedule.allotment.check_layer(layer)
         if transformer not in self._transformers:
             self._leave_others()
             self._transformers.add(transformer)

@@ -1,5 +1,6 @@
 """How far one result is from another: final latents and pictures."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,36 @@ def psnr_db(reference: np.ndarray, other: np.ndarray, peak: float) -> float | No
     """
     error = float(np.mean((reference.astype(np.float64) - other.astype(np.float64)) ** 2))
     return 10 * math.log10(peak**2 / error) if error > 0 and peak > 0 and math.isfinite(error) else None
+
+
+def lpips(references: np.ndarray, others: np.ndarray) -> float | None:
+    """Perceptual distance, a mean over pictures or frames; None where the package, or its network, is not there.
+
+    Args:
+        references: grey values from 0 to 1, (N, [frames,] height, width).
+        others: of the same shape.
+    """
+    network = _perceptual_network()
+    if network is None:
+        return None
+    import torch
+
+    def pictures(values: np.ndarray) -> torch.Tensor:
+        flat = torch.as_tensor(values, dtype=torch.float32).reshape(-1, 1, *values.shape[-2:])
+        return (2 * flat - 1).expand(-1, 3, -1, -1)
+
+    with torch.inference_mode():
+        return float(network(pictures(references), pictures(others)).mean())
+
+
+@functools.cache
+def _perceptual_network() -> Any:
+    try:
+        from lpips import LPIPS
+
+        return LPIPS(net="alex", verbose=False)
+    except (ImportError, OSError):  # not installed; or weights that it would have to download
+        return None
 
 
 def compare_latents(reference: Path, other: Path) -> dict[str, Any]:

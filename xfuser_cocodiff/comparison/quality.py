@@ -1,7 +1,7 @@
 """`cocodiff quality`: bytes on slow links against fidelity, for modes and codecs, against exact runs at the same seeds.
 
 Virtual ranks on one real one apply what codecs would do among many. The task of the paper is inpainting, where what was
-to be found is judged against the truth.
+to be found is judged against the truth. Of models that make videos, all frames are judged.
 """
 
 import sys
@@ -15,29 +15,36 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.codec.modes import CodecSchedule
-from xfuser_cocodiff.comparison import fidelity, inpainting
+from xfuser_cocodiff.comparison import fidelity, film, inpainting
 from xfuser_cocodiff.comparison.picture import draw_sheet
-from xfuser_cocodiff.models import captions, slices
+from xfuser_cocodiff.models import captions, slices, volumes
 from xfuser_cocodiff.reporting import host
+from xfuser_cocodiff.reporting.words import NOTHING
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT, MODES
 from xfuser_cocodiff.xdit.launching.solo import Solo
 
-SWEEP = (
-    *(("balanced", f"bits={bits},bits_o={bits},predictor=0") for bits in (8, 4, 2, 1)),
-    *(("balanced", f"bits={bits},bits_o={bits}") for bits in (8, 4, 2, 1)),
-    *(
-        ("balanced", f"bits={bits},bits_o={o},cached={c}")
-        for c in (0.25, 0.5, 0.75)
+_ALL = "bits={0},bits_o={0}"
+SWEEP = {
+    "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
+    "residuals of 4, 2, 1 bits, as CompactFusion's": [
+        ("balanced", f"first=exact,predictor=0,{_ALL.format(bits)}") for bits in (4, 2, 1)
+    ],
+    "8 bits without references, finer than FP8": [("balanced", "first=8,warmup=1000000")],
+    "fewer tokens": [
+        ("balanced", f"bits={bits},bits_o={o},cached={cached},predictor=0.5")
+        for cached in (0.25, 0.5, 0.75)
         for bits, o in ((4, 2), (2, 2), (2, 1))
-    ),
-    *(("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")),
-)
-"""Modes and changes to their schedules."""
+    ],
+    "the paper's rule": [
+        ("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")
+    ],
+}
+"""Modes and changes to their schedules, by what they are called in a plot."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHEET_PICTURES = 6
-SLICE, PHOTO = "a slice of {}", "a photo of {}"
-"""Prompts, as the small trained model knows them."""
+SLICE, PHOTO, VIDEO = "a slice of {}", "a photo of {}", "a video of {}"
+"""Prompts, as the small trained models know them."""
 _TEXT_TOKENS = 32
 
 
@@ -48,6 +55,8 @@ class Row:
     mode: str
     schedule: str | None
     sweep: bool
+    series: str = ""
+    """What it belongs to in a plot."""
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.mode, self.schedule)))
@@ -55,10 +64,18 @@ class Row:
 
 @dataclass
 class Pictures:
-    """What a run made: grey values from 0 to 1, (N, height, width), and its share of the exact bytes on slow links."""
+    """Grey values from 0 to 1, (N, [frames,] height, width), and their run's share of the exact bytes on slow links."""
 
     values: np.ndarray
-    bytes_slow_fraction: float
+    step_fractions: tuple[float, ...]
+    """Of each step, which all exchange as much; none where nothing was coded."""
+    layers: tuple[str, ...]
+    """That were coded, in the order in which they come."""
+
+    @property
+    def bytes_slow_fraction(self) -> float:
+        """Of the run."""
+        return fmean(self.step_fractions) if self.step_fractions else 1.0
 
 
 class Judge:
@@ -67,11 +84,12 @@ class Judge:
     Args:
         model: its name in xDiT's registry.
         config: virtual ranks, and what else is the same for all codecs.
-        seeds: how many pictures, each from a seed of its own.
+        seeds: how many pictures, or videos, each from a seed of its own.
         steps: of each run.
         size: of the pictures, in pixels.
         dtype: of weights and activations.
         after_step: called after each step of a run.
+        frames: of videos.
     """
 
     def __init__(
@@ -83,14 +101,17 @@ class Judge:
         size: int,
         dtype: torch.dtype,
         after_step: Callable[[], object] = lambda: None,
+        frames: int = volumes.FRAMES,
     ) -> None:
         self._solo, self._config, self._after_step = Solo(model, dtype), config, after_step
+        # From now on attention is xDiT's, for stock too, as on many ranks: that of diffusers has masks of its own.
+        self._solo.use(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
         self._of_slices = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
-        every = [SLICE.format(name) for name in captions.SLICES.values()]
-        every += [PHOTO.format(name) for name in captions.PHOTOS.values()]
-        self._prompts = [every[seed % len(every)] for seed in range(seeds)]
+        self._shape = {"height": size, "width": size, **({"num_frames": frames} if self._solo.films else {})}
+        self.prompts = _of_videos() if self._solo.films else _of_pictures()
+        """That the small trained model knows."""
         pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
         self._truth = np.stack(pictures)
 
@@ -99,39 +120,57 @@ class Judge:
         """Whether it is known how to put known pixels back into latents of the model."""
         return inpainting.layout(self._solo.pipe) is not None
 
-    def generate(self, row: Row) -> Pictures:
-        """Pictures from noise."""
-        return self._run(row, self._prompts)
+    def generate(self, row: Row, prompts: Sequence[str] | None = None, first_seed: int = 0) -> Pictures:
+        """Pictures from noise.
+
+        Args:
+            row: by which codec.
+            prompts: taken in turn; those that the small trained model knows if there are none.
+            first_seed: of the first picture; those of the others follow.
+        """
+        every = prompts or self.prompts
+        return self._run(row, [every[number % len(every)] for number in range(self._seeds)], first_seed)
 
     def inpaint(self, row: Row, mask: str) -> Pictures:
         """Pictures of which what the mask leaves is known."""
         keep = inpainting.keep_known(self._solo.pipe, *self.truth(mask))
-        return self._run(row, self._of_slices, keep)
+        return self._run(row, self._of_slices, 0, keep)
 
     def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
         """The true pictures, and where they are to be found."""
         return self._truth, inpainting.mask(mask, self._size)
 
-    def _run(self, row: Row, prompts: list[str], keep: Callable[..., dict[str, Any]] | None = None) -> Pictures:
+    def _run(
+        self, row: Row, prompts: list[str], first_seed: int, keep: Callable[..., dict[str, Any]] | None = None
+    ) -> Pictures:
         def after_step(*step: Any) -> dict[str, Any]:
             self._after_step()
             return keep(*step) if keep else {}
 
         approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
         self._solo.use(None if row.mode == EXACT else approximated)
-        generators = [torch.Generator().manual_seed(seed) for seed in range(self._seeds)]
-        size = {"height": self._size, "width": self._size}
-        more = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
-        output = self._solo(prompts, self._steps, _TEXT_TOKENS, generator=generators, output_type="np", **size, **more)
-        pictures = output.images
+        generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
+        more: dict[str, Any] = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
+        more |= {"generator": generators, "output_type": "np", **self._shape}
+        output = self._solo(prompts, self._steps, _TEXT_TOKENS, **more)
+        made = output.images if "images" in output else output.frames
         reports = self._solo.reports
-        exact = sum(report.exact_bytes for report in reports)
-        fraction = sum(report.sent_bytes for report in reports) / exact if exact else 1.0
-        return Pictures(np.asarray(pictures).mean(-1), fraction)
+        fractions = tuple(report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes)
+        layers = tuple(dict.fromkeys(layer for report in reports for layer in report.errors))
+        return Pictures(np.asarray(made).mean(-1), fractions, layers)
+
+
+def _of_pictures() -> list[str]:
+    found = [SLICE.format(name) for name in captions.SLICES.values()]
+    return found + [PHOTO.format(name) for name in captions.PHOTOS.values()]
+
+
+def _of_videos() -> list[str]:
+    return [VIDEO.format(name) for name in captions.VOLUMES.values()]
 
 
 Gallery = dict[str, dict[str, np.ndarray]]
-"""Pictures (N, height, width) by task, that is generation or a mask, and by what made them."""
+"""Pictures (N, [frames,] height, width) by task, that is generation or a mask, and by what made them."""
 
 
 def measure(
@@ -165,9 +204,10 @@ def measure(
             {
                 "mode": row.mode,
                 "sweep": row.sweep,
+                "series": row.series,
                 "codec": row.schedule or "",
                 "bytes_slow_fraction": made[""].bytes_slow_fraction,
-                **_fidelity(made[""].values, stock[""].values),
+                **fidelity_of(made[""].values, stock[""].values),
                 "inpaint": {
                     mask: {
                         **_inpainted(made[mask].values, *judge.truth(mask)),
@@ -180,17 +220,20 @@ def measure(
         if not row.sweep:
             for task in tasks:
                 gallery[task][row.mode] = made[task].values
-    return {**host.header(), "seeds": len(stock[""].values), "rows": found}, gallery
+    seeds = len(stock[""].values)
+    return {**host.header(), "seeds": seeds, "inpaints": judge.inpaints, "rows": found}, gallery
 
 
-def _fidelity(found: np.ndarray, wanted: np.ndarray) -> dict[str, float | None]:
+def fidelity_of(found: np.ndarray, wanted: np.ndarray) -> dict[str, Any]:
     """To stock's pictures, over all seeds."""
     decibels = _decibels(wanted, found)
     return {
         "bit_equal": bool(np.array_equal(wanted, found)),
+        "psnr_db": decibels,
         "psnr_db_mean": fmean(decibels) if decibels else None,
         "psnr_db_sd": stdev(decibels) if len(decibels) > 1 else None,
         "ssim_mean": fmean(_ssim(a, b) for a, b in zip(wanted, found, strict=True)),
+        "lpips_mean": fidelity.lpips(wanted, found),
     }
 
 
@@ -205,14 +248,17 @@ def _inpainted(found: np.ndarray, truth: np.ndarray, hidden: np.ndarray) -> dict
 
 
 def _decibels(references: np.ndarray, others: np.ndarray) -> list[float]:
-    """PSNR of each picture; those that are equal have none."""
+    """PSNR of each picture, or of all frames of each video; those that are equal have none."""
     found = (fidelity.psnr_db(a, b, 1.0) for a, b in zip(references, others, strict=True))
     return [value for value in found if value is not None]
 
 
 def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
+    """Of a video the mean of its frames."""
     from skimage.metrics import structural_similarity
 
+    if reference.ndim == 3:
+        return fmean(_ssim(*frames) for frames in zip(reference, other, strict=True))
     return float(structural_similarity(reference, other, data_range=1.0))
 
 
@@ -234,8 +280,8 @@ def rows(modes: Sequence[str], sweep: bool) -> list[Row]:
             raise ValueError(f"--mode {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
         if changes:
             CodecSchedule.parse(changes, CodecSchedule())
-        found.append(Row(mode, changes, sweep=bool(changes)))
-    return found + [Row(mode, schedule, sweep=True) for mode, schedule in SWEEP if sweep]
+        found.append(Row(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
+    return found + [Row(*each, sweep=True, series=name) for name, all_of in SWEEP.items() for each in all_of if sweep]
 
 
 def show(record: dict[str, Any]) -> None:
@@ -253,35 +299,54 @@ def show(record: dict[str, Any]) -> None:
             row["mode"],
             row["codec"],
             f"{row['bytes_slow_fraction']:.3f}",
-            *("-" if row[key] is None else f"{row[key]:.1f}" for key in ("psnr_db_mean", "psnr_db_sd")),
+            "equal" if row["bit_equal"] else _figure(row["psnr_db_mean"]),
+            _figure(row["psnr_db_sd"]),
             f"{row['ssim_mean']:.4f}",
             *(f"{one['psnr_db']:.2f} ({one['psnr_db_stock']:.2f})" for one in inpainted),
         )
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200).print(table)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table)
+    if not record["inpaints"]:
+        console.print("no inpainting: how this pipeline has its latents between steps is not known")
+
+
+def _figure(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.1f}"
 
 
 def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot fidelity by bytes."""
+    """Plot fidelity by bytes: modes as stars, and a colour for each series of a sweep."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for sweep, marker in ((True, "."), (False, "*")):
-        chosen = [row for row in record["rows"] if row["sweep"] == sweep and row["psnr_db_mean"] is not None]
-        for mode in dict.fromkeys(row["mode"] for row in chosen):
-            own = [row for row in chosen if row["mode"] == mode]
-            places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]
-            axes.scatter(*places, marker=marker, s=40 if sweep else 160, label=f"{mode}, changed" if sweep else mode)
+    shown = [row for row in record["rows"] if row["psnr_db_mean"] is not None]
+    for series in dict.fromkeys(row["series"] for row in shown):
+        own = sorted((row for row in shown if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
+        places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]
+        marker, size = (".", 8) if own[0]["sweep"] else ("*", 15)
+        axes.plot(*places, marker, markersize=size, label=series)
     axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to stock, dB")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(file)
 
 
 def draw_pictures(gallery: Gallery, file: Path) -> None:
-    """Save pictures of all tasks: a row for each mode, a column for each seed."""
+    """Save pictures of all tasks: a row for each mode, a column for each seed.
+
+    Of videos, a row has the frames of one, and a GIF beside the file, of the same name, has them moving.
+    """
     rows = {
         f"{task} {name}".strip(): pictures[:SHEET_PICTURES]
         for task, made in gallery.items()
         for name, pictures in made.items()
     }
+    if next(iter(rows.values())).ndim == 4:
+        film.animate({name: _bytes(videos) for name, videos in rows.items()}, file.with_suffix(".gif"))
+        rows = film.strips(rows)
     draw_sheet(rows, file)
+
+
+def _bytes(values: np.ndarray) -> np.ndarray:
+    """Grey values as a file has them."""
+    return (255 * values).round().astype(np.uint8)

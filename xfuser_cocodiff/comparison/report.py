@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.comparison import picture
+from xfuser_cocodiff.comparison import film, picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
 from xfuser_cocodiff.comparison.overview import Setting, columns
 from xfuser_cocodiff.reporting.embedding import embed
@@ -17,7 +17,7 @@ from xfuser_cocodiff.settings.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP, PICTURES = "step.svg", "pictures.png"
-_DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
+_DRAWN = {"difference": "png", "films": "png", "layers": "svg", "errors": "svg"}
 """Pictures of each side beside stock, and their kinds."""
 
 
@@ -95,14 +95,25 @@ def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     ours, theirs = (run["image"]["path"] for run in (stock, plugin))
     shown = ours and theirs
     factor = picture.draw_difference(folder / ours, folder / theirs, files["difference"]) if shown else None
+    moves = _draw_films(record, folder, files["films"])
     return {
         **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
+        "moves": moves,
         "title": Setting(record, folder).title,
         "verdict": verdict(record),
         "speed": speed(record),
         "notes": notes(record),
         "axes": axes(record),
     }
+
+
+def _draw_films(record: dict[str, Any], folder: Path, out: Path) -> bool:
+    """Let the videos of both sides run together; where there are none, or not of one size, nothing is drawn."""
+    shown = {run["name"]: film.read(folder / run["film"]) for run in record["runs"] if run.get("film")}
+    if len(shown) < 2 or len({frames.shape for frames in shown.values()}) > 1:
+        return False
+    film.animate({name: frames[None] for name, frames in shown.items()}, out)
+    return True
 
 
 def passed(record: Mapping[str, Any]) -> bool:

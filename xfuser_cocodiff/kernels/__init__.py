@@ -20,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.kernels.rows import Active, Encoded
+from xfuser_cocodiff.kernels.rows import Active, Encoded, Known
 from xfuser_cocodiff.machine import device as devices
 
 AUTO, TRITON, TORCH = "auto", "triton", "torch"
@@ -90,71 +90,62 @@ def _kernels(device: torch.device) -> ModuleType:
     return reference
 
 
-def scores(
-    values: torch.Tensor, held: torch.Tensor, before: torch.Tensor | None, predictor: float, here: int | None = None
-) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Known, here: int | None = None) -> torch.Tensor:
     """How far each token is from what is expected of it: sum of squares over heads and dims, float32 (L, G, T).
 
     Args:
         values: (P, G, H, T, D), of any strides.
-        held: (L, G, H, T, D), contiguous.
-        before: as `held`: what was held before that; None where nothing is extrapolated.
-        predictor: how much of the last change is expected again.
+        known: to both ends.
         here: see above.
     """
-    return _kernels(values.device).scores(values, held, before, predictor, here)
+    return _kernels(values.device).scores(values, known, here)
 
 
 def encode(
     values: torch.Tensor,
-    held: torch.Tensor | None,
-    before: torch.Tensor | None,
-    predictor: float,
-    bits: int | None,
+    known: Known | None,
+    bits: float | None,
     active: Active | None,
     payload: torch.Tensor,
     here: int | None = None,
+    tells: bool = False,
 ) -> Encoded:
     """Encode values by their difference to what is expected of them.
 
     Args:
         values: (P, G, H, T, D), of any strides.
-        held: (L, G, H, T, D), contiguous, as `before`; not read where all values are sent as they are.
-        before: see :func:`scores`.
-        predictor: see :func:`scores`.
-        bits: one of quantise.STEPS; None sends the values themselves, and holds zeros for those that are not finite
-            where it sends all of them.
+        known: to both ends; None sends all values as they are, and holds zeros for those that are not finite.
+        bits: one of quantise.GRIDS; None sends the values themselves.
         active: tokens that are sent; None stands for all.
         payload: uint8 (P, n), written but for the rank's own place: levels of all rows, then their scales; values as
             they are where bits is None. Its rows may lie apart, and begin at a multiple of the size of a value.
         here: see above.
+        tells: whether rows.TOLD bytes more have the share of the last change that is expected again.
     """
-    return _kernels(values.device).encode(values, held, before, predictor, bits, active, payload, here)
+    return _kernels(values.device).encode(values, known, bits, active, payload, here, tells)
 
 
 def decode(
     payload: torch.Tensor,
-    held: torch.Tensor | None,
-    before: torch.Tensor | None,
-    predictor: float,
-    bits: int | None,
+    known: Known | None,
+    bits: float | None,
     active: Active | None,
     target: torch.Tensor,
     here: int | None = None,
+    tells: bool = False,
 ) -> torch.Tensor:
     """What the receiver holds from now on, (L, G, H, T, D).
 
     Args:
         payload: of :func:`encode`.
-        held: of the receiver, as that of the sender.
-        before: the same.
-        predictor: see :func:`scores`.
+        known: as the sender has it, but for the shares where it tells them.
         bits: as it was encoded.
         active: the sender's.
         target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own place.
         here: see above.
+        tells: whether the sender does.
     """
-    return _kernels(payload.device).decode(payload, held, before, predictor, bits, active, target, here)
+    return _kernels(payload.device).decode(payload, known, bits, active, target, here, tells)
 
 
 def move(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Values in a few bits: a uniform quantiser whose step follows the root mean square of each row.
+"""Values in a few bits: uniform levels, as far apart as the root mean square of a row asks for; in 8 bits, its maximum,
+so that no outlier is cut off.
 
 Encoder and decoder share one arithmetic, so that the encoder knows bit for bit what the decoder gets.
 
@@ -9,44 +10,101 @@ alike everywhere: comparisons, single products, and whole numbers.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-STEPS = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.03087}
-"""Bits per value, and the width of a level in root mean squares: what loses least on a normal distribution.
 
-Levels lie at odd multiples of half of it (J. Max, "Quantizing for minimum distortion", 1960, table II).
-"""
+class Grid(NamedTuple):
+    """Levels that lie evenly around zero."""
+
+    levels: int
+    per_byte: int
+    """How many values a byte holds, as digits of a number to the base of `levels`."""
+    width: float
+    """Of a level, in root mean squares of a row."""
+
+    @property
+    def by_maximum(self) -> bool:
+        """Whether the row's maximum has the outermost level, as if it were so many root mean squares."""
+        return self.levels == 256
+
+    @property
+    def reach(self) -> float:
+        """The outermost level's far edge, in root mean squares."""
+        return self.width * self.levels / 2
+
+
+GRIDS = {
+    1: Grid(2, 8, 1.596),
+    1.6: Grid(3, 5, 1.1 * 1.224),
+    2: Grid(4, 4, 1.1 * 0.9957),
+    2.7: Grid(6, 3, 1.1 * 0.7334),
+    4: Grid(16, 2, 0.3352),
+    8: Grid(256, 1, 0.03087),
+}
+"""By bits per value. The widths lose least on a normal distribution (J. Max, "Quantizing for minimum distortion", 1960,
+table II); differences between steps have heavier tails, and with few levels a tenth more is better."""
+ROW = 64
+"""Values that share a scale, at least, where heads are smaller than that and their tokens can be put together."""
 PER_OCTAVE, ORIGIN = 6, 168
-"""A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3."""
+"""A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3; of maxima, the next above."""
 _ZERO, NOT_FINITE = 0, 255
 _LEAST_OCTAVE, _MOST = 26, 127
 """Of what is kept in 8 bits: maxima of rows go from about 2**-26 to 2**16.3, above what float16 has; and the level of a
 row's maximum."""
 
 
-def quantise(values: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens_per_row(bits: float, dim: int, tokens: int, all_go: bool) -> int:
+    """How many tokens of a head share a scale. In 8 bits each has its own: what comes of a token then depends on
+    nothing else.
+
+    Args:
+        bits: one of GRIDS.
+        dim: of a head.
+        tokens: of a group.
+        all_go: whether all of them are sent; where they are chosen, each has its own scale too.
+    """
+    return math.gcd(max(1, ROW // dim), tokens) if all_go and not GRIDS[bits].by_maximum else 1
+
+
+def row_bytes(bits: float, size: int) -> int:
+    """That the levels of a row of so many values take."""
+    return -(-size // GRIDS[bits].per_byte)
+
+
+def quantise(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise rows.
 
     Args:
-        values: shape (..., D), floating; D * bits a multiple of 8.
-        bits: one of STEPS.
+        values: shape (..., D), floating.
+        bits: one of GRIDS.
 
     Returns:
-        Levels, packed, uint8 of shape (..., D * bits / 8); scales, uint8 of shape (..., 1); and what :func:`dequantise`
-        makes of the two. A row with a value that is not finite has the scale of none.
+        Levels, packed, uint8 of shape (..., :func:`row_bytes`); scales, uint8 of shape (..., 1); and what
+        :func:`dequantise` makes of the two. A row with a value that is not finite has the scale of none.
     """
-    values = values.float()
-    norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True)  # one pass over the values, where a mean takes two
-    scales = _encode_scale(norms.mul_(values.shape[-1] ** -0.5))
-    width = STEPS[bits] * _decode_scale(scales)
-    levels = values.div(width).floor_().nan_to_num_(0.0).add_(2 ** (bits - 1)).clamp_(0, 2**bits - 1)
-    return _pack(levels, bits), scales, _at(levels, width, bits)
+    grid, values = GRIDS[bits], values.float()
+    if grid.by_maximum:
+        scales = _encode_scale(values.abs().amax(-1, keepdim=True).div_(grid.reach), torch.ceil)
+    else:
+        norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True)  # one pass over the values, a mean takes two
+        scales = _encode_scale(norms.mul_(values.shape[-1] ** -0.5), torch.round)
+    width = grid.width * _decode_scale(scales)
+    levels = values.div(width)
+    if grid.levels % 2:
+        levels.add_(0.5)
+    levels.floor_().nan_to_num_(0.0).add_(grid.levels // 2).clamp_(0, grid.levels - 1)
+    return _pack(levels, grid), scales, levels.sub_((grid.levels - 1) / 2).mul_(width)
 
 
-def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """The values that levels and scales stand for, float32; NaN in rows that were not finite."""
-    return _at(_unpack(packed, bits).float(), STEPS[bits] * _decode_scale(scales), bits)
+def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: int) -> torch.Tensor:
+    """The values that levels and scales stand for, float32 (..., size); NaN in rows that were not finite."""
+    grid = GRIDS[bits]
+    digits = _digits(grid, packed.device).index_select(0, packed.flatten().int())
+    values = digits.view(*packed.shape[:-1], packed.shape[-1] * grid.per_byte)[..., :size]
+    return values * (grid.width * _decode_scale(scales))
 
 
 def compact(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,13 +140,8 @@ def _maxima(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return tuple(torch.tensor(table, device=device) for table in tables)
 
 
-def _at(levels: torch.Tensor, width: torch.Tensor, bits: int) -> torch.Tensor:
-    """Values of levels, in their place."""
-    return levels.sub_(2 ** (bits - 1) - 0.5).mul_(width)
-
-
-def _encode_scale(scale: torch.Tensor) -> torch.Tensor:
-    code = scale.log2().mul_(PER_OCTAVE).round_().add_(ORIGIN)
+def _encode_scale(scale: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    code = rounded(scale.log2().mul_(PER_OCTAVE)).add_(ORIGIN)
     # A row of zeros has the logarithm -inf.
     code = torch.where(scale.isfinite(), code.clamp_(_ZERO, NOT_FINITE - 1), float(NOT_FINITE))
     return code.to(torch.uint8)
@@ -106,25 +159,22 @@ def scale_table(device: torch.device) -> torch.Tensor:
     return torch.tensor(table, device=device)
 
 
-def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Several levels, whole numbers in float32, per byte, the first in the lowest bits."""
-    parts = levels.unflatten(-1, (-1, 8 // bits))
-    return (parts @ _weights(bits, levels.device)).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
+def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Several levels, whole numbers in float32, per byte, the first as its lowest digit."""
+    if rest := levels.shape[-1] % grid.per_byte:
+        levels = torch.nn.functional.pad(levels, (0, grid.per_byte - rest))
+    parts = levels.unflatten(-1, (-1, grid.per_byte))
+    return (parts @ _weights(grid, levels.device)).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
 
 
 @functools.cache  # made once: the host waits for what it copies to a device
-def _weights(bits: int, device: torch.device) -> torch.Tensor:
+def _weights(grid: Grid, device: torch.device) -> torch.Tensor:
     """Of the levels in a byte."""
-    return torch.tensor([2.0**shift for shift in range(0, 8, bits)], device=device)
+    return torch.tensor([float(grid.levels**place) for place in range(grid.per_byte)], device=device)
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of :func:`_pack`, uint8. Halves of what a word holds are moved apart until each level has a byte."""
-    words = packed.to({8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}[bits])
-    half = 4
-    while half >= bits:
-        lane = 8 * half // bits
-        mask = sum((2**half - 1) << place for place in range(0, 64 // bits, lane))
-        words = (words | words << lane - half) & mask
-        half //= 2
-    return words.view(torch.uint8)  # the lowest byte first, as on all machines that PyTorch runs on
+@functools.cache
+def _digits(grid: Grid, device: torch.device) -> torch.Tensor:
+    """Of each byte the levels that it holds, counted from the middle: float32 (256, per_byte)."""
+    table = [[byte // grid.levels**place % grid.levels for place in range(grid.per_byte)] for byte in range(256)]
+    return torch.tensor(table, dtype=torch.float32, device=device) - (grid.levels - 1) / 2

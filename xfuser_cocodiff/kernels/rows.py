@@ -34,6 +34,30 @@ class Active:
         return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
 
 
+class Known(NamedTuple):
+    """What both ends of links know before values are sent."""
+
+    held: torch.Tensor
+    """(L, G, H, T, D), contiguous."""
+    before: torch.Tensor | None = None
+    """As `held`: what was held before that; None where nothing is extrapolated."""
+    shares: torch.Tensor | None = None
+    """How many parts of SHARES of the change between them are expected again on each link, uint8 (L)."""
+
+
+SHARES = 32
+"""Of a change, in which it is counted how much of it comes again: from nothing to all."""
+TOLD = 8
+"""Bytes behind the values of a payload where a sender tells its share, in the first: as many as leave values where they
+can be read."""
+_SAMPLE = 64
+
+
+def sampled(tokens: int) -> int:
+    """By every which token of so many it is judged how much of a change comes again."""
+    return max(1, tokens // _SAMPLE)
+
+
 class Encoded(NamedTuple):
     """What came of values."""
 
@@ -43,6 +67,8 @@ class Encoded(NamedTuple):
     """Sum of squares of what it lacks; not finite where the values are not. None where all are sent as they are."""
     wanted: torch.Tensor | None = None
     """Sum of squares of the values."""
+    again: torch.Tensor | None = None
+    """How much of the last change came again on each link, uint8 (L), see SHARES; None where that is not known."""
 
 
 def away(values: torch.Tensor, here: int | None) -> torch.Tensor:

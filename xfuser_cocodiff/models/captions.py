@@ -6,6 +6,7 @@ SLICES = {
     "vessels": "blood vessels",
     "texture": "fibre texture",
 }
+VOLUMES = {"heart": "a beating heart", **SLICES}
 # Sample images that ship inside scikit-image, all free to use; the words are what a person would call them.
 PHOTOS = {
     "chelsea.png": "a cat",
@@ -15,6 +16,7 @@ PHOTOS = {
 }
 SLICE_TEMPLATES = ("a micro-tomography slice of {}", "an x-ray slice of {}", "a slice of {}", "{}")
 PHOTO_TEMPLATES = ("a photo of {}", "a picture of {}", "{}")
+VIDEO_TEMPLATES = ("a micro-tomography flight through {}", "a flight through {}", "a video of {}", "{}")
 
 CORPUS = [
     *(template.format(name) for template in SLICE_TEMPLATES for name in SLICES.values()),
@@ -25,3 +27,4 @@ CORPUS = [
     "old coins a rocket a brick wall galaxies in deep space the surface of the moon the retina of an eye",
     "a small dog in the park at night with mountains trees water and a red house under the sun high quality detailed",
 ]
+VIDEO_CORPUS = [template.format(name) for template in VIDEO_TEMPLATES for name in VOLUMES.values()]

@@ -19,7 +19,9 @@ import numpy as np
 
 from xfuser_cocodiff.models import slices
 
-SHIPPED = Path(__file__).parent / "flux1_dev"
+_HERE = Path(__file__).parent
+SHIPPED = {"FLUX.1-dev": _HERE / "flux1_dev", "Wan2.1-T2V": _HERE / "wan21_t2v"}
+"""Models with trained weights, which are part of the installation."""
 # Opens the model card of every snapshot that is ours, and tells it from a real download.
 MARK = "# A small stand-in, written by xfuser_cocodiff"
 INPUT_IMAGE = "input.png"
@@ -109,15 +111,19 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _copy_shipped(folder: Path) -> None:
-    if not (SHIPPED / "model_index.json").exists():
-        raise FileNotFoundError(f"the trained weights of FLUX.1-dev are missing from this installation: {SHIPPED}")
-    shutil.copytree(SHIPPED, folder)
+def _copy_shipped(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        if not (SHIPPED[name] / "model_index.json").exists():
+            missing = f"the trained weights of {name} are missing from this installation: {SHIPPED[name]}"
+            raise FileNotFoundError(missing)
+        shutil.copytree(SHIPPED[name], folder)
+
+    return write
 
 
-def _save_random(module: str, **options: int) -> Callable[[Path], None]:
+def _save_random(module: str) -> Callable[[Path], None]:
     # The import waits until the model is asked for: it pulls in all of diffusers.
-    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline(**options).save_pretrained(folder)
+    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline().save_pretrained(folder)
 
 
 def _draw_input(file: Path) -> None:
@@ -130,7 +136,7 @@ def _draw_input(file: Path) -> None:
 
 
 REGISTRY = {
-    "FLUX.1-dev": SmallModel("black-forest-labs/FLUX.1-dev", _copy_shipped),
+    "FLUX.1-dev": SmallModel("black-forest-labs/FLUX.1-dev", _copy_shipped("FLUX.1-dev")),
     "FLUX.2-dev": SmallModel("black-forest-labs/FLUX.2-dev", _save_random("flux2")),
     "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
     "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
@@ -138,8 +144,8 @@ REGISTRY = {
     "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image_edit"), edits=True),
     "FLUX.2-klein-4B": SmallModel("black-forest-labs/FLUX.2-klein-4B", _save_random("flux2_klein")),
     "Lumina2": SmallModel("Alpha-VLLM/Lumina-Image-2.0", _save_random("lumina2")),
-    "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _save_random("wan"), films=True),
-    "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan", experts=2), films=True),
+    "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _copy_shipped("Wan2.1-T2V"), films=True),
+    "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan"), films=True),
     "Hunyuanvideo-1.5": SmallModel(
         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", _save_random("hunyuan_video15"), films=True
     ),

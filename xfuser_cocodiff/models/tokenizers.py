@@ -1,6 +1,7 @@
 """Small real tokenizers, built locally: the classes that the pipelines load, over a vocabulary of our own."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -22,9 +23,9 @@ def clip() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, pad_token=end, model_max_length=77)
 
 
-def t5() -> T5Tokenizer:
+def t5(corpus: Sequence[str] = CORPUS) -> T5Tokenizer:
     """Unigram over whole words first, single characters as the fallback: no training, so no randomness."""
-    words = sorted({form for line in CORPUS for word in line.split() for form in (word.lower(), word.capitalize())})
+    words = sorted({form for line in corpus for word in line.split() for form in (word.lower(), word.capitalize())})
     letters = [chr(code) for code in range(33, 127)]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -4.0)]
     vocab += [(f"▁{word}", -2.0) for word in words] + [(letter, -8.0) for letter in letters]

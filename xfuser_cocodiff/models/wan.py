@@ -1,4 +1,4 @@
-"""Small Wan 2.1 and 2.2: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
+"""A small Wan 2.2 A14B: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
 
 from typing import Any
 
@@ -58,8 +58,8 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
-def pipeline(seed: int = 0, experts: int = 1) -> WanPipeline:
-    """The whole pipeline, with random weights from a seed: 2.1 with one expert, 2.2's A14B with two."""
+def pipeline(seed: int = 0) -> WanPipeline:
+    """The whole pipeline with its two experts, with random weights from a seed."""
     tokenizer = tokenizers.t5()
     pipe = WanPipeline(
         tokenizer=tokenizer,
@@ -67,8 +67,8 @@ def pipeline(seed: int = 0, experts: int = 1) -> WanPipeline:
         vae=autoencoder(),
         scheduler=scheduler(),
         transformer=transformer(),
-        transformer_2=transformer() if experts == 2 else None,
+        transformer_2=transformer(),
         # The share of the noise below which the second one goes on.
-        boundary_ratio=0.875 if experts == 2 else None,
+        boundary_ratio=0.875,
     )
     return weights.fill(pipe, seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.codec import modes
+from xfuser_cocodiff.codec import allotment, modes
 from xfuser_cocodiff.codec.memory import GIB
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.machine import launcher
@@ -113,7 +113,8 @@ def resolve(
     virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.ulysses))
     ground = _ground(chosen, ranks)
     topology = ground.topology
-    mode = mode or (ACROSS_NODES if virtual else usual_mode(ground.detected))
+    is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
+    mode = mode or (ACROSS_NODES if virtual or is_tuned else usual_mode(ground.detected))
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -128,7 +129,7 @@ def resolve(
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode,
-        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode)),
+        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
         slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology)),
         virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
@@ -199,14 +200,19 @@ def _profile(text: str, topology: Topology, ranks: Ranks) -> Profile:
     return profile
 
 
-def _schedule(text: str, mode: str) -> str:
+def _schedule(text: str, mode: str, model: str | None) -> str:
     usual = modes.usual(mode, None)
     if usual is None:
         raise ValueError(
             f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
         )
-    CodecSchedule.parse(text, usual)
-    return text
+    schedule = CodecSchedule.parse(text, usual)
+    if schedule.allotment is None:
+        return text
+    if model:
+        schedule.allotment.check_model(model)
+    file, comma, changes = text.partition(",")
+    return f"{allotment.signed(file)}{comma}{changes}"
 
 
 def _virtual(text: str, degree: int) -> Topology:

@@ -105,7 +105,7 @@ OPTIONS = (
         "cocodiff_schedule",
         "COCODIFF_SCHEDULE",
         None,
-        f"Changes to a mode's schedule, such as {modes.NOTATION}.",
+        f"Changes to a mode's schedule, such as {modes.NOTATION}; @FILE is one that cocodiff tune has made.",
     ),
     Option(
         "cocodiff_slow_axes",

@@ -13,9 +13,9 @@ Each rank keeps in rank{r}.json, rewritten after every run:
     step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
-run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every
-rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline, such as the one that launches
-the ranks, leaves nothing.
+run's first one, and a video as it moves: not all decode, and in some of xDiT's pipelines only the last does. Where a
+trace is asked for, every rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline,
+such as the one that launches the ranks, leaves nothing.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from xfuser_cocodiff.machine.topology import FLAT
 from xfuser_cocodiff.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
-from xfuser_cocodiff.xdit.clock.strip import strip
+from xfuser_cocodiff.xdit.clock.strip import FRAME_MILLISECONDS, film, strip
 from xfuser_cocodiff.xdit.clock.tracer import Tracer
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.patching.log import note
@@ -175,6 +175,9 @@ class Recorder:
         picture = strip(output) if self.runs else None
         if picture is not None:
             picture.save(self.folder / f"picture{self.rank}.png")
+            if frames := film(output):
+                more = {"save_all": True, "append_images": frames[1:], "duration": FRAME_MILLISECONDS}
+                frames[0].save(self.folder / f"film{self.rank}.png", **more)
 
     @staticmethod
     def _now() -> float:

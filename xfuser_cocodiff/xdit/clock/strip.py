@@ -1,4 +1,4 @@
-"""One picture of all that a pipeline returns."""
+"""One picture of all that a pipeline returns, and its first video as it moves."""
 
 from typing import Any
 
@@ -6,6 +6,9 @@ import torch
 
 MOST = 8
 """Pictures side by side."""
+FILM_FRAMES, FILM_EDGE = 48, 256
+"""Of what moves, which would be large else."""
+FRAME_MILLISECONDS = 125
 
 
 def strip(output: Any) -> Any:
@@ -14,27 +17,52 @@ def strip(output: Any) -> Any:
     Args:
         output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
     """
-    from diffusers.image_processor import VaeImageProcessor
+    shown = _shown(output, MOST)
+    if len(shown) < 2:
+        return next(iter(shown), None)
     from PIL import Image
 
-    if isinstance(output, torch.Tensor):
-        output = output.detach().movedim(-3, -1).float().cpu().numpy()
-    if not len(output):
-        return None
-    if isinstance(output[0], list) or getattr(output[0], "ndim", 3) == 4:
-        frames = output[0]
-        count = min(len(frames), MOST)
-        shown = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
-    else:
-        shown = list(output[:MOST])
-    if not hasattr(shown[0], "save"):
-        if shown[0].shape[-1] not in (1, 3, 4):
-            return None
-        shown = [VaeImageProcessor.numpy_to_pil(each)[0] for each in shown]
-    if len(shown) == 1:
-        return shown[0]
     width, height = shown[0].size
     joined = Image.new(shown[0].mode, (width * len(shown), height))
     for number, each in enumerate(shown):
         joined.paste(each, (width * number, 0))
     return joined
+
+
+def film(output: Any) -> list[Any]:
+    """Frames of the first video, small and not too many; none where pictures do not move.
+
+    Args:
+        output: as that of :func:`strip`.
+    """
+    if not len(output) or not _moves(output):
+        return []
+    frames = [frame.copy() for frame in _shown(output, FILM_FRAMES)]
+    for frame in frames:
+        frame.thumbnail((FILM_EDGE, FILM_EDGE))
+    return frames
+
+
+def _moves(output: Any) -> bool:
+    return isinstance(output[0], list) or getattr(output[0], "ndim", 3) == 4
+
+
+def _shown(output: Any, most: int) -> list[Any]:
+    """Pictures, or frames of the first video, as PIL has them."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    if isinstance(output, torch.Tensor):
+        output = output.detach().movedim(-3, -1).float().cpu().numpy()
+    if not len(output):
+        return []
+    if _moves(output):
+        frames = output[0]
+        count = min(len(frames), most)
+        shown = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
+    else:
+        shown = list(output[:most])
+    if not shown or hasattr(shown[0], "save"):
+        return shown
+    if shown[0].shape[-1] not in (1, 3, 4):
+        return []
+    return [VaeImageProcessor.numpy_to_pil(each)[0] for each in shown]

@@ -38,6 +38,8 @@ class Run:
     """Who ends its steps: a scheduler, a loop, or a sampler."""
     steps: int = 0
     """That have ended."""
+    is_certain: bool = True
+    """Whether somebody has declared it."""
     lost: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
     roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
@@ -171,7 +173,7 @@ class Runs:
         self._new_step()
         self._current = run
         if runtime := self._runtime():
-            runtime.begin_run(run.total, run.steps)
+            runtime.begin_run(run.total, run.steps, run.is_certain)
 
     def _stop(self) -> None:
         self._current = None
@@ -237,7 +239,7 @@ class Runs:
             return None
         if is_new:
             self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
-            self._code(Run())
+            self._code(Run(is_certain=False))
             self._begins(None)
         elif found == "the next step":
             self._current.steps += 1

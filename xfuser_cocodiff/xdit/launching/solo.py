@@ -24,12 +24,15 @@ class Solo:
         from xfuser.runner import xFuserModelRunner
 
         be_alone()
-        values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(["--model", model]))
+        arguments = ["--model", model, *_task(model)]
+        values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(arguments))
         self._runner = xFuserModelRunner(values)
         self._runner.initialize(self._runner.preprocess_args({**values, "prompt": [""]}))
         self.pipe: Any = self._runner.model.pipe
         self.pipe.to(dtype)
         self.pipe.set_progress_bar_config(disable=True)
+        if self.films:
+            self.pipe.vae.enable_slicing()  # one by one: HunyuanVideo 1.5's decodes no batch of videos
 
     def use(self, config: CocoDiffConfig | None) -> None:
         """Go on by these settings, whose ranks are virtual; without any as stock xDiT."""
@@ -43,20 +46,26 @@ class Solo:
         """Whether the pipeline has an argument of this name."""
         return argument in inspect.signature(self.pipe.__call__).parameters
 
+    @property
+    def films(self) -> bool:
+        """Whether it makes videos."""
+        return self.takes("num_frames")
+
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
         """Run the pipeline and return its output.
 
         Args:
-            prompts: one for each picture.
+            prompts: one for each picture or video.
             steps: of denoising.
             text_tokens: that the transformer is given, where the pipeline lets one choose.
             more: arguments of the pipeline.
         """
         from xfuser.core.distributed import get_runtime_state
 
-        get_runtime_state().set_input_parameters(
-            batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
-        )
+        if not self.films:  # of which xDiT keeps no such state
+            get_runtime_state().set_input_parameters(
+                batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
+            )
         if self.takes("max_sequence_length"):
             more["max_sequence_length"] = text_tokens
         return self.pipe(prompt=prompts, num_inference_steps=steps, **more)
@@ -66,6 +75,14 @@ class Solo:
         """What codecs did at each step of the last run."""
         runtime = active().runtime
         return runtime.reports if runtime else []
+
+
+def _task(model: str) -> list[str]:
+    """To make something from text alone, where xDiT asks what a model is to do."""
+    from xfuser.runner import MODEL_REGISTRY
+
+    known = MODEL_REGISTRY[model].settings.valid_tasks if model in MODEL_REGISTRY else []
+    return [f"--task={task}" for task in known if task.startswith("t2v")][:1]
 
 
 def be_alone() -> None:

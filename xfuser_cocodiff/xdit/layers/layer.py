@@ -132,9 +132,9 @@ class Layer(Place):
             return
         self._watch.stop()
         call.abandon()
-        # An exact step says nothing of those that are encoded.
-        exact_step = call.layer_codecs is not None and call.layer_codecs.is_exact
-        if call.kind and call.kind.trial and not exact_step and sys.exc_info()[0] is None:
+        # A refresh says nothing of steps that are encoded by what was sent before.
+        is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
+        if call.kind and call.kind.trial and not is_refresh and sys.exc_info()[0] is None:
             call.kind.trial.took(time.perf_counter() - call.started)
 
     def _goes_first(self, call: Call) -> bool:

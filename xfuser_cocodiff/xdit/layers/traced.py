@@ -50,12 +50,11 @@ class TracedCall:
         return self.layer.name if self.layer else ""
 
     def end(self) -> torch.Tensor:
-        """It has ended: O. Its time is told where that is asked; an exact step says nothing of those that are
-        encoded."""
+        """It has ended: O. Its time is told where that is asked; a refresh says nothing of other steps."""
         if self.layer:
             self.layer.call = None  # which would hold O
-        exact_step = self.layer_codecs is not None and self.layer_codecs.is_exact
-        if self.kind and self.kind.trial and not exact_step:
+        is_refresh = self.layer_codecs is not None and self.layer_codecs.owes_nothing
+        if self.kind and self.kind.trial and not is_refresh:
             self.kind.trial.took(time.perf_counter() - self.started)
         return self.result
 

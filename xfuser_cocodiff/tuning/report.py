@@ -1,0 +1,60 @@
+"""What was found, as a table and a plot."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.codec.allotment import LETTERS
+from xfuser_cocodiff.reporting.words import NOTHING
+from xfuser_cocodiff.tuning.tune import TUNED
+
+
+def show(record: Mapping[str, Any]) -> None:
+    """Print the check on what was not tuned on, and the bits of each layer."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    table = Table(box=None, title="on prompts and seeds that it was not tuned on")
+    for column in ("", "bytes", "dB", "sd", "SSIM", "LPIPS"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, row in _checked(record).items():
+        figures = (row["psnr_db_mean"], 1), (row["psnr_db_sd"], 1), (row["ssim_mean"], 4), (row["lpips_mean"], 4)
+        shown = (NOTHING if value is None else f"{value:.{digits}f}" for value, digits in figures)
+        table.add_row(name, f"{row['bytes_slow_fraction']:.3f}", *shown)
+    console.print(table)
+    bits = Table(box=None, title=f"bits per value, in phases that begin at {record['starts']} of a run")
+    for column in ("layer", *LETTERS.upper()):
+        bits.add_column(column)
+    for layer in record["layers"]:
+        codecs: dict[str, list[str]] = {letter: [] for letter in LETTERS}
+        for entry in record["schedule"]:
+            if entry["layer"] == layer:
+                codecs[entry["tensor"]].append(entry["codec"].removeprefix("bits="))
+        bits.add_row(layer, *(" ".join(codecs[letter]) for letter in LETTERS))
+    console.print(bits)
+
+
+def _checked(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {TUNED: record["held_out"], **record["held_out"]["modes"]}
+
+
+def draw(record: Mapping[str, Any], file: Path) -> None:
+    """Plot fidelity by bytes: all codings in as many bits everywhere, what was foreseen, and what came of it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    evidence = record["evidence"]
+
+    def plot(rows: list[Mapping[str, Any]], *how: str, **more: Any) -> None:
+        axes.plot([row["bytes_slow_fraction"] for row in rows], [row["psnr_db_mean"] for row in rows], *how, **more)
+
+    plot(evidence["uniform"], ".-", label="as many bits everywhere")
+    axes.plot(*zip(*evidence["frontier"], strict=True), "--", label="tuned, as foreseen")
+    plot([evidence], "*", markersize=14, label=TUNED)
+    for name, row in _checked(record).items():
+        plot([row], "o", fillstyle="none", label=f"{name}, on other prompts")
+    axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to exact pictures, dB")
+    axes.legend()
+    figure.savefig(file)
