@@ -216,7 +216,7 @@ def test_one_rank_can_stand_for_many(model: str) -> None:
     stock, latents, _ = real[0]
     assert decibels(virtual[0], stock) > 120
     assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)
-    assert decibels(virtual[1], latents) > decibels(latents, stock)
+    assert decibels(virtual[1], latents) > decibels(latents, stock) - 1.5  # errors of their own would be 3 dB apart
     assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=3e-2)  # messages also have flags and gaps
 
 
