@@ -9,7 +9,7 @@ import pytest
 from tests import ranks
 from tests.codec.test_runtime import SHARE, runtime
 from xfuser_cocodiff.codec import allotment
-from xfuser_cocodiff.codec.allotment import LETTERS, Allotment
+from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
 from xfuser_cocodiff.codec.codecs import ADAPTS
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.machine.topology import Topology
@@ -17,7 +17,7 @@ from xfuser_cocodiff.settings.config import resolve
 from xfuser_cocodiff.settings.placement import Ranks
 
 STARTS = (0.0, 0.5)
-BITS = {"q": (2, 1), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
+BITS = {"q": (2, NOTHING), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
 OTHERS = {letter: (2, 2) for letter in LETTERS}
 BOTH = Allotment(STARTS, {"blocks.0": BITS, "blocks.1": OTHERS, "blocks.2": OTHERS}, 8, ADAPTS, 11, "FLUX.1-dev")
 
@@ -51,10 +51,11 @@ def test_each_layer_has_its_bits_in_each_phase(file: Path) -> None:
     for step in range(1, 11):
         phase = int(step >= 5)  # of 10 steps behind the first
         assert {letter: seen["blocks.0", step][letter].bits for letter in LETTERS} == {
-            letter: bits[phase] for letter, bits in BITS.items()
+            letter: bits[phase] or None for letter, bits in BITS.items()
         }
         assert all(codec.bits == 2 and codec.adapts for codec in seen["blocks.1", step].values())
     assert seen["blocks.0", 7]["k"].is_exact and not seen["blocks.0", 7]["v"].is_exact
+    assert [step for step in range(11) if seen["blocks.0", step]["q"].is_silent] == [5, 6, 7, 8, 9, 10]
 
 
 def test_changes_may_follow_a_file(file: Path) -> None:

@@ -43,7 +43,7 @@ class Link:
         links, groups, _, tokens, _ = values.shape
         of_choice, of_values = codecs.section_bytes(codec, "v", values.shape, values.dtype)
         chosen = unpacked = None
-        if codec.share < 1:
+        if codec.chooses:
             chosen = codecs.choose(values, self.sent, codec, seed)
             packed = torch.empty(links, of_choice, dtype=torch.uint8)
             codecs.pack_choice(chosen, packed)
@@ -131,6 +131,30 @@ def test_more_bits_and_more_tokens_lose_less() -> None:
     by_share = [loss(Codec(None, share)) for share in (0.1, 0.3, 0.6, 0.9)]
     assert by_bits == sorted(by_bits, reverse=True)
     assert by_share == sorted(by_share, reverse=True)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("predictor", [0.0, 0.5, codecs.ADAPTS])
+def test_both_ends_wait_for_what_is_not_sent(predictor: float | str, compact: bool) -> None:
+    link, silent, coded = Link(compact), Codec(share=0.0, predictor=predictor), Codec(2, predictor=predictor)
+    steps = walk(steps=20)
+    assert codecs.section_bytes(silent, "v", SHAPE, torch.float32) == (0, 0)
+    for step, values in enumerate(steps):
+        codec = EXACT if not step else silent if 8 <= step < 12 else coded
+        before = link.received.expected() if step else None
+        found = link.carry(values, codec)
+        assert torch.equal(link.sent.expected(), link.received.expected())
+        if codec is silent and predictor != 0.5:  # nothing is expected to change
+            assert torch.equal(found, before)
+    assert lacking(found, values) < 0.05
+
+
+def test_what_is_lacking_where_nothing_is_sent_is_told() -> None:
+    link, (first, second) = Link(), walk(steps=2)
+    link.carry(first, EXACT)
+    loss = codecs.encode(second, link.sent, Codec(share=0.0), None, torch.empty(len(second), 0, dtype=torch.uint8))
+    assert loss.lacking.item() == pytest.approx((second - first).square().sum().item(), rel=1e-5)
+    assert loss.wanted.item() == pytest.approx(second.square().sum().item(), rel=1e-5)
 
 
 def test_inactive_tokens_stay_and_active_ones_arrive() -> None:

@@ -23,6 +23,11 @@ def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
     one = quality.Judge("FLUX.1-dev", config, seeds=2, steps=6, size=128, dtype=torch.float32)
     rows = quality.rows(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"], sweep=False)
     record, gallery = quality.measure(one, rows, ["center"], lambda what: None)
+    others = [
+        quality.Row("balanced", None, True, quality.FP8),
+        *(quality.Row("balanced", f"bits={bits},bits_o=1", True, quality.COMPACTFUSION) for bits in (8, 2)),
+    ]
+    record["others"] = quality.measure(one, others, [], lambda what: None)[0]["rows"]
     exact = quality.Row("exact", None, sweep=False)
     first, second = one.generate(exact), one.generate(exact)
     assert np.array_equal(first.values, second.values) and first.bytes_slow_fraction == 1
@@ -67,6 +72,11 @@ def test_codecs_are_judged_on_the_trained_model(tmp_path: Path, capsys) -> None:
     assert two["bytes_slow_fraction"] < eight["bytes_slow_fraction"] < paper["bytes_slow_fraction"] < 1
     # A bit for each of the 32 of a value, a byte of scale for 16 values, and gaps in messages.
     assert eight["bytes_slow_fraction"] == pytest.approx((8 + 8 / 16) / 32, rel=1e-2)
+    fp8, keys, fewer = record["others"]
+    assert fp8["bytes_slow_fraction"] == 8 / 32 and 25 < fp8["psnr_db_mean"] < eight["psnr_db_mean"]
+    assert keys["bytes_slow_fraction"] == pytest.approx(eight["bytes_slow_fraction"], rel=1e-2)
+    assert keys["psnr_db_mean"] > eight["psnr_db_mean"], "Q and O do not travel"
+    assert fewer["psnr_db_mean"] < keys["psnr_db_mean"] and fewer["codec"].endswith(quality.COMPACTFUSION)
     for row in (eight, two, paper):
         assert {"psnr_db", "ssim", "mse", "psnr_db_stock", "ssim_stock", "mse_stock"} == row["inpaint"]["center"].keys()
         assert 0 < row["ssim_mean"] <= 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.codec.allotment import LETTERS, Allotment
+from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
@@ -163,6 +163,7 @@ def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
     held.run()
     first, *others = held.runtime.reports[-1].errors
     fine, rough = (dict.fromkeys(LETTERS, (bits,)) for bits in (8.0, 1.0))
+    rough = {**rough, "q": (NOTHING,)}
     for name, layers in (("whole", [first, *others]), ("lacking", others)):
         bits = {layer: fine if layer == first else rough for layer in layers}
         Path(folder, f"{name}_{rank}.json").write_text(json.dumps(Allotment((0.0,), bits, 8.0).to_json()))

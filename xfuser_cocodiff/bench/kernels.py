@@ -172,7 +172,7 @@ class _Still(Stages):
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
         dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
-        return InFlight(plan, number, sent, sent)
+        return InFlight(plan, number, sent, sent, sent.shape, dim)
 
 
 def _still(lane: Lane, **axes: int) -> Mesh:

@@ -15,8 +15,9 @@ from xfuser_cocodiff.kernels.quantise import GRIDS
 
 FORMAT = "cocodiff schedule 1"
 LETTERS = "qkvo"
+NOTHING = 0.0
 Bits = float | None
-"""Per value; None sends values as they are."""
+"""Per value; None sends values as they are, and NOTHING leaves what the receiver has."""
 
 
 @dataclass(frozen=True)
@@ -164,16 +165,16 @@ def _parsed(given: Any, source: str) -> Allotment:
     return Allotment(starts, layers, first, predictor, int(given["steps"]), given["model"], source)
 
 
-_EXACT = "exact"
+_EXACT, _NOT_SENT = "exact", "nothing"
 
 
 def _codec(bits: Bits) -> str:
-    return _EXACT if bits is None else f"bits={bits:g}"
+    return _EXACT if bits is None else _NOT_SENT if bits == NOTHING else f"bits={bits:g}"
 
 
 def _bits(codec: str) -> Bits:
-    if codec == _EXACT:
-        return None
+    if codec in (_EXACT, _NOT_SENT):
+        return None if codec == _EXACT else NOTHING
     name, _, bits = codec.partition("=")
     if name != "bits" or float(bits) not in GRIDS:
         raise ValueError(f"of the codec {codec!r}")

@@ -42,7 +42,8 @@ class Codec:
     bits: float | None = None
     """Per value of the difference to the reference, see quantise.GRIDS; None sends values themselves."""
     share: float = 1.0
-    """Of the tokens, those with the highest scores are sent; the others stay as the reference has them."""
+    """Of the tokens, those with the highest scores are sent; the others stay as the reference has them. With 0 nothing
+    is sent at all."""
     score: str = DRIFT
     predictor: float | str = 0.0
     """How much of the reference's last change is expected again: an extrapolation that both ends make. ADAPTS takes
@@ -62,14 +63,24 @@ class Codec:
         """Whether the receiver gets every value as it is."""
         return self.bits is None and self.share == 1
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the receiver is told nothing."""
+        return self.share == 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of the tokens are sent, and others not."""
+        return 0 < self.share < 1
+
     def active(self, tokens: int) -> int:
         """How many of so many tokens are sent."""
         return math.ceil(self.share * tokens)
 
     def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Bytes of a link for a tensor (L, G, H, T, D), without the choice of tokens."""
-        if self.is_exact:
-            return math.prod(shape[1:]) * dtype.itemsize
+        if self.is_exact or self.is_silent:
+            return math.prod(shape[1:]) * dtype.itemsize if self.is_exact else 0
         _, groups, heads, tokens, dim = shape
         sent = groups * heads * self.active(tokens)
         if self.bits is None:
@@ -84,7 +95,7 @@ class Codec:
     @property
     def adapts(self) -> bool:
         """Whether the sender tells how much it extrapolates."""
-        return self.predictor == ADAPTS and not self.is_exact and not self.begins
+        return self.predictor == ADAPTS and not (self.is_exact or self.is_silent or self.begins)
 
     @property
     def owes_nothing(self) -> bool:
@@ -93,7 +104,7 @@ class Codec:
 
     def __str__(self) -> str:
         parts = [] if self.bits is None else [f"{self.bits:g} bit"]
-        parts += [f"{self.share:g} of tokens by {self.score}"] if self.share < 1 else []
+        parts += [f"{self.share:g} of tokens by {self.score}"] if self.chooses else ["nothing"] * self.is_silent
         parts += [f"predictor {self.predictor}"] if self.predictor else []
         parts += ["anew"] if self.begins else []
         return ", ".join(parts) or "exact"
@@ -145,6 +156,13 @@ class Reference:
         self._before = self._held if keeps_change else ()
         self._dtype = values.dtype
         self._held = compact(values) if self.is_compact else (values,)
+
+    def stay(self, codec: Codec) -> None:
+        """Hold what a codec that sends nothing expects."""
+        if codec.predictor in (0.0, ADAPTS):  # what came again only the sender knows
+            self._before = self._held if codec.predictor else ()
+        else:
+            self.advance(self.expected(codec.predictor), keeps_change=True)
 
     @property
     def tokens(self) -> int:
@@ -242,6 +260,10 @@ def encode(
     Returns:
         What the receiver lacks; None where it gets everything.
     """
+    if codec.is_silent:
+        reference.stay(codec)
+        others = rows.away(values, here)
+        return Loss(square(others - reference.expected()), square(others))
     known = _known(codec, reference, values, here)
     held, lacking, wanted, again = kernels.encode(values, known, codec.bits, active, payload, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
@@ -272,6 +294,10 @@ def decode(
         target: for the values, (P, G, H, T, D), of any strides.
         here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
     """
+    if codec.is_silent:
+        reference.stay(codec)
+        rows.put_away(target, reference.expected(), here)
+        return
     known = _known(codec, reference, target, here)
     held = kernels.decode(payload, known, codec.bits, active, target, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
@@ -345,6 +371,5 @@ def section_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dt
         shape: (L, G, H, T, D) of what crosses.
         dtype: of its values.
     """
-    chooses = codec.share < 1 and name in CHOOSING
-    choice = shape[1] * -(-shape[TOKENS] // 8) if chooses else 0
+    choice = shape[1] * -(-shape[TOKENS] // 8) if codec.chooses and name in CHOOSING else 0
     return choice, codec.payload_bytes(shape, dtype)

@@ -156,7 +156,7 @@ def codec_for(
         return codec
     if wire.under_way or not wire.sent.fits(shape, dtype):
         return layer_codecs.anew  # nor is the change from what may be held now one that both ends know
-    if codec.share < 1 and name not in codecs.CHOOSING:
+    if codec.chooses and name not in codecs.CHOOSING:
         choice = layer_codecs.choices.get(("v", head_group))
         if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
             return replace(codec, share=1.0)
@@ -171,8 +171,8 @@ def active_for(
     codec: Codec,
     here: int | None = None,
 ) -> Active | None:
-    """The tokens that are sent: a choice made here, or V's; None stands for all."""
-    if codec.share == 1:
+    """The tokens that are sent: a choice made here, or V's; None where it is all of them, or none."""
+    if not codec.chooses:
         return None
     if name in codecs.CHOOSING:
         chosen = codecs.choose(values, layer_codecs.wire(name, head_group).sent, codec, layer_codecs.seed, here)

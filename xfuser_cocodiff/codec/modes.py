@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.codec import allotment
-from xfuser_cocodiff.codec.allotment import LETTERS, Allotment
+from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
 from xfuser_cocodiff.codec.codecs import (
     ADAPTS,
     CHANGE,
@@ -83,7 +83,10 @@ class CodecSchedule:
         share = min(1.0, max(0.0, 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))))
         if self.allotment:
             allotted = self.allotment.bits(layer, done)
-            return {name: Codec(bits, predictor=self.predictor) for name, bits in allotted.items()}
+            return {
+                name: Codec(bits or None, share=0.0 if bits == NOTHING else 1.0, predictor=self.predictor)
+                for name, bits in allotted.items()
+            }
         of = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
         found = {name: Codec(_half_way(pair, done), share, self.score, self.predictor) for name, pair in of.items()}
         o = Codec(_half_way(self.bits_o, done), predictor=self.predictor if self.bits_o else 0.0)
@@ -163,7 +166,7 @@ def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[i
     like, size = dict(zip(names, shapes, strict=True)), aligned(1)
     for name, shape in like.items():
         codec = codecs[name]
-        if codec.share < 1 and name not in CHOOSING and shape[TOKENS] != like["v"][TOKENS]:
+        if codec.chooses and name not in CHOOSING and shape[TOKENS] != like["v"][TOKENS]:
             codec = replace(codec, share=1.0)  # V's choice says nothing of its tokens
         size += sum(map(aligned, section_bytes(codec, name, shape, dtype)))
     return size

@@ -86,6 +86,13 @@ class SlowWay:
         """Slow axes, then fast ones."""
         return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
 
+    @functools.cached_property
+    def ranks(self) -> list[list[int]]:
+        """Of each place on slow axes, those of the mesh's ranks that lie there, by their places on fast ones."""
+        size = math.prod(self.shape)
+        numbers = torch.arange(size).view(self.shape).permute(self._order)
+        return numbers.reshape(self.places, -1).tolist()
+
     def split(self, piece: torch.Tensor) -> torch.Tensor:
         """(*shape, B, n, s, D) as (S, F, B, n, s, D)."""
         levels = len(self.shape)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.codec.modes import CodecSchedule
-from xfuser_cocodiff.comparison import fidelity, film, inpainting
+from xfuser_cocodiff.comparison import fidelity, film, inpainting, others
 from xfuser_cocodiff.comparison.picture import draw_sheet
 from xfuser_cocodiff.models import captions, slices, volumes
 from xfuser_cocodiff.reporting import host
@@ -25,12 +25,14 @@ from xfuser_cocodiff.settings.options import EXACT, MODES
 from xfuser_cocodiff.xdit.launching.solo import Solo
 
 _ALL = "bits={0},bits_o={0}"
-SWEEP = {
+FP8 = "FP8, as xDiT's"
+COMPACTFUSION = "residuals of K and V, as CompactFusion's"
+OTHERS = {FP8: others.Fp8, COMPACTFUSION: others.KeysAndValues}
+"""By series, what stands in the place of virtual ranks."""
+SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
-    "residuals of 4, 2, 1 bits, as CompactFusion's": [
-        ("balanced", f"first=exact,predictor=0,{_ALL.format(bits)}") for bits in (4, 2, 1)
-    ],
-    "8 bits without references, finer than FP8": [("balanced", "first=8,warmup=1000000")],
+    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_ALL.format(bits)}") for bits in (4, 2, 1)],
+    FP8: [("balanced", None)],
     "fewer tokens": [
         ("balanced", f"bits={bits},bits_o={o},cached={cached},predictor=0.5")
         for cached in (0.25, 0.5, 0.75)
@@ -59,7 +61,12 @@ class Row:
     """What it belongs to in a plot."""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.mode, self.schedule)))
+        return f"{self.mode} {self.changes}".strip()
+
+    @property
+    def changes(self) -> str:
+        """What is other than in the mode."""
+        return " ".join(filter(None, (self.schedule, self.series if self.series in OTHERS else None)))
 
 
 @dataclass
@@ -148,7 +155,7 @@ class Judge:
             return keep(*step) if keep else {}
 
         approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
-        self._solo.use(None if row.mode == EXACT else approximated)
+        self._solo.use(None if row.mode == EXACT else approximated, OTHERS.get(row.series))
         generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
         more: dict[str, Any] = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
         more |= {"generator": generators, "output_type": "np", **self._shape}
@@ -205,7 +212,7 @@ def measure(
                 "mode": row.mode,
                 "sweep": row.sweep,
                 "series": row.series,
-                "codec": row.schedule or "",
+                "codec": row.changes,
                 "bytes_slow_fraction": made[""].bytes_slow_fraction,
                 **fidelity_of(made[""].values, stock[""].values),
                 "inpaint": {

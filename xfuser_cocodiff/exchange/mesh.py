@@ -137,6 +137,30 @@ class Mesh:
             buffer = self.stages.finish(self.stages.start(buffer, plan, number))
         return buffer
 
+    def gather_plan(self, block_bytes: int) -> Plan:
+        """How an all-gather of blocks of so many bytes runs: by the policy, or else along one axis after the other, the
+        outermost first."""
+        if self.policy.gather:
+            return self.policy.gather(block_bytes)
+        return Plan.gathering(self.topology, devices.of(self.stages.device.type).sends_directly)
+
+    def all_gather(self, block: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Bring what each rank holds to all others. After each stage a rank has what all ranks of that stage had, and
+        hands on all of it: a stage across slow links should be the first.
+
+        Args:
+            block: of this rank; as large on every rank.
+            plan: how; one of those that the mesh was made for. Chunks do not count.
+
+        Returns:
+            Shape (*plan.shape, *block.shape), indexed by source; a view whose memory order is that of the last stage.
+        """
+        for number in range(len(plan.stages)):
+            block = self.stages.finish(self.stages.start_gather(block, plan, number))
+        levels = len(plan.dims)
+        lies = [levels - 1 - plan.dims.index(dim) for dim in range(levels)]  # the last stage outermost
+        return block.permute(*lies, *range(levels, block.ndim))
+
     def _pipelined(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Send chunk after chunk through the stages: while one crosses nodes, the next crosses tiles."""
         chunks = buffer.chunk(plan.chunks, -1)

@@ -1,5 +1,9 @@
-"""Stages of plans: one collective, or direct sends, among the ranks that a rank meets in it."""
+"""Stages of plans: one collective, or direct sends, among the ranks that a rank meets in it.
 
+In an all-to-all each of them gets another share of what a rank holds, in an all-gather all of it.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -30,6 +34,10 @@ class InFlight(NamedTuple):
     sent: torch.Tensor
     """Kept until the stage is finished, since the network reads it."""
     received: torch.Tensor
+    shape: tuple[int, ...]
+    """Of what arrives, by source."""
+    dim: int
+    """To which the sources are moved."""
     works: tuple[dist.Work, ...] = ()
     """What to wait for; a functional collective is waited for through `received`."""
     began: torch.Event | None = None
@@ -58,22 +66,34 @@ class Stages:
         dim, group = plan.dims[number], self.groups[plan.stages[number]]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
-            return InFlight(plan, number, sent, _functional(sent, group))
-        label = self._label(plan, number)
-        self.traffic.count(label, group.size(), sent)
+            return InFlight(plan, number, sent, _functional(sent, group), sent.shape, dim)
         begin = _send_directly if plan.direct[number] else _collective
+        return self._begun(sent, sent.shape, plan, number, dim, begin)
+
+    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> InFlight:
+        """Begin a stage of an all-gather with what this rank holds; (ranks, *block.shape) arrives."""
+        shape = self.groups[plan.stages[number]].size(), *block.shape
+        begin = _give_directly if plan.direct[number] else _gather
+        return self._begun(block.contiguous(), shape, plan, number, 0, begin)
+
+    def _begun(
+        self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, dim: int, begin: "_Begin"
+    ) -> InFlight:
+        group, label = self.groups[plan.stages[number]], self._label(plan, number)
         with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
             queues = devices.of(sent.device.type).queues
             outgoing = _on_host(sent) if self.staged else sent
-            received = torch.empty_like(outgoing, pin_memory=self.staged and queues)
+            received = torch.empty(shape, dtype=sent.dtype, device=outgoing.device, pin_memory=self.staged and queues)
+            self.traffic.count(label, group.size(), received)
             began = self.traffic.begins(sent.device)
-            return InFlight(plan, number, outgoing, *begin(outgoing, received, group), began)
+            received, works = begin(outgoing, received, group)
+            return InFlight(plan, number, outgoing, received, shape, dim, works, began)
 
     def _label(self, plan: Plan, number: int) -> str:
         return self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
 
     def finish(self, flight: InFlight) -> torch.Tensor:
-        """Wait for a stage and return what arrived, shape (*plan.shape, payload), indexed by source."""
+        """Wait for a stage and return what arrived, indexed by source."""
         plan, number, received = flight.plan, flight.number, flight.received
         if torch.compiler.is_compiling():
             received = _wait(received)
@@ -90,8 +110,8 @@ class Stages:
                 received = received.to(self.device, non_blocking=True)
             self.traffic.ends(label, flight.began)
             self._watch(label, group, flight.sent.device)
-        received, dim = received.view(flight.sent.shape), plan.dims[number]
-        return received.movedim(0, dim) if dim else received
+        received = received.view(flight.shape)
+        return received.movedim(0, flight.dim) if flight.dim else received
 
     def _watch(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
         """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end
@@ -103,12 +123,24 @@ class Stages:
             roll_call.expect(ended.query, group, label, self.timeout.total_seconds())
 
 
+_Begin = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], tuple[torch.Tensor, tuple[dist.Work, ...]]]
+"""From what is sent, and room for what arrives, to that room, or what comes in its place, and what to wait for."""
+
+
 def _collective(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
     if devices.of(sent.device.type).functional_only:
         return _functional(sent, group), ()
     return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
+
+
+def _gather(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    if devices.of(sent.device.type).functional_only:
+        return functional.all_gather_tensor(sent.flatten(), 0, group), ()
+    return received, (dist.all_gather_into_tensor(received.view(-1), sent.view(-1), group=group, async_op=True),)
 
 
 def _on_host(sent: torch.Tensor) -> torch.Tensor:
@@ -133,9 +165,23 @@ def _wait(received: torch.Tensor) -> torch.Tensor:
 def _send_directly(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
-    """Start to swap shares with every rank of a group, all receives before the first send (see :mod:`plan`)."""
+    """Start to swap shares with every rank of a group."""
+    return _swap(sent.view(group.size(), -1), received, group)
+
+
+def _give_directly(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    """Start to send the same to every rank of a group."""
+    return _swap(sent.view(1, -1).expand(group.size(), -1), received, group)
+
+
+def _swap(
+    shares: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
+    """All receives before the first send (see :mod:`plan`)."""
     size, here = group.size(), group.rank()
-    shares, places = sent.view(size, -1), received.view(size, -1)
+    places = received.view(size, -1)
     # Peers by their distance from this rank, so that not all ranks turn to the same one first.
     works = [group.recv([places[(here - away) % size]], (here - away) % size, _TAG) for away in range(1, size)]
     works += [group.send([shares[(here + away) % size]], (here + away) % size, _TAG) for away in range(1, size)]

@@ -69,6 +69,13 @@ class Plan:
         return cls(topology, tuple((dim,) for dim in reversed(_moving(topology))) or ((),))
 
     @classmethod
+    def gathering(cls, topology: Topology, direct: bool = False) -> "Plan":
+        """One stage per axis, outermost first: an all-gather hands on all that has come, so that the slowest links see
+        least of it."""
+        stages = tuple((dim,) for dim in _moving(topology)) or ((),)
+        return cls(topology, stages, direct=(direct,) * len(stages))
+
+    @classmethod
     def parse(cls, text: str, topology: Topology) -> "Plan":
         """Read a plan, as `str` writes it.
 

@@ -130,16 +130,61 @@ def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: floa
     return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
 
 
-def gather_seconds(profile: Profile, message_bytes: float) -> float:
-    """Predicted time in which every rank gets the messages of all others, by one collective: an all-to-all of as many
-    bytes for each of them.
+def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
+    """Predicted time in which every rank gets the blocks of all others: in each stage all that has come before goes to
+    each rank of it.
 
-    So PyTorch's ring, which xDiT runs, brings K and V, behind the first block of attention. A gather goes from
-    neighbour to neighbour; what is known of contention is known of all-to-alls.
+    A gather goes from neighbour to neighbour; what is known of contention is known of all-to-alls.
+
+    Args:
+        profile: the machine.
+        plan: how the all-gather runs; PyTorch's ring, which xDiT runs, has the flat one.
+        block_bytes: what a rank holds before it.
     """
-    flat = Plan.flat(profile.topology).stages[0]
-    cost = stage_cost(replace(profile, contention=1.0), flat, profile.topology.size * message_bytes)
-    return cost.host + cost.wire
+    direct = profile.direct and replace(profile.direct, contention=1.0)
+    profile, seconds = replace(profile, contention=1.0, direct=direct), 0.0
+    for stage, is_direct in zip(plan.stages, plan.direct, strict=True):
+        block_bytes *= math.prod(profile.topology.shape[dim] for dim in stage)
+        cost = stage_cost(profile, stage, block_bytes, is_direct)
+        seconds += cost.host + cost.wire
+    return seconds
+
+
+def choose_gather(profile: Profile, block_bytes: float) -> Plan:
+    """The plan to use for an all-gather of such blocks."""
+
+    def counted(plan: Plan) -> float:
+        return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _complexity(plan))
+
+    plans = [plan for plan in candidates(profile.topology) if plan.chunks == 1]
+    if profile.direct:
+        plans += [replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
+    return min(plans, key=counted)
+
+
+def ring_seconds(profile: Profile, block_bytes: float, payload_bytes: float | None = None) -> float:
+    """Predicted time until the K and V of all ranks of a ring are there, by the best plans.
+
+    Args:
+        profile: of the ring, which tells slow axes.
+        block_bytes: K and V of a rank.
+        payload_bytes: what they are encoded in for slow axes; None where they travel as they are.
+    """
+    slow, fast = (_along(profile, is_slow) for is_slow in (True, False))
+    if payload_bytes is None or not slow:
+        return gather_seconds(profile, choose_gather(profile, block_bytes), block_bytes)
+    places = slow.topology.size
+    seconds = gather_seconds(slow, choose_gather(slow, payload_bytes), payload_bytes)
+    seconds += places * block_bytes / profile.codec_bytes_per_second
+    if fast:
+        seconds += gather_seconds(fast, choose_gather(fast, places * block_bytes), places * block_bytes)
+    return seconds
+
+
+def _along(profile: Profile, is_slow: bool) -> Profile | None:
+    """What is known of the axes that are slow, or of those that are not; None where none of them moves anything."""
+    axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in profile.slow_axes) == is_slow]
+    return profile.along(Topology(tuple(axes))) if axes else None
 
 
 def _way(profile: Profile, direct: bool) -> Profile:

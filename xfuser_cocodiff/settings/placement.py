@@ -15,6 +15,7 @@ import torch
 
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.machine import planner
+from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
 
@@ -150,7 +151,8 @@ def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> 
             payload = _payload_bytes(names, schedule) if schedule else None
             total += planner.exchange_seconds(part, len(names) * one, payload)
     if split.ring > 1:
-        total += planner.gather_seconds(profile.along(split.ring_topology(profile.topology)), 2 * one)
+        part = profile.along(split.ring_topology(profile.topology))
+        total += planner.gather_seconds(part, Plan.flat(part.topology), 2 * one)
     return total
 
 

@@ -234,7 +234,8 @@ class _Run:
         if self._split.ring == 1:
             return 0.0
         held = 2 * self._case.message_bytes("k")
-        return planner.gather_seconds(self._case.profile_of(self.ring, self._split.ring * held), held)
+        profile = self._case.profile_of(self.ring, self._split.ring * held)
+        return planner.gather_seconds(profile, Plan.flat(profile.topology), held)
 
     @property
     def ring_seconds(self) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xfuser_cocodiff.codec.allotment import Bits
+from xfuser_cocodiff.codec.allotment import NOTHING, Bits
 from xfuser_cocodiff.kernels.quantise import GRIDS
 
 EXACT_BITS = 16
@@ -36,7 +36,7 @@ class Rates:
     probed: float
     """Bits of the runs in which but a part was coded."""
     errors: Mapping[float, float]
-    """By the bits in which all was coded, `probed` among them."""
+    """By the bits in which all was coded, `probed` among them, and NOTHING."""
     groups: Sequence[float]
     """Errors of runs in which only these layers were coded."""
     letters: Mapping[str, float]
@@ -79,18 +79,20 @@ class Rates:
 
     def size(self, bits: Bits) -> float:
         """Bits that a value takes."""
-        return EXACT_BITS if bits is None else bits_of(bits) + self.overhead
+        if bits is None or bits == NOTHING:
+            return EXACT_BITS if bits is None else 0.0
+        return bits_of(bits) + self.overhead
 
     def allot(self, within: float | None = None, at_most: float | None = None) -> dict[Part, Bits]:
         """The choice with the least error within some bytes, or with the fewest bytes for an error.
 
-        Starts with the fewest bits everywhere, and spends more where a byte saves most, until the target is met.
+        Starts with nothing that is sent, and spends more where a byte saves most, until the target is met.
 
         Args:
             within: the share of the exact bytes after the first step.
             at_most: the error.
         """
-        allotted: dict[Part, Bits] = dict.fromkeys(self.values, min(GRIDS))
+        allotted: dict[Part, Bits] = dict.fromkeys(self.values, NOTHING)
         room = math.inf if within is None else within - self.fraction(allotted)
         error = self.error(allotted)
         best = [step for part in allotted if (step := self._best_step(part, allotted[part], room))]

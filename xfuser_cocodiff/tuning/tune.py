@@ -10,9 +10,8 @@ from statistics import stdev
 from typing import Any
 
 from xfuser_cocodiff.codec import modes
-from xfuser_cocodiff.codec.allotment import LETTERS, Allotment, Bits
+from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment, Bits
 from xfuser_cocodiff.codec.modes import FEW_STEPS
-from xfuser_cocodiff.kernels.quantise import GRIDS
 from xfuser_cocodiff.tuning.rates import EXACT_BITS, Part, Rates, bits_of
 from xfuser_cocodiff.tuning.trials import Trial, Trials
 
@@ -30,7 +29,7 @@ _NEAR = 0.3
 _MOST_TRIES = 3
 _POINTS = 40
 """Of the curve of what is foreseen, from none to all of the exact bytes."""
-RUNS = 1 + 4 + len(LETTERS) + MOST_PHASES + MOST_GROUPS + _MOST_TRIES
+RUNS = 1 + 5 + len(LETTERS) + MOST_PHASES + MOST_GROUPS + _MOST_TRIES
 """At most, until there is an answer."""
 CHECKS = 4
 """Runs on what is held out: exact, tuned and two modes."""
@@ -148,8 +147,7 @@ class Tuner:
         return (first + (self._steps - 1) * rates.fraction(parts)) / self._steps
 
     def _check(self, target: Target, rates: Rates, first: float) -> None:
-        later = rates.fraction(dict.fromkeys(rates.values, min(GRIDS)))
-        least = (first + (self._steps - 1) * later) / self._steps
+        least = first / self._steps
         if target.fraction is not None and target.fraction < least:
             raise ValueError(f"--bytes {target.fraction:g} is not valid: {self._steps} steps take {least:.3f} at least")
 
@@ -162,6 +160,7 @@ class Tuner:
     def _rates(self) -> tuple[Rates, list[Trial]]:
         """What errors do in each part of a run; and the runs in which all was coded in as many bits."""
         whole = {bits: self._uniform(bits) for bits in sorted({1, 2, 4, self._probed})}
+        nothing = self._alone("nothing but the first step", bits=NOTHING, first=FIRST_BITS)
         letters = [self._alone(f"only {letter.upper()}", letters=letter) for letter in LETTERS]
         phases = [self._alone(f"only phase {phase + 1}", phase=phase) for phase in range(len(self._starts))]
         count = len(self._groups)
@@ -181,7 +180,7 @@ class Tuner:
         probed = whole[self._probed]
         rates = Rates(
             self._probed,
-            {bits: trial.error for bits, trial in whole.items()},
+            {NOTHING: nothing.error, **{bits: trial.error for bits, trial in whole.items()}},
             [trial.error for trial in groups],
             {letter: trial.error for letter, trial in zip(LETTERS, letters, strict=True)},
             [trial.error for trial in phases],
@@ -199,21 +198,28 @@ class Tuner:
         return self._trials.mode("balanced", schedule=f"first={FIRST_BITS},bits={bits:g},bits_o={bits:g}")
 
     def _alone(
-        self, name: str, layers: Sequence[str] | None = None, letters: str = LETTERS, phase: int | None = None
+        self,
+        name: str,
+        layers: Sequence[str] | None = None,
+        letters: str = LETTERS,
+        phase: int | None = None,
+        bits: Bits = None,
+        first: Bits = None,
     ) -> Trial:
-        """A run in which all is exact but a part."""
+        """A run in which all is exact but a part, which has some bits, those that are probed if none are given."""
         chosen = self._trials.layers if layers is None else layers
-        bits: dict[str, dict[str, tuple[Bits, ...]]] = {
+        coded = self._probed if bits is None else bits
+        by_layer: dict[str, dict[str, tuple[Bits, ...]]] = {
             layer: {
                 letter: tuple(
-                    self._probed if layer in chosen and letter in letters and phase in (None, at) else None
+                    coded if layer in chosen and letter in letters and phase in (None, at) else None
                     for at in range(len(self._starts))
                 )
                 for letter in LETTERS
             }
             for layer in self._trials.layers
         }
-        return self._trials.allotted(name, Allotment(self._starts, bits, predictor=self._predictor, steps=self._steps))
+        return self._trials.allotted(name, Allotment(self._starts, by_layer, first, self._predictor, self._steps))
 
     def _allotment(self, parts: Mapping[Part, Bits]) -> Allotment:
         bits = {

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.codec.runtime import StepReport
+from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.engine.engine import active
 
@@ -34,13 +35,21 @@ class Solo:
         if self.films:
             self.pipe.vae.enable_slicing()  # one by one: HunyuanVideo 1.5's decodes no batch of videos
 
-    def use(self, config: CocoDiffConfig | None) -> None:
-        """Go on by these settings, whose ranks are virtual; without any as stock xDiT."""
+    def use(self, config: CocoDiffConfig | None, other: type[VirtualRanks] | None = None) -> None:
+        """Go on by these settings, whose ranks are virtual; without any as stock xDiT.
+
+        Args:
+            config: the settings.
+            other: what stands in the place of these ranks.
+        """
         from xfuser.core.distributed import initialize_runtime_state
 
         model = self._runner.model
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
+        runtime = active().runtime
+        if other and runtime and runtime.virtual:
+            runtime.virtual = other(runtime.virtual.topology, runtime.virtual.slow_axes)
 
     def takes(self, argument: str) -> bool:
         """Whether the pipeline has an argument of this name."""

@@ -1,0 +1,220 @@
+"""Messages: tensors of one exchange, encoded into one buffer for each place that they go to, and decoded from there.
+
+Sizes in shapes: P places, L of them that are not the rank's own; G groups of tokens, H heads, T tokens, D head dim.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec.codecs import EXACT, Codec, Loss
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, Still, Wire, active_for, codec_for, is_finite
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.kernels import rows
+from xfuser_cocodiff.kernels.rows import Active
+from xfuser_cocodiff.machine import device as devices
+
+_FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
+"""In front of a message between CPUs: whether all values of its sender are finite. Nobody reads it on an accelerator,
+where the host would have to wait, and nobody writes it."""
+
+
+class Ends(NamedTuple):
+    """Where values go to, or come from."""
+
+    places: int
+    here: int | None = None
+    """The rank's own, which is left out."""
+    copies: int = 1
+    """How often what is encoded for a place travels."""
+
+    @property
+    def others(self) -> int:
+        """Places that are not the rank's own."""
+        return self.places - (self.here is not None)
+
+
+class Sent(NamedTuple):
+    """What is known of an exchange between its encoding and its end."""
+
+    message: torch.Tensor
+    """uint8 (P, bytes); nothing is written for this rank's own place."""
+    codecs: list[Codec]
+    still: list[Still | None]
+    """Of each tensor, tokens that are not sent."""
+
+
+def encoded(
+    values: Sequence[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup, ends: Ends
+) -> Sent:
+    """Encode values (P, G, H, T, D) for other places.
+
+    Args:
+        values: of several tensors.
+        names: a letter for each; V is encoded before Q and K of the same head group.
+        layer_codecs: how.
+        head_group: of the heads.
+        ends: where they go to.
+    """
+    values, order = list(values), _encoding_order(names)
+    wires = [layer_codecs.wire(name, head_group) for name in names]
+    used: dict[int, Codec] = {}
+    choices: dict[int, Active | None] = {}
+    losses: list[Loss | None] = []
+    for index in order:
+        name, wire, whole = names[index], wires[index], values[index]
+        rest = wire.rest_of(whole)
+        used[index] = codec_for(layer_codecs, name, head_group, _to_others(rest, ends), whole.dtype)
+        if used[index].owes_nothing:
+            wire.send_all()
+            if layer_codecs.owes_nothing or not layer_codecs.codecs[name].is_exact:  # else it is never coded
+                wire.marks, wire.looks = codecs.fingerprint(rows.away(whole, ends.here)), _LOOKS
+        else:
+            losses += _look_for_still(wire, whole, ends, is_sent=not used[index].is_silent)
+            values[index] = rest
+        wire.under_way = True
+        if values[index].numel():
+            choices[index] = active_for(layer_codecs, name, head_group, values[index], used[index], ends.here)
+        layer_codecs.account.exact_bytes += ends.copies * math.prod(_to_others(whole, ends)) * whole.itemsize
+    codecs_of = [used[index] for index in range(len(names))]
+    message, flag, rooms = _message(values, names, codecs_of, layer_codecs, ends)
+    for index, (choice, payload) in zip(order, rooms, strict=True):
+        if not values[index].numel():
+            continue
+        active, wire = choices[index], wires[index]
+        if choice.nbytes and active:
+            codecs.pack_choice(active, choice, ends.here)
+        losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, ends.here))
+    known = [loss for loss in losses if loss]
+    layer_codecs.account.losses += known
+    if not devices.of(message.device.type).queues:
+        flag.fill_(_FINITE if all(map(is_finite, known)) else _NOT_FINITE)
+    return Sent(message, codecs_of, [wire.still for wire in wires])
+
+
+def repeated(
+    values: Sequence[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup, ends: Ends
+) -> Sent:
+    """Values as they are: some of them, of some rank on these slow axes, are not finite, or are not sent although they
+    have changed. Every one of these ranks has seen that, since each tells all others."""
+    layer_codecs.account.repeated += 1
+    exact = [EXACT] * len(names)
+    message, _, rooms = _message(list(values), names, exact, layer_codecs, ends)
+    for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
+        wire = layer_codecs.wire(names[index], head_group)
+        wire.send_all()
+        if wire.unchanged is not None:  # other ranks know nothing of this, and agree with this one
+            wire.unchanged.zero_()
+        codecs.encode(values[index], wire.sent, EXACT, None, payload, ends.here)
+    return Sent(message, exact, [None] * len(names))
+
+
+def asks_again(received: torch.Tensor) -> bool:
+    """Whether messages (P, bytes) are to be sent as they are, by the word of one of their senders."""
+    return not devices.of(received.device.type).queues and bool(received[:, :_FLAG_BYTES].any())
+
+
+def decode(
+    received: torch.Tensor,
+    sent: Sent,
+    landings: Sequence[torch.Tensor],
+    names: str,
+    layer_codecs: LayerCodecs,
+    head_group: HeadGroup,
+    ends: Ends,
+) -> None:
+    """Write what other places have encoded, but for the rank's own place.
+
+    Args:
+        received: messages, uint8 (P, bytes).
+        sent: what this rank has sent, as all do.
+        landings: room for the tensors, (P, G, H, T, D) each.
+        names: their letters.
+        layer_codecs: how.
+        head_group: of the heads.
+        ends: where they come from.
+    """
+    rests = _rests(landings, sent.still, ends)
+    _, rooms = _sections(received, _sizes(rests, names, sent.codecs, ends))
+    for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
+        name, landing, codec, active = names[index], rests[index], sent.codecs[index], None
+        layer_codecs.wire(name, head_group).under_way = False
+        if not landing.numel():
+            continue
+        if codec.chooses and name in codecs.CHOOSING:
+            groups, tokens = landing.shape[1], landing.shape[codecs.TOKENS]
+            active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), ends.here)
+            layer_codecs.choices[name, head_group].received = active
+        elif codec.chooses:
+            active = layer_codecs.choices["v", head_group].received
+        codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, ends.here)
+
+
+_LOOKS = 2
+"""Exchanges that show what does not change: O, which comes of what the first two steps left, stays a step later."""
+
+
+def _look_for_still(wire: Wire, values: torch.Tensor, ends: Ends, is_sent: bool) -> list[Loss]:
+    """See which tokens do not change, in the exchange after one that needed no reference; and later, that they do not.
+    If they do, that is a loss that is not finite, and mended like others."""
+    others = rows.away(values, ends.here)
+    if wire.still is None:
+        if wire.marks is not None and is_sent:  # else they would stay as the first step left them
+            before, wire.marks = wire.marks, codecs.fingerprint(others)
+            wire.unchanged = codecs.first_unchanged(before, wire.marks)
+        return []
+    changed = (codecs.fingerprint(others[:, :, :, : wire.still.tokens]) != wire.marks).any()
+    return [Loss(torch.where(changed, math.nan, 0.0), torch.zeros_like(changed, dtype=torch.float32))]
+
+
+def _to_others(values: torch.Tensor, ends: Ends) -> tuple[int, ...]:
+    """The shape (L, G, H, T, D) of what goes to other places of values (P, G, H, T, D)."""
+    return ends.others, *values.shape[1:]
+
+
+_Rooms = list[tuple[torch.Tensor, torch.Tensor]]
+"""Of a message, for each tensor in the order of encoding: for its choice of tokens, and its values; uint8 (P, n)."""
+
+
+def _message(
+    values: list[torch.Tensor], names: str, used: list[Codec], layer_codecs: LayerCodecs, ends: Ends
+) -> tuple[torch.Tensor, torch.Tensor, _Rooms]:
+    """A message (P, bytes) with nothing in it, which counts as sent, and its flag and rooms."""
+    sizes = _sizes(values, names, used, ends)
+    message = values[0].new_empty(ends.places, sum(map(codecs.aligned, sizes)), dtype=torch.uint8)
+    layer_codecs.account.sent_bytes += ends.copies * ends.others * message.shape[1]
+    return message, *_sections(message, sizes)
+
+
+def _sizes(values: Sequence[torch.Tensor], names: str, used: list[Codec], ends: Ends) -> list[int]:
+    """Bytes of the sections of a message for one place: its flag, and for each tensor, in the order of encoding, its
+    choice of tokens, perhaps none, and its values."""
+    sizes = [_FLAG_BYTES]
+    for index in _encoding_order(names):
+        sizes += codecs.section_bytes(used[index], names[index], _to_others(values[index], ends), values[index].dtype)
+    return sizes
+
+
+def _sections(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
+    """The flag and the rooms of a message, as views."""
+    with_gaps = [each for size in sizes for each in (size, codecs.aligned(size) - size)]
+    flag, *rooms = message.split(with_gaps, 1)[::2]
+    return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
+
+
+def _rests(landings: Sequence[torch.Tensor], still: list[Still | None], ends: Ends) -> list[torch.Tensor]:
+    """What is still to be written to (P, G, H, T, D) each once tokens that are not sent have been."""
+    rests = []
+    for landing, kept in zip(landings, still, strict=True):
+        if kept:
+            rows.put_away(landing[:, :, :, : kept.tokens], kept.received, ends.here)
+        rests.append(landing[:, :, :, kept.tokens :] if kept else landing)
+    return rests
+
+
+def _encoding_order(names: str) -> list[int]:
+    """V first: it chooses for Q and K."""
+    return sorted(range(len(names)), key=lambda index: names[index] != "v")
