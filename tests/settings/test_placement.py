@@ -79,22 +79,17 @@ def test_times_by_hand() -> None:
     assert planner.exchange_seconds(part[INNER], 4e6, 1e6) == pytest.approx(0.75, rel=1e-3)
 
 
-def exact(topology: Topology) -> None:
-    return None
-
-
-def balanced(topology: Topology) -> modes.CodecSchedule:
-    return modes.BALANCED
+exact, balanced = None, modes.BALANCED
 
 
 def test_the_choice() -> None:
     known = profile("4x2", 1e6, FAST)
     assert placement.choose(known, 4, 2, exact) == "inner"
-    assert placement.choose(known, 2, 4, exact) == "outer"  # as many bytes between nodes either way
-    assert placement.choose(known, 2, 4, balanced) == "inner"  # and a third of them are encoded
+    assert placement.choose(known, 2, 4, exact) == "inner"  # a ring on two nodes sends a block to the other one once
+    assert placement.choose(known, 2, 4, balanced) == "inner"
     two = profile("2x4", 1e6, FAST)
     assert placement.choose(two, 4, 2, exact) == "outer"
-    assert placement.choose(two, 4, 2, balanced) == "inner"  # only Ulysses can be encoded
+    assert placement.choose(two, 4, 2, balanced) == "outer"
     assert placement.choose(profile("3x4", 1e6, FAST), 4, 3, balanced) == "outer"  # strides of 3 straddle nodes
 
 
@@ -114,14 +109,16 @@ def settings(tmp_path: Path, known: Profile | None, **values: str):
 def test_settings(tmp_path: Path) -> None:
     known = profile("2x4", 1e6, FAST)
     found = settings(tmp_path, None)
-    assert (found.ring, str(found.topology), found.mode) == ("outer", "flat", "exact")
-    found = settings(tmp_path, None, ring="inner")  # groups lie on two nodes: the mode is as there
+    assert (found.ring, str(found.topology), found.mode) == ("outer", "flat", "balanced")
+    assert str(found.ring_topology) == "node=2"
+    found = settings(tmp_path, None, ring="inner")
     assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
     found = settings(tmp_path, known)  # the profile decides
-    assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
-    assert found.profile.topology == found.topology
+    assert (found.ring, str(found.topology), found.mode) == ("outer", "gpu=4", "balanced")
+    assert found.profile.topology == found.topology and found.ring_profile.topology == Topology.parse("node=2")
     alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
-    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "exact")
+    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "balanced")
+    assert alone.ring_topology == WHOLE
     found = settings(tmp_path, known, mode="exact")
     assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
     found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it

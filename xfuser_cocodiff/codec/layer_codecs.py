@@ -74,11 +74,11 @@ class Wire:
         still = self.still.sent.nbytes + self.still.received.nbytes if self.still else 0
         return self.sent.nbytes + self.received.nbytes + still
 
-    def squeeze(self, way: SlowWay | None) -> None:
+    def squeeze(self, way: SlowWay | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
 
         Args:
-            way: which they are for; None among virtual ranks.
+            way: which they are for, in a Ulysses group; None elsewhere.
         """
         if way and way.fast:  # then values are encoded in the lane, and on its stream, where there is one
             way.fast.lane.start("squeezing references", self.sent.squeeze).wait()

@@ -54,6 +54,10 @@ class Share(NamedTuple):
             value=self.value * (places - 1) // places,
         )
 
+    def crossing_bytes(self, places: int, ring_places: int) -> int:
+        """What this rank sends across slow axes as it is, in a Ulysses group and, K and V alone, in a ring."""
+        return (self.crossing(places).values + 2 * self.value * (ring_places - 1)) * self.value_bytes
+
 
 class Need(NamedTuple):
     """Bytes that the references of a layer take on a rank, in one branch."""
@@ -63,11 +67,15 @@ class Need(NamedTuple):
     """In 8 bits."""
 
     @classmethod
-    def of(cls, share: Share, schedule: CodecSchedule, places: int) -> "Need":
-        """For what a rank has of the layer, and so many places on slow axes."""
+    def of(cls, share: Share, schedule: CodecSchedule, places: int, ring_places: int = 1) -> "Need":
+        """For what a rank has of the layer, so many places on slow axes of its Ulysses group, and of its ring.
+
+        In a group it sends as much as it gets, and holds both. In a ring it holds its own K and V, and the same of one
+        rank at each other place.
+        """
         crossing = share.crossing(places)
-        # At both ends: one rank sends as much as it gets.
-        held = 2 * (2 if schedule.predictor else 1) * crossing.values
+        around = 2 * share.value * ring_places if ring_places > 1 else 0
+        held = (2 if schedule.predictor else 1) * (2 * crossing.values + around)
         seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
         scales = held // share.head_dim  # a byte for each row
         return cls(held * share.value_bytes + seen, held + scales + seen)

@@ -33,6 +33,7 @@ class _State:
     is_exact: bool
     """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
     wires: dict = field(default_factory=dict)
+    ring_wires: dict = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     """Of the step."""
     step: int = 0
@@ -78,7 +79,7 @@ class Runtime:
     """What codecs know of the run under way. All ranks must call its methods alike.
 
     Args:
-        way: the slow axes; None where ranks are virtual.
+        way: the slow axes of a Ulysses group; None where it has none, and where ranks are virtual.
         mode: one of options.MODES that approximates.
         changes: to its schedule, in its notation.
         max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
@@ -86,6 +87,7 @@ class Runtime:
         virtual: the ranks that this one stands for, in the place of slow axes.
         budget: bytes that references may take on each rank.
         say: tells the user.
+        ring_way: the slow axes of a ring, if there are any.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Runtime:
         virtual: VirtualRanks | None = None,
         budget: int | None = None,
         say: Callable[[str], None] = lambda message: None,
+        ring_way: SlowWay | None = None,
     ) -> None:
         self.virtual = virtual
         self._budget, self._say = Budget(budget), say
@@ -111,7 +114,7 @@ class Runtime:
         """Whether there was a layer in this run that it understood."""
         self.refusal: str | None = None
         """Why it has understood a layer of this run not."""
-        self._way, self.mode, self._changes = way, mode, changes
+        self._way, self._ring_way, self.mode, self._changes = way, ring_way, mode, changes
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[tuple[Hashable, int], _State] = {}
         self.is_running = False
@@ -172,8 +175,7 @@ class Runtime:
 
     def _agree_on_still(self) -> None:
         """Tokens that have not changed since an exact step, on no rank, are not sent from now on."""
-        wires = [wire for state in self._states.values() for wire in state.wires.values()]
-        looking = [wire for wire in wires if wire.unchanged is not None]  # the same on every rank
+        looking = [wire for wire in self._wires if wire.unchanged is not None]  # the same on every rank
         if not looking:
             return
         found = torch.stack([wire.unchanged for wire in looking]).tolist()
@@ -211,7 +213,8 @@ class Runtime:
     def layer_codecs(
         self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
     ) -> LayerCodecs | None:
-        """How a layer's exchanges travel in a call of its transformer; None where they travel without codecs.
+        """How the exchanges of a layer's Ulysses group travel in a call of its transformer; None where they travel
+        without codecs.
 
         Args:
             layer: its name.
@@ -220,16 +223,33 @@ class Runtime:
             share: what this rank has of the layer.
             transformer: tells its transformer from others.
         """
+        state = self._met(layer, key, branch, share, transformer)
+        if state is None or not (self._way or self.virtual):
+            return None
+        return self._at_this_step(state, self._way, state.wires)
+
+    def ring_codecs(
+        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+    ) -> LayerCodecs | None:
+        """The same of the ring that the layer's K and V go round."""
+        state = self._met(layer, key, branch, share, transformer)
+        return self._at_this_step(state, self._ring_way, state.ring_wires) if state and self._ring_way else None
+
+    def _met(self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable) -> _State | None:
+        """What there is of a layer that is coded."""
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
             self._states[key, branch] = self._state(layer, transformer, share)
         state = self._states[key, branch]
         state.step = self.step
-        if state.is_exact:
-            crossing = share.crossing(self._places)
-            state.account.sent_bytes = state.account.exact_bytes = crossing.values * crossing.value_bytes
-            return None
+        if not state.is_exact:
+            return state
+        state.account.sent_bytes = state.account.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
+        return None
+
+    def _at_this_step(self, state: _State, way: SlowWay | None, wires: dict) -> LayerCodecs:
+        layer = state.layer
         codecs = self.schedule.codecs(self.step, self.total, layer)
         anew = self.schedule.anew if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
         if self._refreshing:
@@ -238,17 +258,24 @@ class Runtime:
             codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
         else:
             codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
-        return LayerCodecs(self._way, codecs, state.wires, state.account, self.step, self._budget.compact, anew)
+        return LayerCodecs(way, codecs, wires, state.account, self.step, self._budget.compact, anew)
 
     @property
     def _defers(self) -> bool:
         """Whether what is not finite is only seen when a step has ended."""
-        return self._way is not None and devices.of(self._way.slow.lane.device.type).queues
+        way = self._way or self._ring_way
+        return way is not None and devices.of(way.slow.lane.device.type).queues
 
     @property
     def _places(self) -> int:
-        """On slow axes."""
-        return (self.virtual or self._way).places
+        """On slow axes of a Ulysses group."""
+        found = self.virtual or self._way
+        return found.places if found else 1
+
+    @property
+    def _ring_places(self) -> int:
+        """On those of a ring."""
+        return self._ring_way.places if self._ring_way else 1
 
     def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
         """Of a layer that is met in a branch for the first time in this run."""
@@ -258,7 +285,7 @@ class Runtime:
         if transformer not in self._transformers:
             self._leave_others()
             self._transformers.add(transformer)
-        need = Need.of(share, self.schedule, self._places)
+        need = Need.of(share, self.schedule, self._places, self._ring_places)
         is_exact = self.schedule.leaves_out(layer)
         if not is_exact:
             if not self._budget.suffices(need):
@@ -286,6 +313,8 @@ class Runtime:
             for state in self._states.values():
                 for wire in state.wires.values():
                     wire.squeeze(self._way)
+                for wire in state.ring_wires.values():  # whose both ends are used in the lane
+                    self._ring_way.slow.lane.start("squeezing references", wire.squeeze).wait()
 
     # What the user is told, once a step has shown it.
 
@@ -335,5 +364,10 @@ class Runtime:
     @property
     def reference_bytes(self) -> int:
         """What references take now."""
-        wires: list[Wire] = [wire for state in self._states.values() for wire in state.wires.values()]
-        return sum(wire.nbytes for wire in wires)
+        return sum(wire.nbytes for wire in self._wires)
+
+    @property
+    def _wires(self) -> list[Wire]:
+        """All that there are, in an order that is the same on every rank."""
+        every = [wires for state in self._states.values() for wires in (state.wires, state.ring_wires)]
+        return [wire for wires in every for wire in wires.values()]

@@ -14,7 +14,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import DIRECT, Plan, candidates
-from xfuser_cocodiff.machine.planner import ahead_pays
+from xfuser_cocodiff.machine.planner import ahead_pays, choose_gather
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring.choice import SIZES, Plans
@@ -73,6 +73,7 @@ def planned_mesh(
     known: Findings | None = None,
     largest: Callable[[list[float]], list[float]] = list,
     at_once: bool = True,
+    beside: Mesh | None = None,
 ) -> Planned:
     """A mesh over a group that runs by the plan of the settings, or else chooses one for each size; and its slow axes.
 
@@ -89,6 +90,7 @@ def planned_mesh(
             a ring there are other groups, which must code alike.
         at_once: whether links are probed now; else somebody does it later. Then everything is flat at first, in graphs
             for good, and only what settles slow axes is measured now.
+        beside: another mesh, whose lane and account are to be this one's too.
     """
     if config.plan:
         check_fits(config.plan, device, "--cocodiff_a2a")
@@ -100,6 +102,8 @@ def planned_mesh(
 
     plans = [config.plan] if config.plan else candidates(config.topology)
     mesh, probe = over(group, config.topology, plans), None
+    if beside:
+        mesh = mesh.within(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
     if config.profile is None and known.profile is None and _asks(config):
         every = mesh if config.plan is None else over(group, config.topology)
         probe = _begun(Probe(every, group, device, known.samples, ROUNDS if at_once else FEW_ROUNDS), config, at_once)
@@ -120,7 +124,7 @@ def planned_mesh(
     mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead, traced_ahead=traced_ahead))
     way = None
     if config.mode != EXACT:
-        slow = config.slow_axes or _slow_axes(profile, largest)
+        slow = _slow_axes(profile, largest) if config.slow_axes is None else config.slow_axes
         way = SlowWay.over(group, mesh, slow, lambda group, topology: choosing(over(group, topology)))
     return Planned(mesh, way, probe, known, config.synchronous)
 
@@ -143,7 +147,8 @@ def _choosing(mesh: Mesh, config: CocoDiffConfig, profile: Profile | None, known
     chosen = Plans(mesh.topology, along, settled, is_tried=config.profile is None)
     # What graphs go by takes a while to find for all sizes, and is of use to few of those who cannot wait.
     traced = chosen.table() if at_once else ((0, Plan.flat(mesh.topology)),)
-    return replace(mesh, policy=Policy(chosen, traced))
+    gather = functools.cache(functools.partial(choose_gather, along)) if along else None
+    return replace(mesh, policy=Policy(chosen, traced, gather=gather))
 
 
 def _asks(config: CocoDiffConfig) -> bool:

@@ -41,6 +41,12 @@ class CocoDiffConfig:
     ring: str = OUTER
     """Where the ring lies: one of PLACEMENTS."""
 
+    ring_topology: Topology | None = None
+    """Levels of every ring; None where there is none."""
+
+    ring_profile: Profile | None = None
+    """As `profile`, for the links of a ring."""
+
     plan: Plan | None = None
     """How the all-to-all runs; None leaves it to the planner."""
 
@@ -114,7 +120,7 @@ def resolve(
     ground = _ground(chosen, ranks)
     topology = ground.topology
     is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
-    mode = mode or (ACROSS_NODES if virtual or is_tuned else usual_mode(ground.detected))
+    mode = mode or (ACROSS_NODES if virtual or is_tuned else usual_mode(ranks.detected_whole or ranks.detected))
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -124,13 +130,17 @@ def resolve(
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
         ring=ground.ring,
+        ring_topology=ground.ring_topology,
+        ring_profile=ground.ring_profile,
         profile=ground.profile
         or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode,
         schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
-        slow_axes=_read(chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology)),
+        slow_axes=_read(
+            chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology, ground.ring_topology)
+        ),
         virtual=virtual,
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
@@ -153,7 +163,7 @@ def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> Ground:
             given,
             None if wanted == AUTO else wanted,
             profile,
-            lambda topology: modes.usual(mode or usual_mode(topology), None),
+            modes.usual(mode or usual_mode(ranks.detected_whole or ranks.detected), None),
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
@@ -167,7 +177,7 @@ def _topology(text: str, ranks: Ranks) -> Topology:
 
 
 def usual_mode(detected: Topology) -> str:
-    """The mode of Ulysses groups for which none is given."""
+    """The mode for which none is given, by where the ranks lie that share a sequence."""
     return ACROSS_NODES if has_nodes(detected) else EXACT
 
 
@@ -221,10 +231,11 @@ def _virtual(text: str, degree: int) -> Topology:
     return Topology.parse(text)
 
 
-def _axes(text: str, topology: Topology) -> tuple[str, ...]:
-    known, found = [axis.name for axis in topology.axes], tuple(name.strip() for name in text.split(","))
+def _axes(text: str, topology: Topology, ring: Topology | None) -> tuple[str, ...]:
+    found, around = tuple(name.strip() for name in text.split(",")), f" and of its rings, {ring}," if ring else ""
+    known = dict.fromkeys(axis.name for each in (topology, ring) if each for axis in each.axes)
     if not set(found) <= set(known):
-        raise ValueError(f"{text!r} is not valid; the axes of the topology {topology} are {', '.join(known)}")
+        raise ValueError(f"{text!r} is not valid; the axes of the topology {topology}{around} are {', '.join(known)}")
     return found
 
 

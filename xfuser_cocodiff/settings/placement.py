@@ -8,14 +8,12 @@ the K and V of the others.
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.machine import planner
-from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
 
@@ -81,6 +79,10 @@ class Ground:
     """Where the ring lies."""
     profile: Profile | None = None
     """Of their axes, where one of all ranks is known."""
+    ring_topology: Topology | None = None
+    """Of the ring; None where there is none."""
+    ring_profile: Profile | None = None
+    """Of its axes, where one of all ranks is known."""
 
 
 def settle(
@@ -88,16 +90,16 @@ def settle(
     given: Topology | None,
     wanted: str | None,
     profile: Profile | None,
-    schedule_of: Callable[[Topology], CodecSchedule | None],
+    schedule: CodecSchedule | None,
 ) -> Ground:
-    """Settle where Ulysses groups lie. All ranks that are given the same find the same.
+    """Settle where Ulysses groups and rings lie. All ranks that are given the same find the same.
 
     Args:
         ranks: those that share a sequence.
         given: topology that the user gave, of a Ulysses group or of all ranks.
         wanted: placement that the user wants; None leaves it to the profile.
         profile: what is known of links; it decides if it is of all ranks.
-        schedule_of: how the exchanges of Ulysses groups with a topology are encoded; None where they are not.
+        schedule: how what crosses slow axes is encoded; None where it is not.
 
     Raises:
         ValueError: the groups do not lie on the axes of the profile.
@@ -107,9 +109,9 @@ def settle(
     assert ranks.detected_whole  # there is a ring
     whole = given if given and given.size == ranks.whole else ranks.detected_whole
     known = profile if profile and profile.topology == whole and given in (None, whole) else None
-    if ranks.ulysses == 1:  # nothing moves
-        return Ground(ranks.detected, ranks.detected, OUTER, known)
-    ring = wanted or (choose(known, ranks.ulysses, ranks.ring, schedule_of) if known else OUTER)
+    if ranks.ulysses == 1:
+        return Ground(ranks.detected, ranks.detected_whole, OUTER, None, whole, known)
+    ring = wanted or (choose(known, ranks.ulysses, ranks.ring, schedule) if known else OUTER)
     split = Split(ranks.ulysses, ranks.ring, ring)
     if known and not split.fits(whole):
         raise ValueError(
@@ -117,13 +119,14 @@ def settle(
             f"axes of the profile, {whole}"
         )
     detected = ranks.detected if ring == OUTER else split.ulysses_topology(ranks.detected_whole)
+    around = split.ring_topology(whole)
     if given not in (None, whole):
-        return Ground(given, detected, ring)
+        return Ground(given, detected, ring, ring_topology=around)
     topology = split.ulysses_topology(whole) if given or known else detected
-    return Ground(topology, detected, ring, known and known.along(topology))
+    return Ground(topology, detected, ring, known and known.along(topology), around, known and known.along(around))
 
 
-def choose(profile: Profile, ulysses: int, ring: int, schedule_of: Callable[[Topology], CodecSchedule | None]) -> str:
+def choose(profile: Profile, ulysses: int, ring: int, schedule: CodecSchedule | None) -> str:
     """The placement whose communication takes less time: xDiT's own where the other one does not promise to save
     planner.MARGIN, or does not lie on the axes.
 
@@ -133,12 +136,12 @@ def choose(profile: Profile, ulysses: int, ring: int, schedule_of: Callable[[Top
         profile: of all ranks.
         ulysses: Ulysses degree.
         ring: ring degree.
-        schedule_of: how the exchanges of Ulysses groups with a topology are encoded; None where they are not.
+        schedule: how what crosses slow axes is encoded; None where it is not.
     """
     outer, inner = (Split(ulysses, ring, placement) for placement in PLACEMENTS)
     if not all(split.fits(profile.topology) for split in (outer, inner)):
         return INNER if inner.fits(profile.topology) else OUTER
-    took = [_seconds(profile, split, schedule_of(split.ulysses_topology(profile.topology))) for split in (outer, inner)]
+    took = [_seconds(profile, split, schedule) for split in (outer, inner)]
     return INNER if took[1] < (1 - planner.MARGIN) * took[0] else OUTER
 
 
@@ -152,7 +155,7 @@ def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> 
             total += planner.exchange_seconds(part, len(names) * one, payload)
     if split.ring > 1:
         part = profile.along(split.ring_topology(profile.topology))
-        total += planner.gather_seconds(part, Plan.flat(part.topology), 2 * one)
+        total += planner.ring_seconds(part, 2 * one, _payload_bytes("kv", schedule) if schedule else None)
     return total
 
 

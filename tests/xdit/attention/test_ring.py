@@ -14,6 +14,7 @@ from tests.quick import slow_but
 from tests.settings.test_placement import profile
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
+from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.xdit.attention import ring_attention
 
 PLACEMENTS = ("outer", "inner")
@@ -143,9 +144,9 @@ def test_where_groups_lie_and_what_their_topology_is(tmp_path: Path) -> None:
     del whole["cocodiff_ring"]  # without a profile it is xDiT's own
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
     known = tmp_path / "profile.json"
-    known.write_text(json.dumps({"profile": profile("2x4", 1e6, 1e12).to_json()}))
-    whole |= {"cocodiff_profile": str(known), "cocodiff_mode": "balanced"}  # which can code Ulysses, and no ring
-    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
+    whole |= {"cocodiff_profile": str(known), "cocodiff_mode": "exact"}
+    known.write_text(json.dumps({"profile": profile("4x2", 1e6, 1e12).to_json()}))
+    assert ranks.run(groups_of, 8, 8, 2, {**whole, "cocodiff_topology": "4x2"})[1] == ([1, 3, 5, 7], "node=4")
 
 
 def test_without_the_plugin_groups_are_xdits_own() -> None:
@@ -215,8 +216,32 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
     """And begin alike in the next process, though each has found something else."""
     first = ranks.run(find_out, WORLD, str(tmp_path))
     assert len({steps for steps, _ in first}) == 1 and first[0][0] > 5 and all(taken for _, taken in first)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # of Ulysses groups, and of rings
     assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
+
+
+def ring_alone(rank: int) -> tuple[dict[str, int], float]:
+    """No Ulysses group at all: bytes that a rank sends along each axis, and decibels of a mode."""
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    options = asked("outer", cocodiff_mode="exact")
+    flags = [f"--{name}={value}" for name, value in options.items()][1:]
+    run = Approximating(
+        rank, WORLD, "FLUX.1-dev", "--ulysses_degree", "1", "--ring_degree", "4", "--use_cocodiff", *flags
+    )
+    exact = run()
+    sent = active().traffic.sent_bytes
+    run.use(None)
+    assert torch.equal(run(), exact)
+    run.by("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
+    return dict(sent), decibels(run(), exact)
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_ring_without_ulysses() -> None:
+    for sent, found in ranks.run(ring_alone, WORLD):
+        assert sent["gpu"] == 2 * sent["node"] > 0  # a block crosses nodes once, and two go on there
+        assert 20 < found < 60
 
 
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
@@ -228,19 +253,20 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
     axis = "node" if placement == "inner" else "gpu"
     exact = run()
-    assert moved() == {axis}
+    assert moved() == {"node", "gpu"}
     run.use(None)
     stock = run()
     assert moved() == set()
     assert torch.equal(exact, stock)
-    found = {}
+    found, around = {}, "gpu" if placement == "inner" else "node"
     for mode in ("balanced", "fast"):
-        run.by(mode, f"{axis}=2", slow_axes=(axis,), ring=placement)
-        found[mode] = decibels(run(), stock)
-        reports = run.runtime.reports
-        assert len(reports) == STEPS
-        later = [(report.sent_bytes, report.exact_bytes) for report in reports[1:]]
-        assert all(sent < 0.5 * whole for sent, whole in later)
+        for slow in ((axis,), (around,), (axis, around)):
+            run.by(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
+            found[mode, slow] = decibels(run(), stock)
+            reports = run.runtime.reports
+            assert len(reports) == STEPS
+            later = [(report.sent_bytes, report.exact_bytes) for report in reports[1:]]
+            assert all(0 < sent < 0.5 * whole for sent, whole in later)
     return stock, found
 
 
@@ -253,7 +279,8 @@ def test_pipelines_in_a_ring(model: str) -> None:
     for (here, qualities), (there, others) in zip(outer, inner, strict=True):
         assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
         for found in (qualities, others):
-            assert 20 < found["fast"] < found["balanced"] < 60
+            for slow in {slow for _, slow in found}:
+                assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
 
 
 OTHERS = {
@@ -276,7 +303,7 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     )
     assert members() == ((far, near) if placement == "inner" else (near, far))
     exact = run()
-    assert moved() == {"node" if placement == "inner" else "gpu"}
+    assert moved() == {"node", "gpu"}
     run.use(None)
     assert torch.equal(run(), exact)
     return exact

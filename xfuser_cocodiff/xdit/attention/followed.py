@@ -1,10 +1,14 @@
 """Attention of the layer that runs, in eager mode: its exchanges, what is learned of them, and what they try."""
 
+from collections.abc import Callable
+
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.attention.schedules import Comparing, counts_in_question, settle
 from xfuser_cocodiff.xdit.engine.engine import Engine
@@ -29,7 +33,7 @@ def followed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attend: Attend,
+    attend_by: Callable[[LayerCodecs | None, str], Attend],
     under_way: Handle | None,
     engine: Engine,
     cuts_heads: bool = False,
@@ -40,7 +44,7 @@ def followed_attention(
         query: shape (B, H, S/P, D).
         key: the same, perhaps with fewer heads or of other tokens.
         value: as `key`.
-        attend: what attention is.
+        attend_by: what attention is, given how a ring's K and V are encoded and the name of the layer.
         under_way: see :func:`value_under_way`.
         engine: in force.
         cuts_heads: whether attention may be called for some of the heads.
@@ -53,8 +57,12 @@ def followed_attention(
     share = Share.of(query, key, value)
     if kind:
         kind.share = share
-    layer_codecs = engine.layer_codecs(layer or engine.layers.running(), share)
+    running = layer or engine.layers.running()
+    layer_codecs = engine.layer_codecs(running, share)
     name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
+    attend = attend_by(engine.ring_codecs(running, share) if engine.ring else None, name)
+    if mesh.topology.size == 1:
+        return attend(query, key, value, ALL_HEADS)
     if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
         return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]

@@ -112,7 +112,7 @@ class _Exchange:
                 return attended.transpose(1, 2)
 
             under_way = value_under_way(value, engine)
-            attended = followed_attention(query, key, value, attend, under_way, engine).transpose(1, 2)
+            attended = followed_attention(query, key, value, lambda *_: attend, under_way, engine).transpose(1, 2)
             return attended.flatten(2) if is_flat else attended.contiguous()
 
         is_traced = not getattr(original, "_torchdynamo_disable", False)

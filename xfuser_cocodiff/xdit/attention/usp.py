@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
+from xfuser_cocodiff.attention.ring import Ring, ring_attention
 from xfuser_cocodiff.attention.ulysses import Attend
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
@@ -85,7 +87,7 @@ def _traced(
     mesh = engine.mesh
     if not (_ours(query, key, value, given, engine) and order_exchanges()):
         return original(query, key, value, **vars(given))
-    query, attend = _prepared(query, key, value, given)
+    query, attend = _prepared(query, key, value, given), _attend(given)
     if engine.calls_operators:
         groups = _groups(query, key, given, engine)
         return operators.attention(query, key, value, attend, mesh.topology.size, groups)
@@ -219,29 +221,37 @@ def _attention(
     from xfuser.model_executor.layers import usp
 
     try:
-        query, attend = _prepared(query, key, value, given)
+        query = _prepared(query, key, value, given)
     except BaseException:
         if under_way:
             under_way.abandon()
         raise
     cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-    return followed_attention(query, key, value, attend, under_way, engine, cuts_heads)
+    attend_by = functools.partial(_attend, given, None if given.is_causal else engine.ring)
+    return followed_attention(query, key, value, attend_by, under_way, engine, cuts_heads)
 
 
-def _prepared(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given
-) -> tuple[torch.Tensor, Attend]:
-    """Q as USP sends it, and the attention."""
+def _prepared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given) -> torch.Tensor:
+    """Q as USP sends it."""
     from xfuser.model_executor.layers import usp
 
     usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
     if given.joint_strategy:
         query = usp._concat_joint_tensor(query, given.joint_query, given.joint_strategy, dim=2)
-    return query, _attend(given)
+    return query
 
 
-def _attend(given: _Given) -> Attend:
-    """Attention as USP has it between its exchanges."""
+def _attend(
+    given: _Given, around: Ring | None = None, ring_codecs: LayerCodecs | None = None, layer: str = ""
+) -> Attend:
+    """Attention as USP has it between its exchanges.
+
+    Args:
+        given: what USP was called with.
+        around: the ranks of a ring, by which K and V come along the topology; by xDiT's own where there are none.
+        ring_codecs: how they are encoded.
+        layer: its name.
+    """
     from xfuser.core.distributed import get_ring_parallel_world_size
     from xfuser.model_executor.layers import usp
 
@@ -253,23 +263,38 @@ def _attend(given: _Given) -> Attend:
         if usp._has_kv_cache(given.attn_layer):
             key, value = usp._update_and_get_kv_cache(key, value, given.attn_layer)
         key, value = usp._trim_trailing_kv_padding(key, value, given.attention_kwargs)
-        if given.kv_head_repeat > 1:
-            key, value = usp._repeat_kv_heads(key, value, given.kv_head_repeat)
-        options = {
-            "dropout_p": given.dropout_p,
-            "is_causal": given.is_causal,
-            "attention_kwargs": given.attention_kwargs,
-            "joint_attn_kwargs": given.joint_strategy
-            and {
-                "joint_key": head_group.of(joint[0], HEADS),
-                "joint_value": head_group.of(joint[1], HEADS),
-                "joint_strategy": given.joint_strategy,
-                "step": 0,
-                "total_steps": ring,
-            },
-        }
+
+        def options(place: int) -> dict[str, Any]:
+            return {
+                "dropout_p": given.dropout_p,
+                "is_causal": given.is_causal,
+                "attention_kwargs": given.attention_kwargs,
+                "joint_attn_kwargs": given.joint_strategy
+                and {
+                    "joint_key": head_group.of(joint[0], HEADS),
+                    "joint_value": head_group.of(joint[1], HEADS),
+                    "joint_strategy": given.joint_strategy,
+                    "step": place,
+                    "total_steps": ring,
+                },
+            }
+
+        def attend_block(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            output, lse, *_ = function(query, *repeated(key, value), **options(place))
+            return output, lse
+
+        if around:
+            return ring_attention(query, key, value, attend_block, around, layer, head_group, ring_codecs)
+        key, value = repeated(key, value)
         if ring > 1:
-            return usp.ring_attn(function, query, key, value, **options)
-        return function(query, key, value, **options)[0]
+            return usp.ring_attn(function, query, key, value, **options(0))
+        return function(query, key, value, **options(0))[0]
+
+    def repeated(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if given.kv_head_repeat == 1:
+            return key, value
+        return usp._repeat_kv_heads(key, value, given.kv_head_repeat)
 
     return attend

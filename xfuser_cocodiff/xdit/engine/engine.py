@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.reshard import send_to_heads
+from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
@@ -49,6 +50,8 @@ class Engine:
     """What codecs know of the run under way; None where nothing is to be approximated."""
     exact_because: str | None = None
     """Why nothing is to be approximated although a mode that does was asked for."""
+    ring: Ring | None = None
+    """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
     overlap: Overlap = field(default_factory=Overlap)
     """What is fixed of how exchanges overlap with computation."""
     layers: Layers = field(init=False)
@@ -143,7 +146,7 @@ class Engine:
             self.trials.end_step()
 
     def _follows(self) -> bool:
-        return self.mesh is not None and self._counts()
+        return self.mesh is not None and self.mesh.topology.size > 1 and self._counts()
 
     def all_agree(self, value: object) -> bool:
         """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
@@ -164,21 +167,33 @@ class Engine:
     # What travels.
 
     def layer_codecs(self, layer: Layer | TracedLayer | None, share: Share) -> LayerCodecs | None:
-        """How the exchanges of a layer are encoded in this call; all ranks find the same."""
-        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
-            return None
-        if is_captured():
-            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
-            return None
+        """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
 
         def found() -> LayerCodecs | None:
             return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
 
+        if not self._codes(layer):
+            return None
         if layer.call is None:  # its first call ever, which is not followed yet
             return found()
         if layer.call.layer_codecs is None:
             layer.call.layer_codecs = found()
         return layer.call.layer_codecs
+
+    def ring_codecs(self, layer: Layer | TracedLayer | None, share: Share) -> LayerCodecs | None:
+        """The same of a layer's ring."""
+        if not self._codes(layer):
+            return None
+        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
+
+    def _codes(self, layer: Layer | TracedLayer | None) -> bool:
+        """Whether a layer is to be encoded in this call."""
+        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
+            return False
+        if is_captured():
+            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
+            return False
+        return True
 
     def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the exchange of a layer's V, or of its first part where the call has several."""

@@ -1,5 +1,6 @@
 """An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -12,14 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
+from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
+from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.measuring.findings import Findings
-from xfuser_cocodiff.measuring.planned import planned_mesh
+from xfuser_cocodiff.measuring.planned import Planned, planned_mesh
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT
 from xfuser_cocodiff.xdit.engine import ring
@@ -71,26 +75,27 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         if runtime:
             _lead_through_usp(pipeline)
         return Engine(config, runtime=runtime, exact_because=None if runtime else _NO_SLOW_AXIS.format(config.mode))
-    if parallel.ulysses_degree == 1:
+    if parallel.sp_degree == 1:
         note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
         return Engine(config)
     from yunchang.globals import PROCESS_GROUP
 
-    group = PROCESS_GROUP.ULYSSES_PG
-    if parallel.ulysses_degree < parallel.sp_degree and ring.found(group, parallel.ring_degree) != config.ring:
+    group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
+    if around and ring.found(group, parallel.ring_degree) != config.ring:
         note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
         return Engine(config)
     if parallel.ring_degree > 1:
         hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
-        note(f"--cocodiff_ring {config.ring}: each Ulysses group has the topology {config.topology}{hint}")
+        parts = f"each Ulysses group has the topology {config.topology}, each ring {config.ring_topology}"
+        note(f"--cocodiff_ring {config.ring}: {parts}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
     at_once = devices.of(compute_device().type).queues
     if parallel.pp_degree > 1 and config.mode != EXACT:
-        engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once)
+        engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once, around=around)
         engine.exact_because = f"PipeFusion gives a layer patch after patch, so that mode {config.mode} changes nothing"
         note(engine.exact_because)
         return engine
-    return engine_over(group, config, at_once=at_once)
+    return engine_over(group, config, at_once=at_once, around=around)
 
 
 def engine_over(
@@ -98,6 +103,7 @@ def engine_over(
     config: CocoDiffConfig,
     known: Findings | None = None,
     at_once: bool = True,
+    around: dist.ProcessGroup | None = None,
 ) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
 
@@ -107,19 +113,46 @@ def engine_over(
         known: what was found of the machine; when not given, what the settings' folder keeps.
         at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
             time for it.
+        around: a ring, if there is one.
     """
+    planned = _planned(group, config, known, at_once)
+    engine = Engine(config, planned.mesh, planned, ring=_ring(around, config, planned, at_once), overlap=config.overlap)
+    engine.keep()
+    engine.runtime = _runtime_over(engine)
+    return engine
+
+
+def _planned(
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    known: Findings | None,
+    at_once: bool,
+    beside: Mesh | None = None,
+) -> Planned:
     if known is None:
         from xfuser.core.distributed import get_sp_group
 
         # Those of all Ulysses groups beside a ring: they try things together, and must begin alike. By the group for
         # what lies on the host, which is gloo's wherever the device's may be another one's.
-        known = findings.shared(get_sp_group().cpu_group, _versions(config, group), _rank(), config.cache)
+        versions = {**_versions(config, group), **({"part": "ring"} if beside else {})}
+        known = findings.shared(get_sp_group().cpu_group, versions, _rank(), config.cache)
     largest = functools.partial(reduced, operation="max", timeout=config.timeout)
-    planned = planned_mesh(group, config, compute_device(), known, largest, at_once)
-    engine = Engine(config, planned.mesh, planned, overlap=config.overlap)
-    engine.keep()
-    engine.runtime = _runtime_over(engine)
-    return engine
+    return planned_mesh(group, config, compute_device(), known, largest, at_once, beside)
+
+
+def _ring(around: dist.ProcessGroup | None, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Ring | None:
+    """The ranks of a ring, whose exchanges wait for those of the Ulysses group as these do for each other."""
+    if around is None:
+        return None
+    of_ring = replace(config, topology=_ring_topology(config, around), profile=config.ring_profile, plan=None)
+    found = _planned(around, of_ring, None, at_once, planned.mesh)
+    with contextlib.suppress(OSError):  # the engine says so
+        found.known.keep()
+    return Ring(found.mesh, dist.get_rank(around), found.way)
+
+
+def _ring_topology(config: CocoDiffConfig, around: dist.ProcessGroup) -> Topology:
+    return config.ring_topology or Topology.flat(dist.get_world_size(around))
 
 
 def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -150,16 +183,23 @@ def _rank() -> dict[str, Any]:
 
 def _runtime_over(engine: Engine) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config, way = engine.config, engine.planned.way
+    config, way, ring_way = engine.config, engine.planned.way, engine.ring.way if engine.ring else None
     if config.mode == EXACT:
         return None
-    if way is None:
+    if way is None and ring_way is None:
         engine.exact_because = _NO_SLOW_AXIS.format(config.mode)
         note(engine.exact_because)
         return None
-    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
-    _tell(config, ", ".join(moving[dim] for dim in way.slow_dims))
-    return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None)
+    where = [_slow(way, config.topology)] if way else []
+    where += [f"{_slow(ring_way, engine.ring.mesh.topology)} of the ring"] if ring_way else []
+    _tell(config, " and ".join(where))
+    return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None, ring_way)
+
+
+def _slow(way: SlowWay, topology: Topology) -> str:
+    """Its slow axes."""
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    return ", ".join(moving[dim] for dim in way.slow_dims)
 
 
 def _lead_through_usp(pipeline: Any) -> None:
@@ -200,7 +240,16 @@ def _runtime(
     way: SlowWay | None,
     agreed: Callable[[list[float]], list[float]],
     virtual: VirtualRanks | None,
+    ring_way: SlowWay | None = None,
 ) -> Runtime:
     return Runtime(
-        way, config.mode, config.schedule, config.max_error, agreed, virtual, budget=config.memory_budget, say=tell
+        way,
+        config.mode,
+        config.schedule,
+        config.max_error,
+        agreed,
+        virtual,
+        budget=config.memory_budget,
+        say=tell,
+        ring_way=ring_way,
     )

@@ -1,0 +1,133 @@
+"""The gather by codecs: K and V of every rank of a ring come to all others, and each block crosses a slow link once.
+
+A rank's block goes along the slow axes first, encoded: once, for all who get it there, against one reference, of which
+each of them holds the same. Where it arrives it is decoded, and goes on along the fast axes, as it is. So a rank holds
+references of the blocks of as many ranks as there are other places on slow axes, and not of the whole ring.
+
+Sizes in shapes: S places on slow axes, F on fast ones; B batch, H heads, T tokens and D head dim of a block.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from xfuser_cocodiff.codec import message as messages
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
+from xfuser_cocodiff.codec.message import Ends
+from xfuser_cocodiff.codec.slow_way import SlowWay
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.traffic import Label
+
+Block = tuple[torch.Tensor, ...]
+"""Tensors (B, H, T, D) of a rank."""
+Blocks = dict[int, Block]
+"""By the ranks' numbers in the mesh."""
+
+
+def start(
+    tensors: Sequence[torch.Tensor],
+    mesh: Mesh,
+    label: Label,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs | None,
+) -> list[Handle[Blocks]]:
+    """Start to bring tensors of this rank to all others, and theirs here.
+
+    Args:
+        tensors: (B, H, T, D) each, of one dtype; they must not change before the handles were waited for.
+        mesh: over all axes.
+        label: what it is: a letter for each tensor.
+        head_group: of the heads.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+
+    Returns:
+        One for each part of what comes, those that are near first; together they bring all blocks but this rank's own.
+    """
+    shapes = [tensor.shape for tensor in tensors]
+    block = torch.cat([tensor.flatten() for tensor in tensors])
+    way = layer_codecs.way if layer_codecs else None
+    if layer_codecs is None or way is None:
+        everyone = range(mesh.topology.size)
+        return [_gathered(block, mesh, label, lambda rows: _blocks(rows, everyone, shapes))]
+    near = way.ranks[way.here]
+    found = [_gathered(block, way.fast, label, lambda rows: _blocks(rows, near, shapes))] if way.fast else []
+    return [*found, _far(tensors, shapes, way, label, head_group, layer_codecs)]
+
+
+def _gathered(
+    block: torch.Tensor, mesh: Mesh, label: Label, finish: Callable[[torch.Tensor], Blocks]
+) -> Handle[Blocks]:
+    span = mesh.traffic.span(label, block.device)
+
+    def travel() -> torch.Tensor:
+        with span.travels():
+            return _along(block, mesh)
+
+    return mesh.lane.start(str(label), travel, finish, span.holds)
+
+
+def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """What each rank of a mesh holds, (ranks, *block.shape)."""
+    return mesh.all_gather(block, mesh.gather_plan(block.nbytes)).reshape(-1, *block.shape)
+
+
+def _blocks(rows: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
+    """Rows (ranks, n) as tensors of each rank."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return {
+        rank: tuple(part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True))
+        for rank, row in zip(ranks, rows, strict=True)
+    }
+
+
+def _far(
+    tensors: Sequence[torch.Tensor],
+    shapes: list[torch.Size],
+    way: SlowWay,
+    label: Label,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs,
+) -> Handle[Blocks]:
+    """Of the ranks at other places on the slow axes."""
+    span = way.slow.traffic.span(label, tensors[0].device)
+    ranks = [way.ranks[place] for place in way.others]
+
+    def travel() -> torch.Tensor:
+        """(F, S - 1, n), of which F is 1 where all axes are slow."""
+        with span.travels():
+            arrived = _decoded(tensors, way, label.what, head_group, layer_codecs)
+            return _along(arrived, way.fast) if way.fast else arrived[None]
+
+    def finish(found: torch.Tensor) -> Blocks:
+        blocks: Blocks = {}
+        for rows, own in zip(found.transpose(0, 1), ranks, strict=True):
+            blocks |= _blocks(rows, own, shapes)
+        return blocks
+
+    return way.slow.lane.start(str(label), travel, finish, span.holds)
+
+
+def _decoded(
+    tensors: Sequence[torch.Tensor],
+    way: SlowWay,
+    names: str,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs,
+) -> torch.Tensor:
+    """Rows (S - 1, n) of the ranks that this one meets on slow axes, of which it has got what was encoded."""
+    giving, taking = Ends(1, copies=way.places - 1), Ends(way.places, way.here)
+    values = [tensor[None] for tensor in tensors]
+
+    sent = messages.encoded(values, names, layer_codecs, head_group, giving)
+    received = _along(sent.message[0], way.slow)
+    if messages.asks_again(received):
+        sent = messages.repeated(values, names, layer_codecs, head_group, giving)
+        received = _along(sent.message[0], way.slow)
+    sizes = [tensor.numel() for tensor in tensors]
+    rows = tensors[0].new_empty(way.places, sum(sizes))
+    landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(rows.split(sizes, 1), tensors, strict=True)]
+    messages.decode(received, sent, landings, names, layer_codecs, head_group, taking)
+    return rows[way.others]
