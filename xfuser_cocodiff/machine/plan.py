@@ -123,6 +123,16 @@ class Plan:
                 share *= axis.size
         return sent
 
+    def gathered_bytes(self, block_bytes: float) -> dict[str, float]:
+        """The same of an all-gather of blocks."""
+        sent = dict.fromkeys((axis.name for axis in self.topology.axes), 0.0)
+        for stage in self.stages:
+            for dim in reversed(stage):
+                axis = self.topology.axes[dim]
+                sent[axis.name] += (axis.size - 1) * block_bytes
+                block_bytes *= axis.size
+        return sent
+
     def _label(self, stage: Stage) -> str:
         if self.is_flat and len(stage) != 1:
             return FLAT

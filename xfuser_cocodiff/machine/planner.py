@@ -89,11 +89,12 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
 
 
 class Leg(NamedTuple):
-    """An all-to-all along all axes, or along some of them."""
+    """A collective along all axes, or along some of them."""
 
     profile: Profile
     plan: Plan
     message_bytes: float
+    """That a rank holds before it."""
 
 
 def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
@@ -107,17 +108,12 @@ def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = N
         message_bytes: what a rank holds before it, its own share included.
         payload_bytes: the same of what goes along slow axes; None where everything travels as it is.
     """
-    moving = [axis for axis in profile.topology.axes if axis.size > 1]
-    slow = [axis for axis in moving if axis.name in profile.slow_axes]
-    fast = [axis for axis in moving if axis not in slow]
-    if payload_bytes is None or not slow:
+    slow, fast = (_along(profile, is_slow) for is_slow in (True, False))
+    if payload_bytes is None or slow is None:
         return [Leg(profile, choose(profile, message_bytes), message_bytes)]
-    found = []
-    for axes, size in ((fast, message_bytes), (slow, payload_bytes)):
-        if axes:
-            part = profile.along(Topology(tuple(axes)))
-            found.append(Leg(part, choose(part, size), size))
-    return found
+    return [
+        Leg(part, choose(part, size), size) for part, size in ((fast, message_bytes), (slow, payload_bytes)) if part
+    ]
 
 
 def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> float:
@@ -170,15 +166,27 @@ def ring_seconds(profile: Profile, block_bytes: float, payload_bytes: float | No
         block_bytes: K and V of a rank.
         payload_bytes: what they are encoded in for slow axes; None where they travel as they are.
     """
+    way = ring_legs(profile, block_bytes, payload_bytes)
+    moving = sum(gather_seconds(*leg) for leg in way)
+    if payload_bytes is None or not profile.slow_axes:
+        return moving
+    return moving + way[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
+
+
+def ring_legs(profile: Profile, block_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
+    """The all-gathers of a ring, by the best plans; for arguments see above.
+
+    Coded, a block goes along the slow axes first. Along the fast ones goes what a rank has of its own, and what it has
+    decoded.
+    """
     slow, fast = (_along(profile, is_slow) for is_slow in (True, False))
-    if payload_bytes is None or not slow:
-        return gather_seconds(profile, choose_gather(profile, block_bytes), block_bytes)
-    places = slow.topology.size
-    seconds = gather_seconds(slow, choose_gather(slow, payload_bytes), payload_bytes)
-    seconds += places * block_bytes / profile.codec_bytes_per_second
-    if fast:
-        seconds += gather_seconds(fast, choose_gather(fast, places * block_bytes), places * block_bytes)
-    return seconds
+    if payload_bytes is None or slow is None:
+        return [Leg(profile, choose_gather(profile, block_bytes), block_bytes)]
+    sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
+    return [
+        Leg(slow, choose_gather(slow, payload_bytes), payload_bytes),
+        *(Leg(fast, choose_gather(fast, size), size) for size in sizes if fast),
+    ]
 
 
 def _along(profile: Profile, is_slow: bool) -> Profile | None:

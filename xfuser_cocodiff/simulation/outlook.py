@@ -3,6 +3,8 @@ which axis, what references take, and how long a step lasts. Nothing is measured
 """
 
 import dataclasses
+import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +107,7 @@ def splits(case: Case) -> list[Split]:
 
 def outlooks(case: Case, mode: str | None) -> list[Outlook]:
     """All splits, the fastest first; each in the mode that is given, or else in that which it would run in."""
-    found = [outlook(case, split, mode or usual_mode(split.ulysses_topology(case.topology))) for split in splits(case)]
+    found = [outlook(case, split, mode or usual_mode(case.topology)) for split in splits(case)]
     return sorted(found, key=lambda each: each.cost)
 
 
@@ -141,26 +143,30 @@ class _Run:
     def __init__(self, case: Case, split: Split, mode: str) -> None:
         self._case, self._split, self._stock = case, split, mode == STOCK
         self.group, self.ring = (of(case.topology) for of in (split.ulysses_topology, split.ring_topology))
-        self._schedule = modes.usual(mode, case.steps) if self._places > 1 else None
+        self._schedule = None if self._stock else modes.usual(mode, case.steps)
         self._payloads = Counter(self._each_step())
 
     def _profile(self, name: str) -> Profile:
         return self._case.profile_of(self.group, self._case.message_bytes(name))
 
     @property
-    def _slow(self) -> list[int]:
-        """Sizes of the slow axes."""
-        if self._split.ulysses == 1:
-            return []
-        slow = self._profile("q").slow_axes
-        return [axis.size for axis in self.group.axes if axis.name in slow]
+    def _ring_profile(self) -> Profile:
+        return self._case.profile_of(self.ring, self._split.ring * self._block_bytes)
 
     @property
     def _places(self) -> int:
-        places = 1
-        for size in self._slow:
-            places *= size
-        return places
+        """On slow axes of a Ulysses group."""
+        return _places(self._profile("q")) if self._split.ulysses > 1 else 1
+
+    @property
+    def _ring_places(self) -> int:
+        """On those of a ring."""
+        return _places(self._ring_profile) if self._split.ring > 1 else 1
+
+    @property
+    def _block_bytes(self) -> int:
+        """Of K and V, that a rank brings into its ring."""
+        return 2 * self._case.message_bytes("k")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """(L, G, H, T, D) of a tensor as codecs have it: one of its links, with all that comes along fast axes."""
@@ -169,9 +175,17 @@ class _Run:
         groups = self._split.ulysses // self._places * case.batch * case.workload.rows
         return 1, groups, case.workload.heads // self._split.ulysses, tokens, case.workload.head_dim
 
+    def _ring_payloads(self) -> list[float | None]:
+        """What K and V of a rank are encoded in at each step; None where they travel as they are."""
+        if self._schedule is None or self._ring_places == 1:
+            return [None] * self._case.steps
+        _, _, heads, tokens, dim = self.shape("k")
+        shape = 1, self._case.batch * self._case.workload.rows, heads, self._split.ulysses * tokens, dim
+        return [*self._schedule.sent_bytes("kv", [shape] * 2, _DTYPE, self._case.steps)]
+
     def _each_step(self) -> Iterator[tuple[int, int] | None]:
         """What of Q, K and V together and of O goes along slow axes; None where it is all as it is."""
-        if self._schedule is None:
+        if self._schedule is None or self._places == 1:
             return iter([None] * self._case.steps)
         parts = ("qkv", "o")
         sent = [
@@ -211,8 +225,17 @@ class _Run:
         """By the ring, along each axis."""
         if self._split.ring == 1:
             return {}
-        sent = Plan.flat(self.ring).sent_bytes(self._split.ring * 2 * self._case.message_bytes("k"))
-        return {axis: size * self._case.layer_calls for axis, size in sent.items()}
+        sent = dict.fromkeys((axis.name for axis in self.ring.axes), 0.0)
+        for payload, count in Counter(self._ring_payloads()).items():
+            for leg in self._ring_legs(payload):
+                for axis, size in leg.plan.gathered_bytes(leg.message_bytes).items():
+                    sent[axis] += count * size * self._case.layer_calls / self._case.steps
+        return sent
+
+    def _ring_legs(self, payload: float | None) -> list[planner.Leg]:
+        if self._stock:
+            return [planner.Leg(self._ring_profile, Plan.flat(self.ring), self._block_bytes)]
+        return planner.ring_legs(self._ring_profile, self._block_bytes, payload)
 
     @property
     def need(self) -> Need:
@@ -221,7 +244,7 @@ class _Run:
             return Need(0, 0)
         held = {name: self._case.message_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
         share = Share(sum(held.values()), held["v"], self._case.workload.head_dim, BYTES_PER_VALUE)
-        return Need.of(share, self._schedule, self._places)
+        return Need.of(share, self._schedule, self._places, self._ring_places)
 
     @property
     def a2a_seconds(self) -> float:
@@ -233,9 +256,13 @@ class _Run:
     def _gather_seconds(self) -> float:
         if self._split.ring == 1:
             return 0.0
-        held = 2 * self._case.message_bytes("k")
-        profile = self._case.profile_of(self.ring, self._split.ring * held)
-        return planner.gather_seconds(profile, Plan.flat(profile.topology), held)
+        if self._stock:
+            return sum(planner.gather_seconds(*leg) for leg in self._ring_legs(None))
+        seconds = functools.partial(planner.ring_seconds, self._ring_profile, self._block_bytes)
+        return (
+            sum(count * seconds(payload) for payload, count in Counter(self._ring_payloads()).items())
+            / self._case.steps
+        )
 
     @property
     def ring_seconds(self) -> float:
@@ -274,6 +301,11 @@ class _Run:
         )
         alone = [dataclasses.replace(task, resource=COMPUTE) for task in tasks]
         return makespan(tasks if self._case.overlaps else alone)
+
+
+def _places(profile: Profile) -> int:
+    """On its slow axes."""
+    return math.prod(axis.size for axis in profile.topology.axes if axis.name in profile.slow_axes)
 
 
 def _part(name: str, payloads: tuple[int, int]) -> float:
