@@ -17,6 +17,9 @@ from xfuser_cocodiff.kernels.quantise import GRIDS
 
 EXACT_BITS = 16
 """Of a value that is sent as it is, in the type in which models run; bytes are counted as shares of that."""
+_CATCHING_UP = 4
+"""Times that not to send a part errs, of its share of what came where nothing was sent: the steps that follow have more
+to make up for, and the less the fewer parts they are of."""
 _DECIBELS_PER_BIT = 6.02
 """Beyond the bits that were measured."""
 
@@ -51,7 +54,9 @@ class Rates:
         """When all is coded in so many bits: between those that were measured a straight line in decibels."""
         if bits is None:
             return 0.0
-        known = sorted(self.errors)
+        if bits == NOTHING:
+            return _CATCHING_UP * self.errors[NOTHING]
+        known = sorted(self.errors.keys() - {NOTHING})
         if bits > known[-1]:
             return self.errors[known[-1]] * 10 ** (-(bits - known[-1]) * _DECIBELS_PER_BIT / 10)
         low, high = next(pair for pair in itertools.pairwise(known) if bits <= pair[1])
