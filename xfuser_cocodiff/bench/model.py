@@ -32,7 +32,7 @@ from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
 from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.settings.options import OFF
-from xfuser_cocodiff.settings.placement import Ranks
+from xfuser_cocodiff.settings.placement import Ranks, Split
 from xfuser_cocodiff.xdit.engine import start
 from xfuser_cocodiff.xdit.engine.engine import Engine
 from xfuser_cocodiff.xdit.launching import world
@@ -173,7 +173,8 @@ def measure(
     Raises:
         ValueError: unknown modes, or no emulated cluster.
     """
-    settings = {mode: _settings(mode, topology) for mode in modes}
+    split = Split(*(part.size() for part in world.groups()))
+    settings = {mode: _settings(mode, topology, split) for mode in modes}
     if links.from_environment() is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = _step(shape, compiled)
@@ -189,9 +190,10 @@ def measure(
         contenders = {"stock": stock}
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
         for mode, config in settings.items():
-            contenders[mode] = _contender(group, config, profile)
+            contenders[mode] = _contender(config, profile)
         known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled}
-        rows += _compare(contenders, profile, step, repeats, alone, known, told)
+        known["ring"] = split.ring
+        rows += _compare(contenders, _along(profile, split), step, repeats, alone, known, told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
@@ -215,7 +217,7 @@ def _turns_of_sides(modes: int, repeats: int) -> int:
     return modes * _USUAL_STEPS + turns(modes + 1, repeats) + turns(modes + 1, _TRIALS)
 
 
-def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
+def _settings(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
     """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
     main, *fixed = mode.split("@")
     name, _, plan = main.partition("/")
@@ -225,14 +227,18 @@ def _settings(mode: str, topology: Topology) -> CocoDiffConfig:
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
         values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
-        return resolve(values, {}, Ranks(topology.size, topology))
+        return resolve(values, {}, Ranks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
-def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profile) -> Contender:
+def _contender(config: CocoDiffConfig, profile: Profile) -> Contender:
     """A side that runs over a mesh and counts its messages."""
-    engine = start.engine_over(group, config, Findings({}, profile))
+    group, around = world.groups()
+    if around.size() > 1:
+        config = replace(config, ring_profile=profile.along(config.ring_topology))
+    known = Findings({}, _along(profile, Split(group.size(), around.size())))
+    engine = start.engine_over(group, config, known, around=around if around.size() > 1 else None)
     engine.trials.allowance.share = math.inf
     plan, messages = engine.mesh.policy.choose, Counter[int]()
 
@@ -242,6 +248,11 @@ def _contender(group: dist.ProcessGroup, config: CocoDiffConfig, profile: Profil
 
     engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=choose))
     return Contender(engine, plan, messages)
+
+
+def _along(profile: Profile, split: Split) -> Profile | None:
+    """What is known of the links of a Ulysses group, which a rank alone has none of."""
+    return profile.along(split.ulysses_topology(profile.topology)) if split.ulysses > 1 else None
 
 
 def _step(shape: Shape, compiled: bool = False) -> Callable[[], torch.Tensor]:
@@ -338,7 +349,7 @@ def _seconds_of_exchanges(
 
 def _compare(
     contenders: dict[str, Contender],
-    profile: Profile,
+    profile: Profile | None,
     step: Callable[[], torch.Tensor],
     repeats: int,
     alone: float,
@@ -363,7 +374,8 @@ def _compare(
         seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], encoded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}
-        predicted = sum(planner.seconds(profile, plans[size], size) * count for size, count in messages.items())
+        moved = messages.items() if profile else ()
+        predicted = sum(planner.seconds(profile, plans[size], size) * count for size, count in moved if profile)
         rows.append(
             {
                 **known,
@@ -380,7 +392,7 @@ def _compare(
                 "schedules": {
                     kind.name: str(kind.trial.schedule) for kind in contenders[mode].engine.layers.kinds if kind.trial
                 },
-                "predicted_step_seconds": alone + predicted if plans else None,
+                "predicted_step_seconds": alone + predicted if plans and known["ring"] == 1 else None,
             }
         )
     return rows

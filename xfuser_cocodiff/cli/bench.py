@@ -93,6 +93,7 @@ def _add_model(subjects: Any) -> None:
     for name, what in (("width", "width"), ("depth", "layers"), ("tokens", "image tokens"), ("heads", "heads")):
         parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the shape's)")
     parser.add_argument("--compile", action="store_true", help="compile the transformer, as --use_torch_compile does")
+    parser.add_argument("--ring", type=int, default=1, metavar="DEGREE", help="ring across the slowest axis (none)")
     parser.set_defaults(run=_model, parser=parser)
 
 

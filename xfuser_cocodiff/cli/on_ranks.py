@@ -44,7 +44,7 @@ def run(
         topology = _topology(options)
         if options.timeout is not None and not options.timeout > 0:
             raise ValueError(f"--timeout {options.timeout:g} is not valid; it is a number of seconds above 0")
-        group = world.start(options.timeout)
+        group = world.start(options.timeout, getattr(options, "ring", 1))
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))

@@ -18,7 +18,12 @@ def add_parser(subparsers: Any) -> None:
         "seeds. The model is loaded as the xdit command does it; HF_HOME says from where.",
     )
     parser.add_argument("--model", default="FLUX.1-dev", help="in xDiT's registry (%(default)s)")
-    parser.add_argument("--virtual", default="2x2", metavar="TOPOLOGY", help="of the virtual ranks (%(default)s)")
+    parser.add_argument(
+        "--virtual",
+        default="2x2",
+        metavar="TOPOLOGY",
+        help="of the virtual ranks; ring:2x2 has a ring of them (%(default)s)",
+    )
     parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
     parser.add_argument(
         "--mode", default="balanced,fast,paper", metavar="MODES", help="each MODE or MODE@CHANGES (%(default)s)"
@@ -72,9 +77,9 @@ def config_of(options: argparse.Namespace) -> Any:
     """What is the same for all codecs."""
     from xfuser_cocodiff.codec.memory import GIB
     from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.settings.config import CocoDiffConfig, virtual_ranks
 
-    virtual = Topology.parse(options.virtual)
+    virtual, is_ring = virtual_ranks(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
     slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
     if not slow_axes or not set(slow_axes) <= set(axes):
@@ -85,6 +90,7 @@ def config_of(options: argparse.Namespace) -> Any:
     return CocoDiffConfig(
         topology=Topology.flat(1),
         virtual=virtual,
+        virtual_ring=is_ring,
         slow_axes=slow_axes,
         memory_budget=None if budget is None else int(budget * GIB),
     )

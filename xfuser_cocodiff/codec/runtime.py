@@ -269,13 +269,14 @@ class Runtime:
     @property
     def _places(self) -> int:
         """On slow axes of a Ulysses group."""
-        found = self.virtual or self._way
+        found = self._way if self.virtual is None or self.virtual.goes_round else self.virtual
         return found.places if found else 1
 
     @property
     def _ring_places(self) -> int:
         """On those of a ring."""
-        return self._ring_way.places if self._ring_way else 1
+        found = self.virtual if self.virtual and self.virtual.goes_round else self._ring_way
+        return found.places if found else 1
 
     def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
         """Of a layer that is met in a branch for the first time in this run."""

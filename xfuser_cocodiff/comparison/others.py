@@ -33,19 +33,6 @@ class Fp8(VirtualRanks):
         ]
 
 
-class KeysAndValues(VirtualRanks):
-    """Codecs of K and V alone, as where they go round a ring and Q and O stay; bytes are shares of those two."""
-
-    def send(
-        self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
-    ) -> list:
-        """See :class:`VirtualRanks`."""
-        given = dict(zip(names, tensors, strict=True))
-        coded = "".join(name for name in names if name in "kv")
-        sent = super().send(coded, [given[name] for name in coded], segments, layer_codecs)
-        return [*{**given, **dict(zip(coded, sent, strict=True))}.values()]
-
-
 def rotated(values: torch.Tensor) -> torch.Tensor:
     """Rows (..., D) by Hadamard's matrix, which is its own inverse; as they are where D has none."""
     size = min(_BLOCK, values.shape[-1])

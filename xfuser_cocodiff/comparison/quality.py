@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.codec.modes import CodecSchedule
+from xfuser_cocodiff.codec.virtual import VirtualRing
 from xfuser_cocodiff.comparison import fidelity, film, inpainting, others
 from xfuser_cocodiff.comparison.picture import draw_sheet
 from xfuser_cocodiff.models import captions, slices, volumes
@@ -26,8 +27,8 @@ from xfuser_cocodiff.xdit.launching.solo import Solo
 
 _ALL = "bits={0},bits_o={0}"
 FP8 = "FP8, as xDiT's"
-COMPACTFUSION = "residuals of K and V, as CompactFusion's"
-OTHERS = {FP8: others.Fp8, COMPACTFUSION: others.KeysAndValues}
+COMPACTFUSION = "residuals in a ring, as CompactFusion's"
+OTHERS = {FP8: others.Fp8, COMPACTFUSION: VirtualRing}
 """By series, what stands in the place of virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],

@@ -104,7 +104,8 @@ def planned_mesh(
     mesh, probe = over(group, config.topology, plans), None
     if beside:
         mesh = mesh.within(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
-    if config.profile is None and known.profile is None and _asks(config):
+    moves = group.size() > 1
+    if moves and config.profile is None and known.profile is None and _asks(config):
         every = mesh if config.plan is None else over(group, config.topology)
         probe = _begun(Probe(every, group, device, known.samples, ROUNDS if at_once else FEW_ROUNDS), config, at_once)
         if not probe.missing:
@@ -123,7 +124,7 @@ def planned_mesh(
     traced_ahead = _from_where(lambda size: ahead(size, _TENSORS * size))
     mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead, traced_ahead=traced_ahead))
     way = None
-    if config.mode != EXACT:
+    if config.mode != EXACT and moves:
         slow = _slow_axes(profile, largest) if config.slow_axes is None else config.slow_axes
         way = SlowWay.over(group, mesh, slow, lambda group, topology: choosing(over(group, topology)))
     return Planned(mesh, way, probe, known, config.synchronous)

@@ -71,6 +71,9 @@ class CocoDiffConfig:
     virtual: Topology | None = None
     """Of ranks that one rank stands for."""
 
+    virtual_ring: bool = False
+    """Whether these are a ring, and not a Ulysses group."""
+
     max_error: float | None = None
     """Relative error above which a step is followed by an exact one."""
 
@@ -116,7 +119,7 @@ def resolve(
         return None
     mode, source = chosen["cocodiff_mode"]
     _check_choice(source, mode or EXACT, MODES)
-    virtual = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.ulysses))
+    virtual, is_ring = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.whole)) or (None, False)
     ground = _ground(chosen, ranks)
     topology = ground.topology
     is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
@@ -142,6 +145,7 @@ def resolve(
             chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology, ground.ring_topology)
         ),
         virtual=virtual,
+        virtual_ring=is_ring,
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         kernels=_read(chosen["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
@@ -225,10 +229,22 @@ def _schedule(text: str, mode: str, model: str | None) -> str:
     return f"{allotment.signed(file)}{comma}{changes}"
 
 
-def _virtual(text: str, degree: int) -> Topology:
+def _virtual(text: str, degree: int) -> tuple[Topology, bool]:
     if degree > 1:
         raise ValueError(f"{text!r} is for one rank that stands for many; valid with it is --ulysses_degree 1")
-    return Topology.parse(text)
+    return virtual_ranks(text)
+
+
+def virtual_ranks(text: str) -> tuple[Topology, bool]:
+    """Read '2x2' or 'ring:2x2': the topology of virtual ranks, and whether they are a ring.
+
+    Raises:
+        ValueError: not the notation.
+    """
+    return Topology.parse(text.removeprefix(_RING)), text.startswith(_RING)
+
+
+_RING = "ring:"
 
 
 def _axes(text: str, topology: Topology, ring: Topology | None) -> tuple[str, ...]:

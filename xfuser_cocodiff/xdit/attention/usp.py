@@ -159,9 +159,8 @@ def _virtually(
         layer_codecs = engine.layer_codecs(layer, share)
     if layer_codecs is None:
         return original(query, key, value, **vars(given))
-    query, key, value = virtual.send("qkv", [query, key, value], parts, layer_codecs)
-    attended = original(query, key, value, **vars(given))
-    return virtual.send("o", [attended], parts, layer_codecs)[0]
+    attention = functools.partial(original, **vars(given))
+    return virtual.attend([query, key, value], parts, layer_codecs, attention)
 
 
 def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine) -> bool:

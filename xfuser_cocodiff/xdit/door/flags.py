@@ -182,7 +182,7 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         **{name: getattr(config, name) for name in _PLAIN},
         **vars(config.overlap),
         "slow_axes": config.slow_axes and ",".join(config.slow_axes),
-        "virtual": config.virtual and str(config.virtual),
+        "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
         "kernels": kernels.resolved(config.kernels, device_type),  # which a node may not be able to build
         "any_kernels": config.kernels == kernels.AUTO,
     }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.slow_way import SlowWay
-from xfuser_cocodiff.codec.virtual import VirtualRanks
+from xfuser_cocodiff.codec.virtual import VirtualRanks, VirtualRing
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
@@ -222,11 +222,12 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     moving = [axis.name for axis in config.virtual.axes if axis.size > 1]
     profile = config.profile and config.profile.slow_axes
     slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
-    virtual = VirtualRanks(config.virtual, tuple(slow))
+    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow))
     if virtual.places == 1:
         note(_NO_SLOW_AXIS.format(config.mode))
         return None
-    _tell(config, f"virtual ranks {config.virtual}, slow axes {', '.join(slow)}")
+    kind = "a virtual ring" if config.virtual_ring else "virtual ranks"
+    _tell(config, f"{kind} {config.virtual}, slow axes {', '.join(slow)}")
     return _runtime(config, None, list, virtual)
 
 

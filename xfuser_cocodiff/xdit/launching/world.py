@@ -1,10 +1,12 @@
 """xDiT's groups and runtime state without a pipeline, for benchmarks that run its functions on tensors of their own."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,14 +17,15 @@ from xfuser_cocodiff.xdit.clock import recorder
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
-def start(timeout: float | None = None) -> dist.ProcessGroup:
-    """Make the ranks that a launcher started one Ulysses group, and return it.
+def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
+    """Make the ranks that a launcher started one sequence, and return their group.
 
     Args:
         timeout: seconds that a collective may take; torch's default when not given.
+        ring: ring degree; the rest are Ulysses groups of neighbouring ranks.
 
     Raises:
-        ValueError: no launcher started this process as a rank.
+        ValueError: no launcher started this process as a rank, or the degree does not divide their number.
     """
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
@@ -30,16 +33,24 @@ def start(timeout: float | None = None) -> dist.ProcessGroup:
             "scripts/emulated_cluster.sh"
         )
     from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
-    from yunchang.globals import PROCESS_GROUP
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ring < 1 or world % ring:
+        raise ValueError(f"--ring {ring} is not valid; it divides the {world} ranks")
     init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
-    initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world)
-    group = PROCESS_GROUP.ULYSSES_PG
+    initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
+    group, *parts = [dist.group.WORLD, *groups()]
     if timeout:
-        for each in (group, dist.group.WORLD):
+        for each in (group, *parts):
             set_timeout(each, timedelta(seconds=timeout))
     return group
+
+
+def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The Ulysses group and the ring that this rank is in."""
+    from yunchang.globals import PROCESS_GROUP
+
+    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
 
 
 def make_state(heads: int, text_tokens: int) -> None:
@@ -53,7 +64,8 @@ def make_state(heads: int, text_tokens: int) -> None:
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
 
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
-    engine_config, _ = xFuserArgs(model="benchmark", ulysses_degree=dist.get_world_size()).create_config()
+    ulysses, ring = (group.size() for group in groups())
+    engine_config, _ = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring).create_config()
     initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
     get_runtime_state().max_condition_sequence_length = text_tokens
 
@@ -86,11 +98,22 @@ def nothing_sent() -> Iterator[None]:
     """Context in which stock's collectives return what they were given: computation without communication."""
     from xfuser.model_executor.layers import usp
 
-    kept, usp._sdpa_all_to_all_single = usp._sdpa_all_to_all_single, torch.clone
-    try:
+    ring = sys.modules[usp._templated_ring_attention.__module__]
+    with (
+        mock.patch.object(usp, "_sdpa_all_to_all_single", torch.clone),
+        mock.patch.object(ring, "_create_rotater", lambda *_: _Standing()),
+    ):
         yield
-    finally:
-        usp._sdpa_all_to_all_single = kept
+
+
+class _Standing:
+    """In the place of what passes K and V on: they stay."""
+
+    def exchange_buffers(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def next_buffer(self) -> torch.Tensor:
+        return self._buffer
 
 
 def compiled(transformer: torch.nn.Module) -> torch.nn.Module:
