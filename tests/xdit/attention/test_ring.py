@@ -220,8 +220,9 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
     assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
 
 
-def ring_alone(rank: int) -> tuple[dict[str, int], float]:
-    """No Ulysses group at all: bytes that a rank sends along each axis, and decibels of a mode."""
+def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
+    """No Ulysses group at all: bytes that a rank sends along each axis; decibels of a mode, and the bytes that it sends
+    of those that cross nodes."""
     from xfuser_cocodiff.xdit.engine.engine import active
 
     options = asked("outer", cocodiff_mode="exact")
@@ -229,19 +230,35 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float]:
     run = Approximating(
         rank, WORLD, "FLUX.1-dev", "--ulysses_degree", "1", "--ring_degree", "4", "--use_cocodiff", *flags
     )
+    run.runner.model.pipe.to(torch.float32)
     exact = run()
     sent = active().traffic.sent_bytes
     run.use(None)
     assert torch.equal(run(), exact)
     run.by("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
-    return dict(sent), decibels(run(), exact)
+    return dict(sent), decibels(run(), exact), share(run.runtime.reports)
+
+
+def share(reports: list[Any]) -> float:
+    return sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
+
+
+def virtual_ring(rank: int) -> tuple[float, float]:
+    """The same by one rank that stands for four."""
+    run = Approximating(rank, 1, "FLUX.1-dev")
+    run.runner.model.pipe.to(torch.float32)
+    stock = run()
+    run.by("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
+    return decibels(run(), stock), share(run.runtime.reports)
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_ring_without_ulysses() -> None:
-    for sent, found in ranks.run(ring_alone, WORLD):
+    [(virtual, foreseen)] = ranks.run(virtual_ring, 1)
+    for sent, found, coded in ranks.run(ring_alone, WORLD):
         assert sent["gpu"] == 2 * sent["node"] > 0  # a block crosses nodes once, and two go on there
-        assert 20 < found < 60
+        assert found == pytest.approx(virtual, abs=2) and 20 < found < 60
+        assert coded == pytest.approx(foreseen, rel=0.02)
 
 
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
