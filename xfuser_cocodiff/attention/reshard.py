@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import exchange
@@ -23,6 +24,12 @@ HEADS, SEQUENCE = 1, 2
 
 
 _ANY = Label("any")
+
+
+def padded_heads(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A tensor (B, H, S, D) with as many heads more, of zeros, as a multiple takes."""
+    missing = -tensor.shape[HEADS] % multiple
+    return functional.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
 
 
 def reshard(

@@ -27,11 +27,13 @@ from xfuser_cocodiff.xdit.launching.solo import Solo
 
 _ALL = "bits={0},bits_o={0}"
 FP8 = "FP8, as xDiT's"
+RING = "as many bits everywhere, in a ring"
 COMPACTFUSION = "residuals in a ring, as CompactFusion's"
-OTHERS = {FP8: others.Fp8, COMPACTFUSION: VirtualRing}
+OTHERS = {FP8: others.Fp8, RING: VirtualRing, COMPACTFUSION: VirtualRing}
 """By series, what stands in the place of virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
+    RING: [("balanced", _ALL.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_ALL.format(bits)}") for bits in (4, 2, 1)],
     FP8: [("balanced", None)],
     "fewer tokens": [

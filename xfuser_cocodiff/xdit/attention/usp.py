@@ -18,6 +18,7 @@ from xfuser_cocodiff.xdit.attention import operators
 from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.schedules import Comparing
 from xfuser_cocodiff.xdit.attention.segments import segments
+from xfuser_cocodiff.xdit.attention.uneven import can_pad, evened, without_padding
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
 from xfuser_cocodiff.xdit.patching.log import note
@@ -64,18 +65,24 @@ def _usp(original: Callable) -> Callable:
         engine = active()
         if engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling()):
             return original(query, key, value, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _traced(original, query, key, value, _Given(*args, **kwargs), engine)
         given = _Given(*args, **kwargs)
         if engine.mesh is None:
             engine.enter()
             return _virtually(original, query, key, value, given, engine)
-        under_way = value_under_way(value, engine)
+        is_traced = torch.compiler.is_compiling()
+        under_way = None if is_traced else value_under_way(value, engine)
         if not _ours(query, key, value, given, engine):
             if under_way:
                 under_way.abandon()
             return original(query, key, value, *args, **kwargs)
-        return _attention(query, key, value, under_way, given, engine)
+        heads = query.shape[HEADS]
+        if any(tensor.shape[HEADS] % engine.mesh.topology.size for tensor in (query, key)):
+            (query, key, value), given = evened([query, key, value], given, engine.mesh.topology.size)
+        if is_traced:
+            result = _traced(original, query, key, value, given, engine)
+        else:
+            result = _attention(query, key, value, under_way, given, engine)
+        return result if result.shape[HEADS] == heads else result[:, :heads]
 
     return USP
 
@@ -85,9 +92,9 @@ def _traced(
 ) -> torch.Tensor:
     """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
     mesh = engine.mesh
-    if not (_ours(query, key, value, given, engine) and order_exchanges()):
+    if not order_exchanges():
         return original(query, key, value, **vars(given))
-    query, attend = _prepared(query, key, value, given), _attend(given)
+    query, attend = _prepared(query, key, value, given), _attend(given, padding=engine.padding)
     if engine.calls_operators:
         groups = _groups(query, key, given, engine)
         return operators.attention(query, key, value, attend, mesh.topology.size, groups)
@@ -173,7 +180,7 @@ def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _G
         tensors.append(given.joint_query)
     return (
         all(tensor.ndim == 4 and tensor.dtype == query.dtype for tensor in tensors)
-        and all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors)
+        and (can_pad(query, key) or all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors))
         and given.joint_strategy in (None, "front", "rear")
         and not usp._ulysses_extra_inputs(given.attention_kwargs, query)
         and not _in_fp8(given, engine)
@@ -226,7 +233,7 @@ def _attention(
             under_way.abandon()
         raise
     cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-    attend_by = functools.partial(_attend, given, None if given.is_causal else engine.ring)
+    attend_by = functools.partial(_attend, given, None if given.is_causal else engine.ring, engine.padding)
     return followed_attention(query, key, value, attend_by, under_way, engine, cuts_heads)
 
 
@@ -241,13 +248,18 @@ def _prepared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given
 
 
 def _attend(
-    given: _Given, around: Ring | None = None, ring_codecs: LayerCodecs | None = None, layer: str = ""
+    given: _Given,
+    around: Ring | None = None,
+    padding: int = 0,
+    ring_codecs: LayerCodecs | None = None,
+    layer: str = "",
 ) -> Attend:
     """Attention as USP has it between its exchanges.
 
     Args:
         given: what USP was called with.
         around: the ranks of a ring, by which K and V come along the topology; by xDiT's own where there are none.
+        padding: tokens at the end of the sequence that are not to be seen.
         ring_codecs: how they are encoded.
         layer: its name.
     """
@@ -281,15 +293,17 @@ def _attend(
         def attend_block(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            is_last = around.order[place] == ring - 1  # of the sequence
+            key, value = without_padding(key, value, padding if is_last else 0)
             output, lse, *_ = function(query, *repeated(key, value), **options(place))
             return output, lse
 
         if around:
             return ring_attention(query, key, value, attend_block, around, layer, head_group, ring_codecs)
-        key, value = repeated(key, value)
-        if ring > 1:
-            return usp.ring_attn(function, query, key, value, **options(0))
-        return function(query, key, value, **options(0))[0]
+        if ring > 1:  # of which xDiT's wants blocks that are alike
+            return usp.ring_attn(function, query, *repeated(key, value), **options(0))
+        key, value = without_padding(key, value, padding)
+        return function(query, *repeated(key, value), **options(0))[0]
 
     def repeated(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if given.kv_head_repeat == 1:

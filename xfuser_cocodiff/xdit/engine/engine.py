@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.attention.reshard import send_to_heads
+from xfuser_cocodiff.attention.reshard import padded_heads, send_to_heads
 from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
@@ -52,6 +52,10 @@ class Engine:
     """Why nothing is to be approximated although a mode that does was asked for."""
     ring: Ring | None = None
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
+    model: str = ""
+    """The class of its transformer."""
+    padding: int = 0
+    """Tokens at the end of the sequence, in the call that is under way, which are there to make it divide."""
     overlap: Overlap = field(default_factory=Overlap)
     """What is fixed of how exchanges overlap with computation."""
     layers: Layers = field(init=False)
@@ -199,6 +203,7 @@ class Engine:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
         head_group = HeadGroup(0, layer.call.schedule.groups)
+        value = padded_heads(value, self.mesh.topology.size)
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
         )

@@ -57,6 +57,7 @@ def _with_engine(original: Callable) -> Callable:
 
         if engine_config is not None and _RUNTIME is not None:
             _RUNTIME.cocodiff = started(pipeline, engine_config)
+            _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
             _RUNTIME.cocodiff.enter()
 
     return initialize_runtime_state
