@@ -15,6 +15,8 @@ from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _FLUX, _WRAPPER = "xfuser.model_executor.models.transformers.transformer_flux", "xFuserFlux1Transformer2DWrapper"
+_THEIRS = _FLUX, f"{_WRAPPER}._pad_to_sp_divisible"
+"""What it calls, of an xDiT that has it: whose bits are then those to have."""
 _JOINT = ("joint_query", "joint_key", "joint_value")
 
 
@@ -34,12 +36,14 @@ def patches() -> list[Patch]:
             "rows that do not divide, of which PipeFusion alone wants to know",
             _with_any_rows,
             ("self",),
+            unless=_THEIRS,
         ),
         Patch(
             _FLUX,
             f"{_WRAPPER}.forward",
             "tokens that do not divide are padded, where xDiT calls what is not there",
             _with_any_tokens,
+            unless=_THEIRS,
         ),
     ]
 
