@@ -352,6 +352,7 @@ def with_plugin() -> list:
 @pytest.mark.slow  # of the patched copy; test_activation has the entry point
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
+    from xfuser_cocodiff.xdit.attention import uneven
     from xfuser_cocodiff.xdit.door import activation
     from xfuser_cocodiff.xdit.platform import platform
 
@@ -359,7 +360,8 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
-    assert superfluous == {row.name for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")}
+    rows = [row for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")]
+    assert superfluous == {row.name for row in [*rows, *uneven.patches()] if row.unless}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",
         "ready",
