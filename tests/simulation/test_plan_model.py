@@ -46,9 +46,9 @@ def test_every_split_divides_and_lies_on_the_axes(model: str, cluster: str) -> N
         assert found
         for split in found:
             assert split.ulysses * split.ring == nodes * machine.ranks_per_node
-            assert case.workload.heads % split.ulysses == 0
             assert split.ulysses_topology(case.topology).size == split.ulysses
             assert split.ring_topology(case.topology).size == split.ring
+        assert all(case.workload.heads % split.ulysses == 0 for split in outlook.splits(case, of_stock=True))
         rows = outlook.outlooks(case, None)
         assert {(row.ulysses, row.ring, row.placement) for row in rows} == {
             (split.ulysses, split.ring, split.placement) for split in found
@@ -68,7 +68,7 @@ def test_heads_are_those_of_the_model() -> None:
     [
         ("flux.1-dev", 1024, 16, 256, 288, 288, 4608, []),
         ("flux.1-dev", 768, 24, 96, 608, 608, 24 * 608, ["512 text tokens", "sees them 24 times"]),
-        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "960 px and 1152 px"]),
+        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin pads"]),
         ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["every rank has all of them", "once"]),
         ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "768 px and 1152 px"]),
@@ -82,12 +82,12 @@ def test_tokens(
     assert (held.image, held.queries, held.keys, held.attended) == (image, queries, keys, attended)
     said = " ".join([*held.remarks, held.problem or ""])
     assert all(word in said for word in words), said
-    assert bool(held.problem) == ("fails" in said)
+    assert bool(held.problem) == ("would do" in said)
 
 
 def test_what_is_proposed_would_do() -> None:
-    for resolution in (960, 1152):
-        assert sharding.shard(WORKLOADS["flux.1-dev"], resolution, 24).problem is None
+    for resolution in (768, 1152):
+        assert sharding.shard(WORKLOADS["sd3.5-large"], resolution, 24).problem is None
     shorter = dataclasses.replace(WORKLOADS["flux.2-dev"], text_tokens=504)
     assert sharding.shard(shorter, 1024, 24).problem is None
 

@@ -94,12 +94,13 @@ class Outlook:
         return self.a2a_seconds + self.ring_seconds if self.step_seconds is None else self.step_seconds
 
 
-def splits(case: Case) -> list[Split]:
-    """Every split that the heads allow and that lies on the axes."""
+def splits(case: Case, of_stock: bool = False) -> list[Split]:
+    """Every split that lies on the axes; with stock also the heads must divide, which the plugin pads."""
     degree = case.topology.size
+    every = ulysses_degrees(case.workload.heads if of_stock else degree, degree)
     found = [
         Split(ulysses, degree // ulysses, placement)
-        for ulysses in ulysses_degrees(case.workload.heads, degree)
+        for ulysses in every
         for placement in (PLACEMENTS if 1 < ulysses < degree else PLACEMENTS[:1])
     ]
     return [split for split in found if split.fits(case.topology)]
@@ -113,7 +114,7 @@ def outlooks(case: Case, mode: str | None) -> list[Outlook]:
 
 def stock(case: Case) -> Outlook | None:
     """Stock xDiT's fastest split; None where none lies on the axes as xDiT places it."""
-    found = [outlook(case, split, STOCK) for split in splits(case) if split.placement == OUTER]
+    found = [outlook(case, split, STOCK) for split in splits(case, of_stock=True) if split.placement == OUTER]
     return min(found, key=lambda each: each.cost, default=None)
 
 
@@ -142,12 +143,18 @@ class _Run:
 
     def __init__(self, case: Case, split: Split, mode: str) -> None:
         self._case, self._split, self._stock = case, split, mode == STOCK
+        self._heads = -(-case.workload.heads // split.ulysses)
+        """Of a rank; some of them are of zeros where they do not divide."""
         self.group, self.ring = (of(case.topology) for of in (split.ulysses_topology, split.ring_topology))
         self._schedule = None if self._stock else modes.usual(mode, case.steps)
         self._payloads = Counter(self._each_step())
 
     def _profile(self, name: str) -> Profile:
-        return self._case.profile_of(self.group, self._case.message_bytes(name))
+        return self._case.profile_of(self.group, self._held(name))
+
+    def _held(self, name: str) -> int:
+        """Bytes of one of q, k, v and o on a rank, as it travels."""
+        return self._case.message_bytes(name) * self._heads * self._split.ulysses // self._case.workload.heads
 
     @property
     def _ring_profile(self) -> Profile:
@@ -166,14 +173,14 @@ class _Run:
     @property
     def _block_bytes(self) -> int:
         """Of K and V, that a rank brings into its ring."""
-        return 2 * self._case.message_bytes("k")
+        return 2 * self._held("k")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """(L, G, H, T, D) of a tensor as codecs have it: one of its links, with all that comes along fast axes."""
         case = self._case
         tokens = case.shard.queries if name in "qo" else case.shard.keys
         groups = self._split.ulysses // self._places * case.batch * case.workload.rows
-        return 1, groups, case.workload.heads // self._split.ulysses, tokens, case.workload.head_dim
+        return 1, groups, self._heads, tokens, case.workload.head_dim
 
     def _ring_payloads(self) -> list[float | None]:
         """What K and V of a rank are encoded in at each step; None where they travel as they are."""
@@ -199,7 +206,7 @@ class _Run:
         return sum(count * of(payload) for payload, count in self._payloads.items()) / self._case.steps
 
     def _legs(self, name: str, payloads: tuple[int, int] | None) -> list[planner.Leg]:
-        profile, held = self._profile(name), self._case.message_bytes(name)
+        profile, held = self._profile(name), self._held(name)
         if self._stock:
             return [planner.Leg(profile, Plan.flat(profile.topology), held)]
         return planner.legs(profile, held, payloads and _part(name, payloads))
@@ -209,7 +216,7 @@ class _Run:
             return 0.0
         if self._stock:
             return sum(planner.seconds(*leg) for leg in self._legs(name, None))
-        held = self._case.message_bytes(name)
+        held = self._held(name)
         return planner.exchange_seconds(self._profile(name), held, payloads and _part(name, payloads))
 
     def sent_bytes(self) -> dict[str, float]:
@@ -242,7 +249,7 @@ class _Run:
         """What references of a layer take."""
         if self._schedule is None:
             return Need(0, 0)
-        held = {name: self._case.message_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
+        held = {name: self._held(name) // BYTES_PER_VALUE for name in "qkvo"}
         share = Share(sum(held.values()), held["v"], self._case.workload.head_dim, BYTES_PER_VALUE)
         return Need.of(share, self._schedule, self._places, self._ring_places)
 
@@ -274,7 +281,8 @@ class _Run:
         """Of a projection and of attention, on a rank."""
         case = self._case
         tokens, work = case.batch * case.workload.rows * case.shard.queries, case.workload
-        return 2.0 * tokens * work.width**2, 4.0 * tokens * case.shard.attended * work.width
+        attended = case.shard.attended * self._heads * self._split.ulysses * work.head_dim
+        return 2.0 * tokens * work.width**2, 4.0 * tokens * attended
 
     @property
     def compute_seconds(self) -> float:

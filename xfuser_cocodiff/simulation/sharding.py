@@ -1,7 +1,7 @@
 """How xDiT shards the heads and tokens of a model, what it does where they do not divide, and what to do about that.
 
 Read in the source of xfuser 0.7.0: its transformer wrappers and its runtime state. Heads are not padded there for these
-models.
+models; the plugin pads them, see :mod:`outlook`.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Rule:
     """What xDiT does with the tokens of a model."""
 
     image: str
-    """Tokens that do not divide: PADS them with zeros, which attention then sees, or FAILS; ROWS: rows of tokens must
-    divide, and it fails where they do not."""
+    """Tokens that do not divide: PADS them with zeros, which attention then sees, or FAILS, where the plugin pads them;
+    ROWS: rows of tokens must divide, and it fails where they do not."""
     text: str
     """The same; WHOLE: every rank has all text, and attention sees it once for each of them; JOINT: every rank has it,
     and attention sees it once."""
@@ -74,6 +74,10 @@ def shard(workload: Workload, resolution: int, degree: int) -> Shard:
         what = f"{side} rows of image tokens" if rule.image == ROWS else f"{tokens} image tokens"
         if rule.image == PADS:
             remarks.append(f"{what} are padded to {image * degree}, and attention sees the padding")
+        elif rule.image == FAILS:
+            remarks.append(
+                f"{what} do not divide by {degree}: xDiT fails, and the plugin pads them, unseen by attention"
+            )
         else:
             near = " and ".join(f"{other} px" for other in _near(workload, resolution, degree))
             problem = f"{what} do not divide by {degree}, and xDiT fails; {near} would do"

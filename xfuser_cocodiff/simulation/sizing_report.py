@@ -31,9 +31,9 @@ def show(record: dict[str, Any]) -> None:
 
 def _divisibility(record: dict[str, Any]) -> list[str]:
     heads, degree, possible = record["heads"], record["degree"], record["ulysses_degrees"]
-    allowed = f"{heads} heads: the Ulysses degree must divide them, as {', '.join(map(str, possible))} do"
+    allowed = f"{heads} heads: stock's Ulysses degree must divide them, as {', '.join(map(str, possible))} do"
     if possible[-1] < degree:
-        allowed += f"; {degree} does not, so the rest is Ring (xDiT pads no heads)"
+        allowed += "; for others the plugin adds heads of zeros"
     lying = {row["ulysses"] for row in record["splits"]}
     if crooked := [str(count) for count in possible if count not in lying]:
         allowed += f"; groups of {', '.join(crooked)} do not lie on the axes alike, and are left out"
