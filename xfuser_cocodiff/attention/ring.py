@@ -93,9 +93,9 @@ class _Merged:
         for place in sorted(map(self._order.index, blocks)):
             if place >= self._done:
                 self._waiting[place] = self._attend(blocks[self._order[place]], place)
-        while self._done in self._waiting:
-            self._merge(*self._waiting.pop(self._done))
-            self._done += 1
+            while self._done in self._waiting:  # at once, so that few of them wait
+                self._merge(*self._waiting.pop(self._done))
+                self._done += 1
 
     def _merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         self._dtype = output.dtype

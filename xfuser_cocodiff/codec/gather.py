@@ -20,6 +20,7 @@ from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.kernels import rows
 
 Block = tuple[torch.Tensor, ...]
 """Tensors (B, H, T, D) of a rank."""
@@ -51,9 +52,9 @@ def start(
     way = layer_codecs.way if layer_codecs else None
     if layer_codecs is None or way is None:
         everyone = range(mesh.topology.size)
-        return [_gathered(block, mesh, label, lambda rows: _blocks(rows, everyone, shapes))]
+        return [_gathered(block, mesh, label, lambda values: _blocks(values, everyone, shapes))]
     near = way.ranks[way.here]
-    found = [_gathered(block, way.fast, label, lambda rows: _blocks(rows, near, shapes))] if way.fast else []
+    found = [_gathered(block, way.fast, label, lambda values: _blocks(values, near, shapes))] if way.fast else []
     return [*found, _far(tensors, shapes, way, label, head_group, layer_codecs)]
 
 
@@ -74,12 +75,12 @@ def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return mesh.all_gather(block, mesh.gather_plan(block.nbytes)).reshape(-1, *block.shape)
 
 
-def _blocks(rows: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
-    """Rows (ranks, n) as tensors of each rank."""
+def _blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
+    """Values (ranks, n) as tensors of each rank."""
     sizes = [math.prod(shape) for shape in shapes]
     return {
-        rank: tuple(part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True))
-        for rank, row in zip(ranks, rows, strict=True)
+        rank: tuple(part.view(shape) for part, shape in zip(own.split(sizes), shapes, strict=True))
+        for rank, own in zip(ranks, values, strict=True)
     }
 
 
@@ -103,8 +104,8 @@ def _far(
 
     def finish(found: torch.Tensor) -> Blocks:
         blocks: Blocks = {}
-        for rows, own in zip(found.transpose(0, 1), ranks, strict=True):
-            blocks |= _blocks(rows, own, shapes)
+        for values, own in zip(found.transpose(0, 1), ranks, strict=True):
+            blocks |= _blocks(values, own, shapes)
         return blocks
 
     return way.slow.lane.start(str(label), travel, finish, span.holds)
@@ -117,17 +118,16 @@ def _decoded(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs,
 ) -> torch.Tensor:
-    """Rows (S - 1, n) of the ranks that this one meets on slow axes, of which it has got what was encoded."""
+    """What the ranks hold that this one meets on slow axes, (S - 1, n), of which it has got what was encoded."""
     giving, taking = Ends(1, copies=way.places - 1), Ends(way.places, way.here)
     values = [tensor[None] for tensor in tensors]
-
     sent = messages.encoded(values, names, layer_codecs, head_group, giving)
     received = _along(sent.message[0], way.slow)
     if messages.asks_again(received):
         sent = messages.repeated(values, names, layer_codecs, head_group, giving)
         received = _along(sent.message[0], way.slow)
     sizes = [tensor.numel() for tensor in tensors]
-    rows = tensors[0].new_empty(way.places, sum(sizes))
-    landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(rows.split(sizes, 1), tensors, strict=True)]
+    blocks = tensors[0].new_empty(way.places, sum(sizes))
+    landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(blocks.split(sizes, 1), tensors, strict=True)]
     messages.decode(received, sent, landings, names, layer_codecs, head_group, taking)
-    return rows[way.others]
+    return rows.away(blocks, way.here)

@@ -20,6 +20,8 @@ from xfuser_cocodiff.machine.device import CPU, is_captured
 from xfuser_cocodiff.machine.plan import Plan, Stage
 from xfuser_cocodiff.machine.topology import FLAT
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The name that PyTorch has for it."""
 _TAG = 0
 """Of direct sends. All ranks start the stages of a group in the same order, and messages between two ranks keep theirs:
 one tag serves all."""
@@ -140,7 +142,7 @@ def _gather(
 ) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
     if devices.of(sent.device.type).functional_only:
         return functional.all_gather_tensor(sent.flatten(), 0, group), ()
-    return received, (dist.all_gather_into_tensor(received.view(-1), sent.view(-1), group=group, async_op=True),)
+    return received, (_all_gather(received.view(-1), sent.view(-1), group=group, async_op=True),)
 
 
 def _on_host(sent: torch.Tensor) -> torch.Tensor:

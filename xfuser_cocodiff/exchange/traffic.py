@@ -106,7 +106,11 @@ class Traffic:
 
     def count(self, stage: str, ranks: int, buffer: torch.Tensor) -> None:
         """Count an all-to-all of `buffer` among so many ranks."""
-        self.sent_bytes[stage] += buffer.nbytes // ranks * (ranks - 1)
+        self.count_block(stage, ranks, buffer.nbytes // ranks)
+
+    def count_block(self, stage: str, ranks: int, nbytes: int) -> None:
+        """Count so many bytes that go to each of the other ranks."""
+        self.sent_bytes[stage] += nbytes * (ranks - 1)
         self.calls[stage] += 1
 
     def span(self, label: Label, device: torch.device) -> Span:

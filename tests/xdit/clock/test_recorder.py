@@ -148,3 +148,12 @@ def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, t
     found = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
     # Where the end is not known beforehand, the first step is left out and the rest is traced.
     assert found == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})
+
+
+def test_what_stocks_ring_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tensors = Engine(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
+    monkeypatch.setattr(recorder, "active", lambda: engine)
+    monkeypatch.setattr("xfuser.core.distributed.get_ring_parallel_world_size", lambda: 4)
+    attend = recorder._watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))
+    assert attend(None, *tensors, dropout_p=0.5) == (tensors[0], 0.5)
+    assert dict(engine.traffic.sent_bytes) == {"ring": 3 * 2 * 2 * 6 * 4 * 4}

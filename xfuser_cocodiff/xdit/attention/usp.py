@@ -92,7 +92,7 @@ def _traced(
 ) -> torch.Tensor:
     """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
     mesh = engine.mesh
-    if not order_exchanges():
+    if mesh.topology.size == 1 or not order_exchanges():
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given), _attend(given, padding=engine.padding)
     if engine.calls_operators:

@@ -40,6 +40,10 @@ from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
+_USP = "xfuser.model_executor.layers.usp"
+_RING = "ring"
+"""What the account calls all axes of stock's."""
+
 
 def patches(recorder: "Recorder") -> list[Patch]:
     """Rows that it needs beside those of the clock."""
@@ -53,7 +57,8 @@ def patches(recorder: "Recorder") -> list[Patch]:
         Patch(
             "diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", recorder.watch_pictures
         ),
-        Patch("xfuser.model_executor.layers.usp", "_sdpa_all_to_all_single", "stock's traffic", watch_stock, ("x",)),
+        Patch(_USP, "_sdpa_all_to_all_single", "stock's traffic", watch_stock, ("x",)),
+        Patch(_USP, "ring_attn", "stock's traffic in a ring", _watch_ring),
     ]
 
 
@@ -74,6 +79,21 @@ def watch_stock(original: Callable) -> Callable:
         return exchanged
 
     return _sdpa_all_to_all_single
+
+
+def _watch_ring(original: Callable) -> Callable:
+    """Count what stock's ring sends, which is not timed: it hides behind attention."""
+    from xfuser.core.distributed import get_ring_parallel_world_size
+
+    @functools.wraps(original)
+    def ring_attn(
+        function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            active().traffic.count_block(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
+        return original(function, query, key, value, *args, **kwargs)
+
+    return ring_attn
 
 
 class Recorder:

@@ -91,6 +91,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         note(f"--cocodiff_ring {config.ring}: {parts}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
     at_once = devices.of(compute_device().type).queues
+    if around and engine_config.runtime_config.use_torch_compile:
+        note("--use_torch_compile: the ring is xDiT's, and its K and V travel as they are")
     if parallel.pp_degree > 1 and config.mode != EXACT:
         engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once, around=around)
         engine.exact_because = f"PipeFusion gives a layer patch after patch, so that mode {config.mode} changes nothing"
