@@ -204,6 +204,11 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     assert name == form
     if form == "functional":
         assert args[1:] == (None, None, "group")  # equal splits: others are emulated, intel/torch-xpu-ops#5057
+    called.clear()
+    monkeypatch.setattr(stages.functional, "all_gather_tensor", lambda *args: called.append(("functional", args)))
+    monkeypatch.setattr(stages, "_all_gather", lambda *args, **_: called.append(("plain", args)))
+    stages._gather(tensor, torch.empty(2, *tensor.shape), "group")
+    assert [name for name, _ in called] == [form]
 
 
 class OnXPU(torch.Tensor):

@@ -45,7 +45,7 @@ _OTHERS = (
     ("torch.distributed.distributed_c10d", "_set_pg_timeout", "--cocodiff_timeout"),
     *(
         ("torch.distributed._functional_collectives", name, "collectives that can be traced")
-        for name in ("AsyncCollectiveTensor", "all_reduce", "all_to_all_single", "wait_tensor")
+        for name in ("AsyncCollectiveTensor", "all_gather_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
     ),
 )
 

@@ -96,9 +96,10 @@ def watch_stock() -> None:
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     """Context in which stock's collectives return what they were given: computation without communication."""
+    from torch.distributed.tensor.experimental import _attention
     from xfuser.model_executor.layers import usp
 
-    ring = sys.modules[usp._templated_ring_attention.__module__]
+    ring = sys.modules[_attention._templated_ring_attention.__module__]
     with (
         mock.patch.object(usp, "_sdpa_all_to_all_single", torch.clone),
         mock.patch.object(ring, "_create_rotater", lambda *_: _Standing()),
