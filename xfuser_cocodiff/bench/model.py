@@ -191,9 +191,9 @@ def measure(
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
         for mode, config in settings.items():
             contenders[mode] = _contender(config, profile)
-        known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled}
-        known["ring"] = split.ring
-        rows += _compare(contenders, _along(profile, split), step, repeats, alone, known, told)
+        known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled, "ring": split.ring}
+        along = _along(profile, split) if split.ring == 1 else None
+        rows += _compare(contenders, along, step, repeats, alone, known, told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
@@ -374,8 +374,6 @@ def _compare(
         seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], encoded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}
-        moved = messages.items() if profile else ()
-        predicted = sum(planner.seconds(profile, plans[size], size) * count for size, count in moved if profile)
         rows.append(
             {
                 **known,
@@ -392,10 +390,19 @@ def _compare(
                 "schedules": {
                     kind.name: str(kind.trial.schedule) for kind in contenders[mode].engine.layers.kinds if kind.trial
                 },
-                "predicted_step_seconds": alone + predicted if plans and known["ring"] == 1 else None,
+                "predicted_step_seconds": _predicted(profile, plans, messages, alone),
             }
         )
     return rows
+
+
+def _predicted(
+    profile: Profile | None, plans: Mapping[int, Plan], messages: Mapping[int, int], alone: float
+) -> float | None:
+    """Seconds of a step, where the exchanges of a Ulysses group are all that is sent, and their plans are known."""
+    if profile is None or not plans:
+        return None
+    return alone + sum(planner.seconds(profile, plans[size], size) * count for size, count in messages.items())
 
 
 def show(record: dict[str, Any]) -> None:

@@ -18,13 +18,7 @@ def add_parser(subparsers: Any) -> None:
         "seeds. The model is loaded as the xdit command does it; HF_HOME says from where.",
     )
     parser.add_argument("--model", default="FLUX.1-dev", help="in xDiT's registry (%(default)s)")
-    parser.add_argument(
-        "--virtual",
-        default="2x2",
-        metavar="TOPOLOGY",
-        help="of the virtual ranks; ring:2x2 has a ring of them (%(default)s)",
-    )
-    parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
+    add_ranks(parser)
     parser.add_argument(
         "--mode", default="balanced,fast,paper", metavar="MODES", help="each MODE or MODE@CHANGES (%(default)s)"
     )
@@ -71,6 +65,17 @@ def run(options: argparse.Namespace) -> int:
     if options.sheet:
         quality.draw_pictures(gallery, options.sheet)
     return 0
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Options of :func:`config_of` that say which ranks one stands for."""
+    parser.add_argument(
+        "--virtual",
+        default="2x2",
+        metavar="TOPOLOGY",
+        help="of the virtual ranks; ring:2x2 has a ring of them (%(default)s)",
+    )
+    parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
 
 
 def config_of(options: argparse.Namespace) -> Any:

@@ -35,13 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
     parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
     parser.add_argument("--frames", type=int, default=9, help="of videos (%(default)s)")
-    parser.add_argument(
-        "--virtual",
-        default="2x2",
-        metavar="TOPOLOGY",
-        help="of the virtual ranks; ring:2x2 has a ring of them (%(default)s)",
-    )
-    parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
+    quality_command.add_ranks(parser)
     parser.add_argument(
         "--dtype",
         default="float32",
