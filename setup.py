@@ -39,7 +39,8 @@ setup(
     ],
     extras_require={
         # xfuser imports triton without declaring it; on an XPU build of PyTorch the name belongs to another package.
-        "cpu": ["triton"],
+        # Numba compiles what codes values on CPUs.
+        "cpu": ["triton", "numba"],
         "report": REPORT,
         "models": MODELS,
         # For xDiT's Ray pipelines and its HTTP service, which it does not declare either.

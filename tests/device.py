@@ -129,7 +129,7 @@ def standing_in(launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]
     from xfuser_cocodiff.kernels import fused
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kernels, "is_fused", lambda device: True))
+        stack.enter_context(mock.patch.object(kernels, "used", lambda device: kernels.TRITON))
         for name in WRITTEN:
             stack.enter_context(mock.patch.object(fused, name, Kernel(getattr(fused, name), launched)))
         yield

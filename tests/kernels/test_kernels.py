@@ -1,4 +1,4 @@
-"""Triton's kernels, run by its interpreter, against those in plain PyTorch: the same moves and the same bits.
+"""Triton's kernels, run by its interpreter, and Numba's against those in plain PyTorch: the same moves and bits.
 
 On a machine with a GPU the same tests run on it.
 """
@@ -37,6 +37,18 @@ def fused():
     from xfuser_cocodiff.kernels import fused
 
     return fused
+
+
+@pytest.fixture(scope="module", params=[kernels.TRITON, kernels.NUMBA])
+def one_pass(request: pytest.FixtureRequest):
+    """Either set that reads and writes each tensor once."""
+    if request.param == kernels.TRITON:
+        return request.getfixturevalue("fused")
+    if HAS_GPU:
+        pytest.skip("values of these tests are on the GPU, and Numba's kernels are for CPUs")
+    from xfuser_cocodiff.kernels import compiled
+
+    return compiled
 
 
 def rounding(convert):
@@ -129,12 +141,12 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
     pairwise(itertools.product(DTYPES, (None, 0, 1), (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))),
     ids=str,
 )
-def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor, tells) -> None:
+def test_coding_equals_the_reference(one_pass, dtype, here, bits, active, predictor, tells) -> None:
     case = Case(dtype, here)
     is_exact = bits is None and active is None
     tells = tells and not is_exact
     known = None if is_exact else case.known(predictor), bits, case.active(active)
-    ours, theirs = (case.encoded(kernel, *known, tells=tells) for kernel in (fused, reference))
+    ours, theirs = (case.encoded(kernel, *known, tells=tells) for kernel in (one_pass, reference))
     cut = (slice(None), slice(None, -TOLD if tells else None))
     same_but_for_scales(case, (ours[0][cut], ours[1]), (theirs[0][cut], theirs[1]), case.rows(bits, active), bits)
     payload, encoded = ours
@@ -154,7 +166,7 @@ def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor
 
     # What one has encoded both decode alike, and that is what the sender holds.
     found, landed = torch.zeros_like(case.target), torch.zeros_like(case.target)
-    assert torch.equal(fused.decode(payload, *known, case.target, here, tells), encoded.held)
+    assert torch.equal(one_pass.decode(payload, *known, case.target, here, tells), encoded.held)
     assert torch.equal(reference.decode(payload, *known, found, here, tells), encoded.held)
     put_away(landed, encoded.held, here)
     assert torch.equal(case.target, landed) and torch.equal(found, landed)
@@ -167,42 +179,42 @@ def test_coding_equals_the_reference(fused, dtype, here, bits, active, predictor
         itertools.product([8, 24, 80, 128], [1, 7, 8, 64], [1.6, 2, 2.7]),
     ),
 )
-def test_any_head_dim_and_any_number_of_tokens(fused, dim, tokens, bits) -> None:
+def test_any_head_dim_and_any_number_of_tokens(one_pass, dim, tokens, bits) -> None:
     case = Case(torch.float32, 1, dim=dim, tokens=tokens)
     known = case.known(0.5), bits, None
-    ours, theirs = case.encoded(fused, *known), case.encoded(reference, *known)
+    ours, theirs = case.encoded(one_pass, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, case.rows(bits), bits)
-    assert torch.equal(fused.decode(ours[0], *known, case.target, 1), ours[1].held)
-    found, wanted = (each.scores(case.values, known[0], 1) for each in (fused, reference))
+    assert torch.equal(one_pass.decode(ours[0], *known, case.target, 1), ours[1].held)
+    found, wanted = (each.scores(case.values, known[0], 1) for each in (one_pass, reference))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [None, 2])
-def test_no_token_may_be_active(fused, bits) -> None:
+def test_no_token_may_be_active(one_pass, bits) -> None:
     case = Case(torch.bfloat16, 1)
     known = case.known(0.5), bits, case.active(0)
-    for kernel in (fused, reference):
+    for kernel in (one_pass, reference):
         payload, encoded = case.encoded(kernel, *known)
         assert payload.numel() == 0 and torch.equal(encoded.held, reference.expected(known[0]))
         assert torch.equal(kernel.decode(payload, *known, case.target, 1), encoded.held)
 
 
-def test_values_land_between_any_strides(fused) -> None:
+def test_values_land_between_any_strides(one_pass) -> None:
     case = Case(torch.bfloat16, 0)
     known = case.known(0.5), 2, None
     payload, encoded = case.encoded(reference, *known)
-    for kernel in (fused, reference):
+    for kernel in (one_pass, reference):
         across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
         kernel.decode(payload, *known, across, 0)
         assert torch.equal(across[1:], encoded.held) and not across[0].any()
 
 
 @pytest.mark.parametrize(("bits", "bad"), in_turn([(8,), (2,), (1,)], [float("nan"), float("inf"), -float("inf")]))
-def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits) -> None:
+def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(one_pass, bad, bits) -> None:
     case = Case(torch.float32, None)
     case.values[1, 0, 2, 4, 3] = bad
     known = case.known(), bits, None
-    ours, theirs = case.encoded(fused, *known), case.encoded(reference, *known)
+    ours, theirs = case.encoded(one_pass, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, case.rows(bits), bits)
     assert not ours[1].lacking.isfinite()
     wrong = ~ours[1].held.isfinite().all(-1)
@@ -213,11 +225,11 @@ def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(fused, bad, bits
     ("dtype", "here", "bad"),
     in_turn(itertools.product([torch.float32, torch.bfloat16], [None, 0]), [float("nan"), float("inf"), -float("inf")]),
 )
-def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, here, dtype) -> None:
+def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(one_pass, bad, here, dtype) -> None:
     case = Case(dtype, here)
     case.values[1, 0, 2, 4, 3] = bad
     wanted = away(case.values, here).nan_to_num(0.0, 0.0, 0.0)
-    for kernel in (fused, reference):
+    for kernel in (one_pass, reference):
         payload, encoded = case.encoded(kernel, None, None, None)
         assert torch.equal(encoded.held, wanted)
         assert torch.equal(kernel.decode(payload, None, None, None, case.target, here), wanted)
@@ -225,11 +237,11 @@ def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(fused, bad, her
         torch.testing.assert_close(arrived, away(case.values, here), rtol=0, atol=0, equal_nan=True)
 
 
-def test_zeros_and_differences_too_small_for_a_scale(fused) -> None:
+def test_zeros_and_differences_too_small_for_a_scale(one_pass) -> None:
     case = Case(torch.float32, None)
     for values in (case.held.clone(), case.held + 1e-30):
         known = case.known(), 4, None
-        ours, theirs = (case.encoded(kernel, *known, values=values) for kernel in (fused, reference))
+        ours, theirs = (case.encoded(kernel, *known, values=values) for kernel in (one_pass, reference))
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].held, case.held)
 
 
@@ -259,7 +271,17 @@ def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool,
     """Triton, where there is a device for it, and a compiler for its launchers."""
     monkeypatch.setattr(kernels, "_can_build", lambda: can_build)
     found = [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
-    assert found == ["torch", expected, expected]
+    assert found == ["numba", expected, expected]
+    monkeypatch.setattr(kernels, "_has", lambda package: False)
+    assert {kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")} == {"torch"}
+    for choice, device, words in (("numba", "cpu", "not installed"), ("numba", "cuda", "not installed")):
+        with pytest.raises(ValueError, match=f"'{choice}' is not valid here, since it is {words}"):
+            kernels.resolved(choice, device)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match="'numba' is not valid here, since its kernels are for CPUs, and not for 'xpu'"
+    ):
+        kernels.resolved(kernels.NUMBA, "xpu")
     assert kernels.resolved(kernels.TORCH, "cuda") == "torch"
 
 
@@ -281,7 +303,7 @@ def test_nothing_of_triton_is_loaded_where_it_is_not_used() -> None:
     """A CPU needs no Triton: importing the plugin must not ask for it."""
     code = (
         "import sys, torch, xfuser_cocodiff.codec.codecs, xfuser_cocodiff.attention.reshard as e;"
-        "sys.exit('xfuser_cocodiff.kernels.fused' in sys.modules)"
+        "sys.exit(any(name in sys.modules for name in ('xfuser_cocodiff.kernels.fused', 'numba')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -440,7 +462,7 @@ def test_places_are_found_beyond_32_bits(fused, monkeypatch: pytest.MonkeyPatch,
 
 def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = []
-    monkeypatch.setattr(kernels, "is_fused", lambda device: True)
+    monkeypatch.setattr(kernels, "used", lambda device: kernels.TRITON)
     monkeypatch.setattr(kernels, "_kernels", lambda device: SimpleNamespace(move=lambda *given: moved.append(given)))
     for size, expected in ((kernels.PAYS - 1, 0), (kernels.PAYS, 1)):
         source = torch.ones(size, dtype=torch.uint8)

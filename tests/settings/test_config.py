@@ -47,7 +47,7 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
             {},
             ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"],
         ),
-        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, torch"]),
+        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, numba, torch"]),
         ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
         (
             {"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"},

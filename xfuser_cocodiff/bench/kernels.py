@@ -82,8 +82,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             shares = [(encoded - exact) / whole for encoded, exact, whole in turns]
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
-    used = kernels.TRITON if kernels.is_fused(device) else kernels.TORCH
-    record = {**host.header(), "device": _name(device), "kernels": used, "degree": degree}
+    record = {**host.header(), "device": _name(device), "kernels": kernels.used(device), "degree": degree}
     return {**record, "rows": rows, "layers": layers}
 
 

@@ -140,9 +140,9 @@ class Mesh:
     def gather_plan(self, block_bytes: int) -> Plan:
         """How an all-gather of blocks of so many bytes runs: by the policy, or else along one axis after the other, the
         outermost first."""
-        if self.policy.gather:
-            return self.policy.gather(block_bytes)
-        return Plan.gathering(self.topology, devices.of(self.stages.device.type).sends_directly)
+        return self.policy.gather(block_bytes) or Plan.gathering(
+            self.topology, devices.of(self.stages.device.type).sends_directly
+        )
 
     def all_gather(self, block: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Bring what each rank holds to all others. After each stage a rank has what all ranks of that stage had, and

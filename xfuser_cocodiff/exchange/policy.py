@@ -21,8 +21,8 @@ class Policy:
     ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
     """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together.
     Asked where that is not found out by a trial."""
-    gather: Callable[[int], Plan] | None = None
-    """The plan of an all-gather of blocks of so many bytes; None takes the mesh's own."""
+    gather: Callable[[int], Plan | None] = lambda block_bytes: None
+    """The plan of an all-gather of blocks of so many bytes; where there is none, the mesh's own is taken."""
     traced_ahead: int | None = 0
     """The same for graphs: bytes of a tensor from which it is sent ahead; None where it never is."""
 

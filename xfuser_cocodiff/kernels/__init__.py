@@ -1,9 +1,10 @@
 """Work on rows of values, done once for each: scored, encoded, decoded, moved.
 In: tensors of any strides, what both ends hold of them, and how they are to be encoded.
-Out: `scores`, `encode`, `decode`, `move`; `use` and `resolved`, which choose between two sets of kernels.
+Out: `scores`, `encode`, `decode`, `move`; `use` and `resolved`, which choose between the sets of kernels.
 
-`reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and reads and writes each tensor
-once. Both ends of a link must use the same set: their references agree because their arithmetic does.
+`reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and `compiled` is Numba, for
+CPUs: both read and write each tensor once. What one end of a link encodes, the other decodes to the same bits, whatever
+set it uses: the encoder alone finds scales, in sums whose order sets differ in.
 
 Sizes in shapes: P places on slow axes, L of them on other ends of links, G groups of tokens, H heads, T tokens, D head
 dim. Where a tensor has P places, `here` says which of them is the rank's own and left out, and L is P - 1; with None
@@ -11,6 +12,7 @@ there is no such place, and L is P.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
@@ -23,8 +25,8 @@ import torch
 from xfuser_cocodiff.kernels.rows import Active, Encoded, Known
 from xfuser_cocodiff.machine import device as devices
 
-AUTO, TRITON, TORCH = "auto", "triton", "torch"
-CHOICES = (AUTO, TRITON, TORCH)
+AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
+CHOICES = (AUTO, TRITON, NUMBA, TORCH)
 PAYS = 2**21
 """Bytes from which on a move is worth a launch of Triton's, which takes the host several times as long as PyTorch's."""
 
@@ -41,19 +43,27 @@ def resolved(choice: str, device_type: str) -> str:
     """Which set a choice means on a device.
 
     Raises:
-        ValueError: Triton is asked for where it cannot be had.
+        ValueError: one is asked for where it cannot be had.
     """
-    if choice == TORCH or (choice == AUTO and not devices.of(device_type).builds_triton):
-        return TORCH
-    lacking = _lacking(device_type)
-    if choice == TRITON and lacking:
-        raise ValueError(f"{TRITON!r} is not valid here, since {lacking}; valid are {AUTO!r} and {TORCH!r}")
-    return TORCH if lacking else TRITON
+    lacking = {TRITON: _lacks_triton, NUMBA: _lacks_numba}
+    if choice in lacking and (reason := lacking[choice](device_type)):
+        raise ValueError(f"{choice!r} is not valid here, since {reason}; valid are {AUTO!r} and {TORCH!r}")
+    if choice != AUTO:
+        return choice
+    usual = TRITON if devices.of(device_type).builds_triton else NUMBA
+    return TORCH if lacking[usual](device_type) else usual
 
 
-def _lacking(device_type: str) -> str | None:
-    """What keeps Triton from running on a device; None where it runs."""
-    if not _has_triton():
+def _lacks_numba(device_type: str) -> str | None:
+    """What keeps Numba's kernels from running on a device; None where they run."""
+    if not _has("numba"):
+        return "it is not installed"
+    return None if device_type == "cpu" else f"its kernels are for CPUs, and not for {device_type!r}"
+
+
+def _lacks_triton(device_type: str) -> str | None:
+    """As above."""
+    if not _has("triton"):
         return "it is not installed"
     if devices.of(device_type).builds_triton:
         return None if _can_build() else "it has no C compiler, or none of Python's headers, to build with"
@@ -63,8 +73,8 @@ def _lacking(device_type: str) -> str | None:
 
 
 @functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
@@ -74,20 +84,17 @@ def _can_build() -> bool:
     return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
-def is_fused(device: torch.device) -> bool:
-    """Whether Triton's kernels are used there."""
+def used(device: torch.device) -> str:
+    """The set that is used there."""
     wanted = _wanted[0]
-    return wanted == TRITON or (wanted == AUTO and resolved(AUTO, device.type) == TRITON)
+    return resolved(AUTO, device.type) if wanted == AUTO else wanted
+
+
+_MODULES = {TRITON: "fused", NUMBA: "compiled", TORCH: "reference"}
 
 
 def _kernels(device: torch.device) -> ModuleType:
-    if is_fused(device):
-        from xfuser_cocodiff.kernels import fused
-
-        return fused
-    from xfuser_cocodiff.kernels import reference
-
-    return reference
+    return importlib.import_module(f"{__name__}.{_MODULES[used(device)]}")
 
 
 def scores(values: torch.Tensor, known: Known, here: int | None = None) -> torch.Tensor:
@@ -150,7 +157,7 @@ def decode(
 
 def move(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values between tensors of one shape and dtype, of any strides."""
-    if not torch.compiler.is_compiling() and target.nbytes >= PAYS and is_fused(target.device):
+    if not torch.compiler.is_compiling() and target.nbytes >= PAYS and used(target.device) == TRITON:
         _kernels(target.device).move(target, source)
     else:
         target.copy_(source)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.planner import choose
+from xfuser_cocodiff.machine.planner import choose, choose_gather
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring.plan_trial import contenders
@@ -49,6 +49,7 @@ class Plans:
         self._chosen: dict[int, Plan] = {}
         self._contenders: dict[int, list[Plan]] = {}
         self._left: set[int] = set()
+        self._gathers: dict[int, Plan] = {}
 
     def __call__(self, message_bytes: int) -> Plan:
         """The plan for a message of so many bytes."""
@@ -66,6 +67,13 @@ class Plans:
         if size not in self._chosen:
             self._chosen[size] = choose(self.profile, size)
         return self._chosen[size]
+
+    def gather(self, block_bytes: int) -> Plan:
+        """The planner's choice for an all-gather of blocks of so many bytes, once it knows the links."""
+        assert self.profile
+        if block_bytes not in self._gathers:
+            self._gathers[block_bytes] = choose_gather(self.profile, block_bytes)
+        return self._gathers[block_bytes]
 
     def contenders(self, size: int) -> list[Plan]:
         """Plans worth a trial for a size; see :func:`contenders`."""

@@ -14,7 +14,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import DIRECT, Plan, candidates
-from xfuser_cocodiff.machine.planner import ahead_pays, choose_gather
+from xfuser_cocodiff.machine.planner import ahead_pays
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring.choice import SIZES, Plans
@@ -148,8 +148,14 @@ def _choosing(mesh: Mesh, config: CocoDiffConfig, profile: Profile | None, known
     chosen = Plans(mesh.topology, along, settled, is_tried=config.profile is None)
     # What graphs go by takes a while to find for all sizes, and is of use to few of those who cannot wait.
     traced = chosen.table() if at_once else ((0, Plan.flat(mesh.topology)),)
-    gather = functools.cache(functools.partial(choose_gather, along)) if along else None
-    return replace(mesh, policy=Policy(chosen, traced, gather=gather))
+    return replace(mesh, policy=Policy(chosen, traced, gather=functools.partial(_gather, chosen, mesh.lane.device)))
+
+
+def _gather(plans: Plans, device: torch.device, block_bytes: int) -> Plan | None:
+    """The plan of an all-gather, once all is known of the links."""
+    if plans.profile is None or (plans.profile.direct is None and devices.of(device.type).sends_directly):
+        return None
+    return plans.gather(block_bytes)
 
 
 def _asks(config: CocoDiffConfig) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,13 @@ class CocoDiffConfig:
 
     ring_profile: Profile | None = None
     """As `profile`, for the links of a ring."""
+
+    undecided: Topology | None = None
+    """Of all ranks that share a sequence, where the ring lies as xDiT's only because nothing is known of their links;
+    else None."""
+
+    links: Profile | None = None
+    """What earlier processes have found of all these ranks, if that is where the ring lies by."""
 
     plan: Plan | None = None
     """How the all-to-all runs; None leaves it to the planner."""
@@ -97,7 +104,11 @@ class CocoDiffConfig:
 
 
 def resolve(
-    values: Mapping[str, Any], environment: Mapping[str, str], ranks: Ranks, device_type: str = "cuda"
+    values: Mapping[str, Any],
+    environment: Mapping[str, str],
+    ranks: Ranks,
+    device_type: str = "cuda",
+    links: Profile | None = None,
 ) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
 
@@ -106,6 +117,7 @@ def resolve(
         environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
         ranks: those that share a sequence.
         device_type: where this rank's tensors lie, as PyTorch names it.
+        links: what earlier processes have found of all these ranks, for what is :attr:`CocoDiffConfig.undecided`.
 
     Returns:
         The settings, or None when the plugin is not asked for.
@@ -120,7 +132,7 @@ def resolve(
     mode, source = chosen["cocodiff_mode"]
     _check_choice(source, mode or EXACT, MODES)
     virtual, is_ring = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.whole)) or (None, False)
-    ground = _ground(chosen, ranks)
+    ground = _ground(chosen, ranks, links)
     topology = ground.topology
     is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
     mode = mode or (ACROSS_NODES if virtual or is_tuned else usual_mode(ranks.detected_whole or ranks.detected))
@@ -135,6 +147,8 @@ def resolve(
         ring=ground.ring,
         ring_topology=ground.ring_topology,
         ring_profile=ground.ring_profile,
+        undecided=ground.undecided,
+        links=links,
         profile=ground.profile
         or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
@@ -155,22 +169,24 @@ def resolve(
     )
 
 
-def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks) -> Ground:
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks, links: Profile | None) -> Ground:
     given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
     profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
     wanted, source = chosen["cocodiff_ring"]
     _check_choice(source, wanted or AUTO, (AUTO, *PLACEMENTS))
     mode = chosen["cocodiff_mode"][0]
     try:
-        return settle(
+        ground = settle(
             ranks,
             given,
             None if wanted == AUTO else wanted,
-            profile,
+            profile or links,
             modes.usual(mode or usual_mode(ranks.detected_whole or ranks.detected), None),
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+    # What was found says where the ring lies, and what is probed no more; what to go by is the user's to say.
+    return ground if profile else replace(ground, profile=None, ring_profile=None)
 
 
 def _topology(text: str, ranks: Ranks) -> Topology:

@@ -83,6 +83,8 @@ class Ground:
     """Of the ring; None where there is none."""
     ring_profile: Profile | None = None
     """Of its axes, where one of all ranks is known."""
+    undecided: Topology | None = None
+    """Of all ranks, where the ring lies as xDiT's only because nothing is known of their links; else None."""
 
 
 def settle(
@@ -123,7 +125,9 @@ def settle(
     if given not in (None, whole):
         return Ground(given, detected, ring, ring_topology=around)
     topology = split.ulysses_topology(whole) if given or known else detected
-    return Ground(topology, detected, ring, known and known.along(topology), around, known and known.along(around))
+    if not known:
+        return Ground(topology, detected, ring, ring_topology=around, undecided=None if wanted or profile else whole)
+    return Ground(topology, detected, ring, known.along(topology), around, known.along(around))
 
 
 def choose(profile: Profile, ulysses: int, ring: int, schedule: CodecSchedule | None) -> str:

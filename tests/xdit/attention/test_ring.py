@@ -1,6 +1,7 @@
 """Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.settings.test_placement import profile
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
 from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.placement import Split, choose
 from xfuser_cocodiff.xdit.attention import ring_attention
 
 PLACEMENTS = ("outer", "inner")
@@ -205,7 +207,7 @@ def find_out(rank: int, folder: str) -> tuple[int, int]:
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
     engine.trials.allowance.share = 10.0
     engine.runs.begin(100)
-    while engine.planned.probe or engine.mesh.policy.choose.open or not steps:
+    while engine.planned.probe or engine.planned_ring.probe or engine.mesh.policy.choose.open or not steps:
         usp.USP(*mine)
         engine.runs.end_step()
         steps += 1
@@ -218,6 +220,60 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
     assert len({steps for steps, _ in first}) == 1 and first[0][0] > 5 and all(taken for _, taken in first)
     assert len(list(tmp_path.iterdir())) == 2  # of Ulysses groups, and of rings
     assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
+
+
+EIGHT = "node=4,gpu=2"
+
+
+def placed(rank: int, folders: list[str]) -> tuple[str, str, list[int], bool, int]:
+    """Where settings that say nothing of it have the ring, and what it costs to find out about the links."""
+    from xfuser_cocodiff.measuring.probe import Probe
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    probed, go_on = [], Probe.go_on
+    Probe.go_on = lambda self: probed.append(1) or go_on(self)
+    start(
+        rank,
+        {**asked("auto"), "cocodiff_topology": EIGHT, "cocodiff_mode": "exact", "cocodiff_cache": folders[rank]},
+        8,
+        2,
+    )
+    engine = active()
+    engine.trials.allowance.share = 100.0
+    engine.runs.begin(100)
+    for _ in range(50):
+        engine.runs.end_step()
+    known = all(planned.known.profile for planned in (engine.planned, engine.planned_ring))
+    return engine.config.ring, str(engine.mesh.topology), members()[0], known, len(probed)
+
+
+def test_what_one_run_finds_decides_where_the_ring_lies_in_the_next(tmp_path: Path) -> None:
+    """Nobody knows links before there are groups, but by what was found of them in groups of another process."""
+    folders = [str(tmp_path / ("here" if rank < 4 else "there")) for rank in range(8)]
+    first = ranks.run(placed, 8, folders)
+    assert all(
+        found[:4] == ("outer", "node=2,gpu=2", groups_at("outer", rank), True) for rank, found in enumerate(first)
+    )
+    assert all(found[4] > 6 for found in first) and not (tmp_path / "there").exists()
+    [file] = [
+        file for file in (tmp_path / "here").iterdir() if json.loads(file.read_text())["machine"].get("part") == "whole"
+    ]
+    kept = json.loads(file.read_text())
+    assert kept["profile"]["topology"] == EIGHT and kept["profile"]["direct"]["topology"] == EIGHT
+    links = profile(EIGHT, 1e6, 1e12)  # where xDiT's placement is the slower one
+    assert choose(links, 4, 2, None) == "inner"
+    file.write_text(json.dumps({**kept, "profile": replace(links, direct=links).to_json()}))
+    second = ranks.run(placed, 8, folders)
+    assert second == [("inner", "node=4", groups_at("inner", rank), True, 0) for rank in range(8)]
+    moved = {**kept, "machine": {**kept["machine"], "torch": "another"}}
+    file.write_text(json.dumps(moved))
+    assert {found[0] for found in ranks.run(placed, 8, folders)} == {"outer"}
+
+
+def groups_at(placement: str, rank: int) -> list[int]:
+    """The Ulysses group of four that a rank is in, of eight."""
+    first, step = (rank % 2, 2) if placement == "inner" else (rank // 4 * 4, 1)
+    return [first + step * number for number in range(4)]
 
 
 def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
@@ -298,6 +354,36 @@ def test_pipelines_in_a_ring(model: str) -> None:
         for found in (qualities, others):
             for slow in {slow for _, slow in found}:
                 assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
+
+
+def wide(rank: int, ring: int, placement: str) -> tuple[torch.Tensor, float]:
+    """Latents by stock on eight ranks, which the plugin's equal; and decibels of a mode."""
+    flags = [
+        f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items() if value is not True
+    ]
+    flags = [flag.replace(WHOLE, "node=2,gpu=4") for flag in flags]
+    degrees = ["--ulysses_degree", str(8 // ring), "--ring_degree", str(ring)]
+    run = Approximating(rank, 8, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
+    run.runner.model.pipe.to(torch.float32)
+    exact = run()
+    assert moved() == {"node", "gpu"}
+    run.use(None)
+    stock = run()
+    assert torch.equal(exact, stock)
+    split, machine = Split(8 // ring, ring, placement), Topology.parse("node=2,gpu=4")
+    parts = split.ulysses_topology(machine), split.ring_topology(machine)
+    run.by("balanced", str(parts[0]), slow_axes=("node",), ring=placement, ring_topology=parts[1])
+    return stock, decibels(run(), stock)
+
+
+@pytest.mark.slow  # test_pipelines_in_a_ring has four ranks
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("ring", [2, 4])
+def test_pipelines_in_a_ring_of_eight_ranks(ring: int) -> None:
+    outer, inner = (ranks.run(wide, 8, ring, placement) for placement in PLACEMENTS)
+    for (here, quality), (there, other) in zip(outer, inner, strict=True):
+        assert decibels(there, here) > 90
+        assert 20 < quality < 60 and 20 < other < 60
 
 
 OTHERS = {

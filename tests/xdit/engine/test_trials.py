@@ -61,7 +61,7 @@ def made(clock: Clock, links: Links, schedules: list[Trial] = []) -> tuple[Trial
         clock.now += 0.03  # what it takes to agree
         return values
 
-    tried = Trials(links, lambda: schedules, mean, CPU, lambda: found.append(1))
+    tried = Trials([links], lambda: schedules, mean, CPU, lambda: found.append(1))
     tried.allowance.share = 0.03
     return tried, found
 

@@ -10,14 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.machine import launcher
+from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.settings import effect
 from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 from xfuser_cocodiff.xdit.door.agreement import agree, by_rank, meet, refuse
+from xfuser_cocodiff.xdit.engine import machine
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform import platform
@@ -119,9 +124,9 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
     def detected(size: int) -> Topology:
         return launcher.detect(size, os.environ, platform.device_name())
 
-    def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
+    def mine(topology: Callable[[int], Topology] = detected, links: Profile | None = None) -> CocoDiffConfig | None:
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
-        return resolve(values, os.environ, ranks, device_type)
+        return resolve(values, os.environ, ranks, device_type, links)
 
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
     proposals = agree(lambda: _as_json(mine(), device_type))
@@ -132,14 +137,27 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
     config = mine()
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
         without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
-        note(f"ranks {without} cannot build Triton's kernels, so all ranks use PyTorch's")
+        best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
+        note(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):
         refuse(f"CoCoDiff's options differ between ranks: {differences}")
+    if config and config.undecided and dist.is_initialized() and (links := _found(config)):
+        config = replace(mine(links=links), kernels=config.kernels)
     for warning in effect.warnings(values, os.environ, config, ring_degree):
         note(warning)
     return config
+
+
+def _found(config: CocoDiffConfig) -> Profile | None:
+    """What earlier processes have found of all ranks, the same on each of them."""
+    common = machine.described(config.undecided, config.kernels, dist.get_backend()) | machine.WHOLE
+
+    def gather(value: Any) -> list[Any]:
+        return [proposal["known"] for proposal in agree(lambda: {"known": value})]
+
+    return findings.of_ranks(gather, dist.get_rank() == 0, common, machine.this_rank(), config.cache).profile
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:

@@ -24,6 +24,8 @@ from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
 from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
@@ -52,6 +54,10 @@ class Engine:
     """Why nothing is to be approximated although a mode that does was asked for."""
     ring: Ring | None = None
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
+    planned_ring: Planned | None = None
+    """What the ring goes by."""
+    whole: Findings | None = None
+    """What is known of all ranks that share a sequence, where a later process is to place the ring by it."""
     model: str = ""
     """The class of its transformer."""
     padding: int = 0
@@ -78,7 +84,8 @@ class Engine:
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
-            self.trials = Trials(self.planned, self._schedules, self._mean, compute_device(), self.keep)
+            planned = [self.planned, self.planned_ring] if self.planned_ring else [self.planned]
+            self.trials = Trials(planned, self._schedules, self._mean, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -129,10 +136,20 @@ class Engine:
         kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
         if self.overlap == Overlap():
             self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
+        found = [self.planned.known, self.planned_ring.known if self.planned_ring else None, self._joined()]
         try:
-            self.planned.known.keep()
+            for known in found:
+                if known:
+                    known.keep()
         except OSError as error:
             note(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+
+    def _joined(self) -> Findings | None:
+        """What is known of all ranks, once it is of the Ulysses groups and of the rings."""
+        parts = [planned.known.profile for planned in (self.planned, self.planned_ring) if planned and planned.known]
+        if self.whole and all(parts):
+            self.whole.profile = Profile.joined(self.config.undecided, [part for part in parts if part])
+        return self.whole if self.whole and self.whole.profile else None
 
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()

@@ -1,16 +1,10 @@
 """An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
 
-import contextlib
 import functools
-import importlib.metadata
-import json
-import os
-import platform as machine
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.attention.ring import Ring
@@ -19,14 +13,13 @@ from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks, VirtualRing
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
-from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned, planned_mesh
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT
-from xfuser_cocodiff.xdit.engine import ring
+from xfuser_cocodiff.xdit.engine import machine, ring
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
 from xfuser_cocodiff.xdit.patching.log import note, tell
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -86,7 +79,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
         return Engine(config)
     if parallel.ring_degree > 1:
-        hint = "" if config.profile else "; with a --cocodiff_profile of all ranks the cost model decides"
+        hint = "; once their links are known, later runs go by these" if config.undecided else ""
         parts = f"each Ulysses group has the topology {config.topology}, each ring {config.ring_topology}"
         note(f"--cocodiff_ring {config.ring}: {parts}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
@@ -119,7 +112,17 @@ def engine_over(
         around: a ring, if there is one.
     """
     planned = _planned(group, config, known, at_once)
-    engine = Engine(config, planned.mesh, planned, ring=_ring(around, config, planned, at_once), overlap=config.overlap)
+    of_ring = _planned_ring(around, config, planned, at_once) if around else None
+    engine = Engine(
+        config,
+        planned.mesh,
+        planned,
+        ring=Ring(of_ring.mesh, dist.get_rank(around), of_ring.way) if of_ring else None,
+        planned_ring=of_ring,
+        overlap=config.overlap,
+    )
+    if config.undecided and config.links is None and group.size() > 1:
+        engine.whole = _shared(group, config, config.undecided, machine.WHOLE)
     engine.keep()
     engine.runtime = _runtime_over(engine)
     return engine
@@ -133,55 +136,31 @@ def _planned(
     beside: Mesh | None = None,
 ) -> Planned:
     if known is None:
-        from xfuser.core.distributed import get_sp_group
-
-        # Those of all Ulysses groups beside a ring: they try things together, and must begin alike. By the group for
-        # what lies on the host, which is gloo's wherever the device's may be another one's.
-        versions = {**_versions(config, group), **({"part": "ring"} if beside else {})}
-        known = findings.shared(get_sp_group().cpu_group, versions, _rank(), config.cache)
+        known = _shared(group, config, config.topology, machine.RING if beside else {})
+    if known.profile is None and config.links and config.links.has(config.topology):
+        known.profile = config.links.along(config.topology)
     largest = functools.partial(reduced, operation="max", timeout=config.timeout)
     return planned_mesh(group, config, compute_device(), known, largest, at_once, beside)
 
 
-def _ring(around: dist.ProcessGroup | None, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Ring | None:
-    """The ranks of a ring, whose exchanges wait for those of the Ulysses group as these do for each other."""
-    if around is None:
-        return None
+def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> Findings:
+    """What is known of the links of a group. It is that of all Ulysses groups beside a ring: they try things together,
+    and must begin alike."""
+    from xfuser.core.distributed import get_sp_group
+
+    common = {**machine.described(topology, config.kernels, dist.get_backend(group)), **part}
+    # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
+    return findings.shared(get_sp_group().cpu_group, common, machine.this_rank(), config.cache)
+
+
+def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:
+    """What a ring goes by, whose exchanges wait for those of the Ulysses group as these do for each other."""
     of_ring = replace(config, topology=_ring_topology(config, around), profile=config.ring_profile, plan=None)
-    found = _planned(around, of_ring, None, at_once, planned.mesh)
-    with contextlib.suppress(OSError):  # the engine says so
-        found.known.keep()
-    return Ring(found.mesh, dist.get_rank(around), found.way)
+    return _planned(around, of_ring, None, at_once, planned.mesh)
 
 
 def _ring_topology(config: CocoDiffConfig, around: dist.ProcessGroup) -> Topology:
     return config.ring_topology or Topology.flat(dist.get_world_size(around))
-
-
-def _versions(config: CocoDiffConfig, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What findings are of, beside the ranks: the same on all of them."""
-    emulated = json.loads(os.environ.get(CLUSTER_VARIABLE, "{}"))
-    return {
-        "topology": str(config.topology),
-        "degree": config.topology.size,
-        "backend": dist.get_backend(group),
-        "kernels": config.kernels,
-        "links": {name: value for name, value in emulated.items() if name not in ("addresses", "interface")},
-        **{name: _version(name) for name in ("xfuser-cocodiff", "torch", "xfuser", "diffusers")},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
-        return None
-
-
-def _rank() -> dict[str, Any]:
-    device = compute_device()
-    name = torch.get_device_module(device).get_device_name() if device != devices.CPU else machine.machine()
-    return {"host": machine.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
 
 
 def _runtime_over(engine: Engine) -> Runtime | None:

@@ -6,7 +6,7 @@ ranks that share a sequence, in one message; what they have found is kept for th
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
 from statistics import median
@@ -30,7 +30,7 @@ class Trials:
     """What is tried in one engine. All ranks must call its methods alike.
 
     Args:
-        planned: whose plans are tried, and whose links are probed if they are not known yet.
+        planned: those whose plans are tried, and whose links are probed if they are not known yet.
         schedules: the trials of schedules that there are by now, in an order that is the same on every rank.
         mean: given numbers, the mean of all ranks for each.
         device: where messages lie.
@@ -39,7 +39,7 @@ class Trials:
 
     def __init__(
         self,
-        planned: Planned,
+        planned: Sequence[Planned],
         schedules: Callable[[], list[Trial]],
         mean: Callable[[list[float]], list[float]],
         device: torch.device,
@@ -67,12 +67,18 @@ class Trials:
     @property
     def _open_plans(self) -> list[tuple[Mesh, int]]:
         """Meshes and sizes, of which a plan may still be tried."""
-        return [(mesh, size) for mesh in self._planned.meshes for size in plans_of(mesh).open]
+        meshes = [mesh for planned in self._planned for mesh in planned.meshes]
+        return [(mesh, size) for mesh in meshes for size in plans_of(mesh).open]
+
+    @property
+    def _unknown(self) -> Planned | None:
+        """The first whose links are not known yet."""
+        return next((planned for planned in self._planned if planned.probe), None)
 
     @property
     def settled(self) -> bool:
         """Whether there is nothing to find any more of the links, and of the layers and sizes that were met."""
-        return bool(self._schedules()) and not (self._open or self._planned.probe or self._open_plans)
+        return bool(self._schedules()) and not (self._open or self._unknown or self._open_plans)
 
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
@@ -91,13 +97,13 @@ class Trials:
             self.begin_run(None)
             return
         trials, plans = self._open, self._open_plans[:_CHOICES]
-        self._take_time(self._asks and bool(trials or plans or self._planned.probe))
+        self._take_time(self._asks and bool(trials or plans or self._unknown))
         if self._is_due(trials, plans):
             estimates = self._agree(trials, plans)
-            if not self._open and self._planned.probe:
+            if not self._open and (unknown := self._unknown):
                 if self.allowance.left > self._piece_seconds:
                     self._has_probed = True
-                    self._do(self._planned.go_on)
+                    self._do(unknown.go_on)
             elif not self._open:
                 self._try_a_plan(plans, estimates)
             if len(self._open) < len(trials):
@@ -117,7 +123,7 @@ class Trials:
     def _is_due(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> bool:
         """Whether ranks are to agree now, which takes as long as a small exchange: when something can be decided, and
         not before anybody knows how long a step takes. All of them find the same."""
-        if self._steps < 2 or not (trials or plans or self._planned.probe):
+        if self._steps < 2 or not (trials or plans or self._unknown):
             return False
         has_time = self._steps >= 2 * self._agreed_at  # in a run of unknown length there is more and more of it
         return self._asks or any(trial.is_ripe for trial in trials) or (self.allowance.whole is None and has_time)

@@ -1,0 +1,142 @@
+"""The kernels for CPUs, compiled by Numba: each reads and writes every tensor once. See the package for what they do.
+
+What is sent as it is needs no arithmetic, and half precision other than bfloat16 is rare on CPUs: there PyTorch's run,
+which are as good as these for the other end of a link.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from xfuser_cocodiff.kernels import loops, quantise, reference
+from xfuser_cocodiff.kernels.loops import Form
+from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, sampled
+from xfuser_cocodiff.machine.device import CPU
+
+_KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+"""A value of the type in which the loops have them."""
+_PAYS = 2**17
+"""Values from which on another thread is worth its start."""
+
+
+def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor:
+    """See the package."""
+    if values.dtype not in _KINDS:
+        return reference.scores(values, known, here)
+    values = _rows_of(values)
+    links, groups, heads, tokens, _ = known.held.shape
+    form, found = _form(values, here, None, None), torch.empty(links, groups, tokens)
+    _in_threads(
+        loops.score, links * groups, heads * tokens, form, _KINDS[values.dtype],
+        values.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares), found.data_ptr(),
+    )  # fmt: skip
+    return found
+
+
+def encode(
+    values: torch.Tensor,
+    known: Known | None,
+    bits: float | None,
+    active: Active | None,
+    payload: torch.Tensor,
+    here: int | None,
+    tells: bool = False,
+) -> Encoded:
+    """See the package."""
+    if known is None or bits is None or values.dtype not in _KINDS:
+        return reference.encode(values, known, bits, active, payload, here, tells)
+    values, grid = _rows_of(values), quantise.GRIDS[bits]
+    links, groups, heads, tokens, dim = known.held.shape
+    form = _form(values, here, bits, active, payload, tells)
+    now, sums = torch.empty_like(known.held), torch.empty(4 * links * groups * heads, dtype=torch.float64)
+    totals = torch.empty(2)
+    again = None if known.before is None else torch.empty(links, dtype=torch.uint8)
+    root = grid.reach if grid.by_maximum else (form.together * dim) ** -0.5
+    _in_threads(
+        loops.encode, links * groups * heads, tokens * dim,
+        form, _KINDS[values.dtype], np.float32(root), grid.by_maximum, sampled(tokens),
+        values.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares),
+        _address(active and active.numbers), quantise.scale_table(CPU).data_ptr(),
+        payload.data_ptr(), now.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    loops.total(sums.data_ptr(), links, groups * heads, totals.data_ptr(), _address(again))
+    return Encoded(now, totals[0], totals[1], again)
+
+
+def decode(
+    payload: torch.Tensor,
+    known: Known | None,
+    bits: float | None,
+    active: Active | None,
+    target: torch.Tensor,
+    here: int | None,
+    tells: bool = False,
+) -> torch.Tensor:
+    """See the package."""
+    if known is None or bits is None or target.dtype not in _KINDS or target.stride(-1) != 1:
+        return reference.decode(payload, known, bits, active, target, here, tells)
+    links, groups, heads, tokens, dim = known.held.shape
+    form, now = _form(target, here, bits, active, payload, tells), torch.empty_like(known.held)
+    _in_threads(
+        loops.decode, links * groups * heads, tokens * dim, form, _KINDS[target.dtype],
+        payload.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares),
+        _address(active and active.numbers), quantise.scale_table(CPU).data_ptr(), now.data_ptr(), target.data_ptr(),
+    )  # fmt: skip
+    return now
+
+
+def _form(
+    values: torch.Tensor,
+    here: int | None,
+    bits: float | None,
+    active: Active | None,
+    payload: torch.Tensor | None = None,
+    tells: bool = False,
+) -> Form:
+    """Of values (P, G, H, T, D) for a codec; with no bits, of which nothing is encoded."""
+    places, groups, heads, tokens, dim = values.shape
+    skipped = places if here is None else here
+    by_place, by_group, by_head, by_token, _ = values.stride()
+    known = groups, heads, tokens, dim, skipped, by_place, by_group, by_head, by_token
+    if bits is None or payload is None:
+        return Form(*known, 1, tokens, 0, 1, 0.0, 0, 0, 0)
+    if payload.stride(-1) != 1:
+        raise ValueError(f"bytes of a payload follow each other; its strides are {payload.stride()}")
+    grid, sent = quantise.GRIDS[bits], tokens if active is None else active.count
+    together = quantise.tokens_per_row(bits, dim, tokens, active is None)
+    scales_at = groups * heads * sent // together * quantise.row_bytes(bits, together * dim)
+    told_at = payload.shape[1] - TOLD if tells else 0
+    grid_of = grid.levels, grid.per_byte, grid.width
+    return Form(*known, together, sent, *grid_of, payload.stride(0), scales_at, told_at)
+
+
+def _in_threads(kernel: Callable, count: int, values: int, *arguments: object) -> None:
+    """Run a kernel over so many parts of so many values each, in as many threads as PyTorch would and as pay."""
+    threads = min(torch.get_num_threads(), count, 1 + count * values // _PAYS)
+    if threads <= 1:
+        kernel(0, count, *arguments)
+        return
+    bounds = [count * number // threads for number in range(threads + 1)]
+    parts = itertools.pairwise(bounds)
+    for done in [_pool(os.getpid(), threads).submit(kernel, *part, *arguments) for part in parts]:
+        done.result()
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "cocodiff-kernels")
+
+
+def _rows_of(values: torch.Tensor) -> torch.Tensor:
+    """Values whose last dim is contiguous."""
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """0 where there is none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,394 @@
+"""Loops over rows of values, compiled by Numba for CPUs, see :mod:`compiled`.
+
+Their functions are given addresses, strides in values, and numbers: to be given arrays takes them as long as small
+messages do. They are compiled at the first use on a machine, and kept. Values of a row are worked on in float32, one
+loop after the other while they are at hand, of which each becomes vector instructions.
+
+A `kind` is a value of the type in which values lie in memory: of a float32, or of 16 bits for bfloat16.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from xfuser_cocodiff.kernels import quantise
+from xfuser_cocodiff.kernels.rows import SHARES, TOLD
+
+_PER_OCTAVE, _ORIGIN = np.float32(quantise.PER_OCTAVE), np.float32(quantise.ORIGIN)
+_NOT_FINITE, _MOST_CODE = quantise.NOT_FINITE, np.float32(quantise.NOT_FINITE - 1)
+_ZERO, _HALF, _INFINITE = np.float32(0), np.float32(0.5), np.float32(np.inf)
+_SHARES = np.float32(SHARES)
+
+# Sums and products stay as they are written: both ends of a link must come to the same bits.
+_compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+# For sums that one end alone makes.
+_compiled_in_any_order = functools.partial(_compiled, fastmath={"reassoc"})
+
+
+def _widened(builder, value):
+    bits = builder.shl(builder.zext(value, _BITS), _BITS(16))
+    return builder.bitcast(bits, _REAL)
+
+
+def _narrowed(builder, value):
+    """To bfloat16, to the nearest, and to an even one between two."""
+    bits = builder.bitcast(value, _BITS)
+    is_odd = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), is_odd), _BITS(16))
+    is_number = builder.fcmp_ordered("ord", value, value)
+    return builder.trunc(builder.select(is_number, rounded, _BITS(0x7FC0)), ir.IntType(16))
+
+
+_BITS, _REAL = ir.IntType(32), ir.FloatType()
+
+
+def _place(context, builder, kind, address, index):
+    pointer = builder.inttoptr(address, context.get_value_type(kind).as_pointer())
+    return builder.gep(pointer, [index], inbounds=True)
+
+
+@intrinsic
+def _peek(context, address, index, kind):
+    """A value in memory, as float32 where it is bfloat16."""
+    is_half = kind == types.uint16
+
+    def generate(context, builder, signature, args):
+        value = builder.load(_place(context, builder, kind, *args[:2]))
+        return _widened(builder, value) if is_half else value
+
+    return (types.float32 if is_half else kind)(types.intp, types.intp, kind), generate
+
+
+@intrinsic
+def _poke(context, address, index, kind, value):
+    """The inverse."""
+
+    def generate(context, builder, signature, args):
+        value = _narrowed(builder, args[3]) if kind == types.uint16 else args[3]
+        builder.store(value, _place(context, builder, kind, *args[:2]))
+
+    return types.void(types.intp, types.intp, kind, types.float32 if kind == types.uint16 else kind), generate
+
+
+@intrinsic
+def _as(context, kind, value):
+    """A value as tensors of a kind would hold it."""
+
+    def generate(context, builder, signature, args):
+        return _widened(builder, _narrowed(builder, args[1])) if kind == types.uint16 else args[1]
+
+    return types.float32(kind, types.float32), generate
+
+
+_BYTE, _INT, _FLOAT = np.uint8(0), np.int32(0), np.float32(0)
+
+
+@_compiled
+def _room(size):
+    """For the values of a row."""
+    return np.empty(size, np.float32)
+
+
+@_compiled
+def _hope(hoped, change, held, before, own, size, share, kind):
+    """What is expected of a row, and what it has changed by last."""
+    if before:
+        for i in range(size):
+            now = _peek(held, own + i, kind)
+            change[i] = _as(kind, now - _peek(before, own + i, kind))
+            hoped[i] = _as(kind, _as(kind, change[i] * share) + now)
+    else:
+        for i in range(size):
+            hoped[i] = _peek(held, own + i, kind)
+
+
+@_compiled_in_any_order
+def _square(values, size):
+    total = _ZERO
+    for i in range(size):
+        total += values[i] * values[i]
+    return total
+
+
+@_compiled_in_any_order
+def _came_again(values, at, held, own, change, first, size, kind):
+    """Sums of what a token has changed by, times what it had changed by before; and of the squares of that."""
+    found, whole = _ZERO, _ZERO
+    for i in range(size):
+        past = change[first + i]
+        found += (_peek(values, at + i, kind) - _peek(held, own + i, kind)) * past
+        whole += past * past
+    return found, whole
+
+
+@_compiled
+def _largest(values, size):
+    found = _ZERO
+    for i in range(size):
+        value = abs(values[i])
+        found = value if value > found else found
+    return found
+
+
+@_compiled
+def _scale(difference, size, by_maximum, root):
+    """The code of a row's scale."""
+    square = _square(difference, size)
+    if by_maximum:
+        largest = _largest(difference, size)
+        if not largest < _INFINITE or square != square:
+            return _NOT_FINITE
+        code = np.ceil(np.log2(largest / root) * _PER_OCTAVE) + _ORIGIN
+    else:
+        if not square < _INFINITE:
+            return _NOT_FINITE
+        code = np.rint(np.log2(np.sqrt(square) * root) * _PER_OCTAVE) + _ORIGIN
+    return int(min(max(code, _ZERO), _MOST_CODE))
+
+
+@_compiled
+def _quantise(digits, made, hoped, away, size, count, width, kind):
+    """Levels of a row, and what both ends make of them."""
+    half, last, shift = np.float32(count // 2), np.float32(count - 1), _HALF if count % 2 else _ZERO
+    middle = np.float32((count - 1) / 2)
+    for i in range(size):
+        level = np.floor(away[i] / width + shift)
+        level = (level if level == level else _ZERO) + half
+        level = level if level > _ZERO else _ZERO
+        level = level if level < last else last
+        digits[i] = np.uint8(level)
+        made[i] = _as(kind, (level - middle) * width + hoped[i])
+
+
+@_compiled
+def _restore(made, digits, hoped, size, count, width, kind):
+    """The same of levels that have come."""
+    middle = np.float32((count - 1) / 2)
+    for i in range(size):
+        made[i] = _as(kind, (np.float32(digits[i]) - middle) * width + hoped[i])
+
+
+@_compiled(inline="always")
+def _pack(digits, size, payload, start, count, per):
+    for place in range(size // per):
+        byte = digits[place * per + per - 1]
+        for digit in range(per - 2, -1, -1):
+            byte = np.uint8(byte * np.uint8(count) + digits[place * per + digit])
+        _poke(payload, start + place, _BYTE, byte)
+    if size % per:
+        byte = np.uint8(0)
+        for i in range(size - 1, size // per * per - 1, -1):
+            byte = np.uint8(byte * np.uint8(count) + digits[i])
+        _poke(payload, start + size // per, _BYTE, byte)
+
+
+@_compiled
+def _packed(digits, size, payload, start, count):
+    """Each grid for itself, so that what is constant for it becomes so."""
+    if count == 2:
+        _pack(digits, size, payload, start, 2, 8)
+    elif count == 3:
+        _pack(digits, size, payload, start, 3, 5)
+    elif count == 4:
+        _pack(digits, size, payload, start, 4, 4)
+    elif count == 6:
+        _pack(digits, size, payload, start, 6, 3)
+    elif count == 16:
+        _pack(digits, size, payload, start, 16, 2)
+    else:
+        _pack(digits, size, payload, start, 256, 1)
+
+
+@_compiled(inline="always")
+def _unpack(digits, size, payload, start, count, per):
+    for place in range(-(-size // per)):  # there is room for the digits of the last byte that stand for nothing
+        byte = _peek(payload, start + place, _BYTE)
+        for digit in range(per):
+            digits[place * per + digit] = byte % np.uint8(count)
+            byte = byte // np.uint8(count)
+
+
+@_compiled
+def _unpacked(digits, size, payload, start, count):
+    """The inverse of the above."""
+    if count == 2:
+        _unpack(digits, size, payload, start, 2, 8)
+    elif count == 3:
+        _unpack(digits, size, payload, start, 3, 5)
+    elif count == 4:
+        _unpack(digits, size, payload, start, 4, 4)
+    elif count == 6:
+        _unpack(digits, size, payload, start, 6, 3)
+    elif count == 16:
+        _unpack(digits, size, payload, start, 16, 2)
+    else:
+        for i in range(size):
+            digits[i] = _peek(payload, start + i, _BYTE)
+
+
+class Form(NamedTuple):
+    """Sizes of values (L, G, H, T, D) that are encoded, and where they are in memory and in a payload."""
+
+    groups: int
+    heads: int
+    tokens: int
+    dim: int
+    skipped: int
+    """The place that is the rank's own, or L where there is none."""
+    by_place: int
+    by_group: int
+    by_head: int
+    by_token: int
+    """Strides of the values, of which dims follow each other."""
+    together: int
+    """Tokens of a row."""
+    active: int
+    """Tokens that are sent of each group."""
+    levels: int
+    per_byte: int
+    width: float
+    """Of a level, where the scale is 1."""
+    by_payload: int
+    """Bytes between payloads."""
+    scales_at: int
+    told_at: int
+    """Where the share is told; 0 where it is not."""
+
+
+@_compiled
+def _head(form, each):
+    """Of a head, counted over links and groups: its link, its group and its number there, and where its values and its
+    payload begin."""
+    pair, head = each // form.heads, each % form.heads
+    link, group = pair // form.groups, pair % form.groups
+    place = link + (1 if link >= form.skipped else 0)
+    start = place * form.by_place + group * form.by_group + head * form.by_head
+    return link, group, head, start, place * form.by_payload
+
+
+@_compiled
+def encode(
+    first, last, form, kind, root, by_maximum, sample, values, held, before, shares, numbers, table, payload, now, sums
+):
+    """Values of some heads to levels and scales, and the reference to what the other end makes of them. Writes four
+    sums of each head: of squares that are lacking and wanted, and for the share of the last change that has come
+    again."""
+    dim, tokens, together = form.dim, form.tokens, form.together
+    size = together * dim
+    taken, width_of = -(-size // form.per_byte), np.float32(form.width)
+    value, hoped, change, away, made = _room(size), _room(size), _room(size), _room(size), _room(size)
+    digits = np.empty(size, np.uint8)
+    for each in range(first, last):
+        link, group, head, start, far = _head(form, each)
+        share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
+        if form.told_at and group == 0 and head == 0:
+            for i in range(TOLD):
+                _poke(payload, far + form.told_at + i, _BYTE, _peek(shares, link, _BYTE))
+        lacking, wanted, found, whole = 0.0, 0.0, 0.0, 0.0
+        for row in range(tokens // together):
+            slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
+            own = (each * tokens + row * together) * dim
+            for i in range(together):
+                at = start + (row * together + i) * form.by_token
+                for j in range(dim):
+                    value[i * dim + j] = _peek(values, at + j, kind)
+            _hope(hoped, change, held, before, own, size, share, kind)
+            for i in range(size):
+                away[i] = _as(kind, value[i] - hoped[i])
+            if slot >= 0:
+                code = _scale(away, size, by_maximum, root)
+                width = width_of * _peek(table, code, _FLOAT)
+                _quantise(digits, made, hoped, away, size, form.levels, width, kind)
+                line = (group * form.heads + head) * (form.active // together) + slot
+                _packed(digits, size, payload, far + line * taken, form.levels)
+                _poke(payload, far + form.scales_at + line, _BYTE, np.uint8(code))
+                for i in range(size):
+                    _poke(now, own + i, kind, made[i])
+                    away[i] = _as(kind, value[i] - made[i])
+            else:
+                for i in range(size):
+                    _poke(now, own + i, kind, hoped[i])
+            lacking += _square(away, size)
+            wanted += _square(value, size)
+            for i in range(together if before else 0):
+                token = row * together + i
+                if token % sample == 0:
+                    at, past = start + token * form.by_token, own + i * dim
+                    more = _came_again(values, at, held, past, change, i * dim, dim, kind)
+                    found, whole = found + more[0], whole + more[1]
+        _poke(sums, 4 * each, 0.0, lacking)
+        _poke(sums, 4 * each + 1, 0.0, wanted)
+        _poke(sums, 4 * each + 2, 0.0, found)
+        _poke(sums, 4 * each + 3, 0.0, whole)
+
+
+@_compiled
+def total(sums, links, heads, totals, again):
+    """What heads have found, to what is lacking and wanted in all, and to the shares that come again."""
+    lacking, wanted = 0.0, 0.0
+    for link in range(links):
+        found, whole = 0.0, 0.0
+        for head in range(link * heads, (link + 1) * heads):
+            lacking += _peek(sums, 4 * head, 0.0)
+            wanted += _peek(sums, 4 * head + 1, 0.0)
+            found += _peek(sums, 4 * head + 2, 0.0)
+            whole += _peek(sums, 4 * head + 3, 0.0)
+        if again:
+            share = np.rint(found / whole * SHARES)
+            share = min(max(share, 0.0), float(SHARES)) if share == share else 0.0
+            _poke(again, link, _BYTE, np.uint8(share))
+    _poke(totals, 0, _FLOAT, np.float32(lacking))
+    _poke(totals, 1, _FLOAT, np.float32(wanted))
+
+
+@_compiled
+def decode(first, last, form, kind, payload, held, before, shares, numbers, table, now, target):
+    """Levels and scales of some heads to values, in the reference and where attention reads them."""
+    dim, tokens, together = form.dim, form.tokens, form.together
+    size = together * dim
+    taken, width_of = -(-size // form.per_byte), np.float32(form.width)
+    hoped, change = _room(size), _room(size)
+    digits = np.empty(taken * form.per_byte, np.uint8)
+    for each in range(first, last):
+        link, group, head, start, far = _head(form, each)
+        told = _peek(payload, far + form.told_at, _BYTE) if form.told_at else _ZERO
+        share = np.float32(told if form.told_at else _peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
+        for row in range(tokens // together):
+            slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
+            own = (each * tokens + row * together) * dim
+            _hope(hoped, change, held, before, own, size, share, kind)
+            if slot >= 0:
+                line = (group * form.heads + head) * (form.active // together) + slot
+                width = width_of * _peek(table, int(_peek(payload, far + form.scales_at + line, _BYTE)), _FLOAT)
+                _unpacked(digits, size, payload, far + line * taken, form.levels)
+                _restore(hoped, digits, hoped, size, form.levels, width, kind)
+            for i in range(size):
+                _poke(now, own + i, kind, hoped[i])
+            for i in range(together):
+                at = start + (row * together + i) * form.by_token
+                for j in range(dim):
+                    _poke(target, at + j, kind, hoped[i * dim + j])
+
+
+@_compiled
+def score(first, last, form, kind, values, held, before, shares, found):
+    """Tokens of some groups, counted over links, over all heads."""
+    dim, tokens = form.dim, form.tokens
+    hoped, change, away = _room(dim), _room(dim), _room(dim)
+    for pair in range(first, last):
+        for head in range(form.heads):
+            each = pair * form.heads + head
+            link, _, _, start, _ = _head(form, each)
+            share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
+            for token in range(tokens):
+                at = start + token * form.by_token
+                _hope(hoped, change, held, before, (each * tokens + token) * dim, dim, share, kind)
+                for i in range(dim):
+                    away[i] = _as(kind, _peek(values, at + i, kind) - hoped[i])
+                total = _square(away, dim) + (_peek(found, pair * tokens + token, _FLOAT) if head else _ZERO)
+                _poke(found, pair * tokens + token, _FLOAT, total)
