@@ -26,10 +26,16 @@ HEADS, SEQUENCE = 1, 2
 _ANY = Label("any")
 
 
-def padded_heads(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """A tensor (B, H, S, D) with as many heads more, of zeros, as a multiple takes."""
-    missing = -tensor.shape[HEADS] % multiple
-    return functional.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
+def padded_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
+    """A tensor with as many heads more, of zeros, as a multiple takes.
+
+    Args:
+        tensor: (B, H, S, D), or of other dims in front of D.
+        multiple: of what.
+        dim: of heads.
+    """
+    missing = -tensor.shape[dim] % multiple
+    return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
 def reshard(

@@ -1,5 +1,6 @@
 """xDiT's long-context attention: the bits of stock, V first, and codecs that know the layer."""
 
+import os
 from typing import Any
 
 import pytest
@@ -97,3 +98,53 @@ def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str)
         assert {*reports[-1].errors} == {f"blocks.{index}" for index in range(3)}
         # 4 bits of 32, a scale for each row, and a flag and gaps in messages of a few kB.
         assert all(0.12 < report.sent_bytes / report.exact_bytes < 0.17 for report in reports[1:])
+
+
+def attend_unevenly(rank: int, joint: str) -> None:
+    """Eight heads on three ranks, against attention to all tokens at once; with codecs too."""
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.launching import world
+
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
+    group = world.start()
+    world.make_state(9, 0)
+    torch.manual_seed(0)
+    transformer, text = Transformer(linear=False, joint=joint), torch.randn(2, TEXT, WIDTH)
+    whole = torch.randn(2, 3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(9))
+
+    def at_once(hidden_states: torch.Tensor) -> torch.Tensor:
+        for block in transformer.blocks:
+            query, key, value = (heads(layer(hidden_states)) for layer in (block.to_q, block.to_k, block.to_v))
+            if joint != "none":
+                key, value = (
+                    torch.cat([tensor, heads(layer(text))], 1)
+                    for tensor, layer in ((key, block.add_k), (value, block.add_v))
+                )
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            attended = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+            hidden_states = hidden_states + block.to_out(attended)
+        return hidden_states
+
+    topology = Topology.flat(3)
+    flat = {"topology": topology, "plan": Plan.flat(topology), "slow_axes": ("flat",)}
+    for mode, tolerance in (("exact", 1e-5), ("balanced", 0.1)):
+        for v_first in (True, False):
+            config = CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat)
+            world.use(starting.engine_over(group, config))
+            active().runs.begin(STEPS)
+            for number in range(STEPS):
+                states = whole * (1 + 0.02 * number)
+                with torch.inference_mode():
+                    found = transformer(states.chunk(3, 1)[rank], text)
+                    expected = at_once(states).chunk(3, 1)[rank]
+                assert torch.allclose(found, expected, atol=tolerance), (mode, v_first, number)
+                active().runs.end_step()
+
+
+@pytest.mark.parametrize("joint", ["none", "rear"])
+def test_heads_that_do_not_divide(joint: str) -> None:
+    ranks.run(attend_unevenly, 3, joint)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.attention.reshard import reshard
+from xfuser_cocodiff.attention.reshard import padded_heads, reshard
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.sites import fits
@@ -18,6 +18,8 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 _MODULE = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
 _TO_HEADS = 2, 1
 """Dims of (B, S, H, D) that its first exchange scatters and gathers."""
+_HEADS = _TO_HEADS[0]
+_TEXTS = ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value")
 
 
 def patches() -> list[Patch]:
@@ -97,6 +99,14 @@ class _Exchange:
             engine = active()
             if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, engine):
                 return original(module, attn, query, key, value, **options)
+            under_way = value_under_way(value.transpose(1, 2), engine)
+            heads, degree = query.shape[_HEADS], engine.mesh.topology.size
+            query, key, value = (padded_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
+            options |= {
+                name: padded_heads(text, degree, _HEADS)
+                for name, text in options.items()
+                if name in _TEXTS and text is not None
+            }
             if (joint := options.get("joint_tensor_query")) is not None:
                 query = torch.cat([query, joint] if options["joint_strategy"] == "rear" else [joint, query], 1)
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -111,8 +121,8 @@ class _Exchange:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
-            under_way = value_under_way(value, engine)
             attended = followed_attention(query, key, value, lambda *_: attend, under_way, engine).transpose(1, 2)
+            attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 
         is_traced = not getattr(original, "_torchdynamo_disable", False)
@@ -132,5 +142,6 @@ def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.T
         and _is_ulysses(module.ulysses_pg)
         and (module.scatter_idx, module.gather_idx) == _TO_HEADS
         and not module.use_pack_qkv
-        and fits((query, key, value), 2, engine.mesh)
+        and query.shape[_HEADS] == key.shape[_HEADS]
+        and all(tensor.ndim == 4 and tensor.dtype == query.dtype for tensor in (query, key, value))
     )
