@@ -37,6 +37,8 @@ from xfuser_cocodiff.xdit.engine import start
 from xfuser_cocodiff.xdit.engine.engine import Engine
 from xfuser_cocodiff.xdit.launching import world
 
+Step = Callable[..., torch.Tensor]
+"""Given its place in a run, from 0 to 1, what the transformer makes of the latents there."""
 SHAPES = {
     "high-resolution": {"tokens": 4096, "heads": 32, "head": 16, "depth": 3},
     "low-resolution": {"tokens": 1024, "heads": 16, "head": 32, "depth": 6},
@@ -86,6 +88,15 @@ class Shape:
             )
         return shape
 
+    def message_bytes(self, ranks: int) -> list[int]:
+        """Of each exchange of a step, what a rank holds before it: Q, K and V of a layer in one, and O."""
+        tokens = (self.tokens + _text_tokens(ranks)) // ranks
+        return [tensors * tokens * self.width * torch.float32.itemsize for tensors in (3, 1)] * self.depth
+
+
+def _text_tokens(ranks: int) -> int:
+    return math.ceil(_TEXT_TOKENS / ranks) * ranks
+
 
 @dataclass
 class Contender:
@@ -109,14 +120,25 @@ class Contender:
         """What codecs know of the run that its steps make."""
         return self.engine.runtime
 
+    def begin(self) -> None:
+        """Stand at the first step of a new run."""
+        self.engine.runs.begin(_RUN_STEPS)
+        self.runtime.step, self.done = 0, 1
+
     def go_on(self) -> None:
         """Stand at another step of a run: first at those that refresh, then all over the others."""
         if self.done == 0:
-            self.engine.runs.begin(_RUN_STEPS)
+            self.begin()
+            return
         encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
         past = self.done - encoded[0]
         self.runtime.step = self.done if past < 0 else encoded[round(past * _GOLDEN * len(encoded)) % len(encoded)]
         self.done += 1
+
+    @property
+    def position(self) -> float:
+        """Where in a run it stands, from 0 to 1; somewhere in the middle where nothing depends on it."""
+        return self.runtime.step / _RUN_STEPS if self.runtime else 0.5
 
     @property
     def refresh_share(self) -> float:
@@ -192,6 +214,7 @@ def measure(
         for mode, config in settings.items():
             contenders[mode] = _contender(config, profile)
         known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled, "ring": split.ring}
+        known["exact_bytes"] = shape.message_bytes(topology.size)
         along = _along(profile, split) if split.ring == 1 else None
         rows += _compare(contenders, along, step, repeats, alone, known, told)
     told.end()
@@ -255,9 +278,10 @@ def _along(profile: Profile, split: Split) -> Profile | None:
     return profile.along(split.ulysses_topology(profile.topology)) if split.ulysses > 1 else None
 
 
-def _step(shape: Shape, compiled: bool = False) -> Callable[[], torch.Tensor]:
-    """One denoising step: what a call of the transformer does, on inputs that are the same on every rank."""
-    text = math.ceil(_TEXT_TOKENS / dist.get_world_size()) * dist.get_world_size()
+def _step(shape: Shape, compiled: bool = False) -> Step:
+    """One denoising step: what a call of the transformer does, on inputs that are the same on every rank. From step to
+    step they change as a run's latents and times do: from noise to something else on a straight line."""
+    text = _text_tokens(dist.get_world_size())
     world.make_state(shape.heads, text)
     world.watch_stock()
     model = world.flux_transformer(shape.width, shape.heads, shape.depth, _TEXT_WIDTH)
@@ -266,44 +290,43 @@ def _step(shape: Shape, compiled: bool = False) -> Callable[[], torch.Tensor]:
     side = math.ceil(math.sqrt(shape.tokens))
     places = torch.stack([torch.zeros(side * side), *torch.cartesian_prod(*[torch.arange(side)] * 2).T], -1)
     generator = torch.Generator().manual_seed(1)
+    noise, picture = (torch.randn(1, shape.tokens, 64, generator=generator) for _ in range(2))
     inputs = {
-        "hidden_states": torch.randn(1, shape.tokens, 64, generator=generator),
         "encoder_hidden_states": torch.randn(1, text, _TEXT_WIDTH, generator=generator),
         "pooled_projections": torch.randn(1, _TEXT_WIDTH, generator=generator),
-        "timestep": torch.tensor([0.5]),
         "img_ids": places[: shape.tokens].float(),
         "txt_ids": torch.zeros(text, 3),
     }
 
     @torch.inference_mode()
-    def step() -> torch.Tensor:
-        return model(**inputs, return_dict=False)[0]
+    def step(position: float = 0.5) -> torch.Tensor:
+        latents = torch.lerp(noise, picture, position)
+        return model(hidden_states=latents, timestep=torch.tensor([1 - position]), **inputs, return_dict=False)[0]
 
     return step
 
 
-def _run(step: Callable[[], torch.Tensor], side: Contender) -> torch.Tensor:
+def _run(step: Step, side: Contender, anew: bool = False) -> torch.Tensor:
+    """A step of a side; if `anew`, the first one of a run."""
     world.use(side.engine)
     side.messages.clear()
     side.engine.traffic.reset()
     if side.runtime:
-        side.go_on()
-    result = step()
+        side.begin() if anew else side.go_on()
+    result = step(side.position)
     side.engine.runs.end_step()
     side.a2a_seconds.append(sum(side.engine.traffic.seconds.values()))
     side.hidden_seconds.append(side.engine.traffic.hidden_seconds)
     return result
 
 
-def _alone(step: Callable[[], torch.Tensor], stock: Contender) -> float:
+def _alone(step: Step, stock: Contender) -> float:
     """Seconds of a step without communication, on all ranks at once."""
     with world.nothing_sent():
         return median(contest({"alone": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["alone"])
 
 
-def _find_scale(
-    share: float, step: Callable[[], torch.Tensor], stock: Contender, alone: float, told: Teller
-) -> links.Cluster:
+def _find_scale(share: float, step: Step, stock: Contender, alone: float, told: Teller) -> links.Cluster:
     """Shape the links so that stock's all-to-alls take a share of its step, as near as the machine allows."""
     cluster = links.shape(links.from_environment().scale, _PACKET_SECONDS)
     dist.barrier()
@@ -323,7 +346,7 @@ def _find_scale(
     return cluster
 
 
-def _settled(step: Callable[[], torch.Tensor], side: Contender, expected: torch.Tensor, told: Teller) -> bool:
+def _settled(step: Step, side: Contender, expected: torch.Tensor, told: Teller) -> bool:
     """Run steps until nothing is tried any more; whether all of them had the bits that are expected."""
     equal = True
     for _ in range(_MOST_STEPS):
@@ -350,7 +373,7 @@ def _seconds_of_exchanges(
 def _compare(
     contenders: dict[str, Contender],
     profile: Profile | None,
-    step: Callable[[], torch.Tensor],
+    step: Step,
     repeats: int,
     alone: float,
     known: dict[str, float],
@@ -364,14 +387,18 @@ def _compare(
     told.expect(_turns_of_sides(0, repeats) * len(contenders))
     told.say(f"share {known['share_asked']:g}: measuring {', '.join(contenders)}")
     runs = {mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}
+    # Steps that owe nothing to others are timed as the first one of a run, which drops all references.
+    first = {mode: lambda side=side: _run(step, side, anew=True) for mode, side in contenders.items() if side.runtime}
     times = contest(runs, repeats, device, told.advance)
+    times_of_first = {mode: times[mode] for mode in runs} | (
+        contest(first, repeats, device, told.advance) if first else {}
+    )
     a2a, hidden = _seconds_of_exchanges(contenders, runs, device, told)
     told.expect(0)
     rows = []
     for mode, encoded in times.items():
-        # Steps of a run that are exact count as stock's, which is no better than they are.
         share = contenders[mode].refresh_share
-        seconds = [share * stock + (1 - share) * own for stock, own in zip(times["stock"], encoded, strict=True)]
+        seconds = [share * anew + (1 - share) * own for anew, own in zip(times_of_first[mode], encoded, strict=True)]
         messages = contenders[mode].messages
         plans = {size: contenders[mode].plan(size) for size in messages}
         rows.append(
@@ -391,6 +418,7 @@ def _compare(
                     kind.name: str(kind.trial.schedule) for kind in contenders[mode].engine.layers.kinds if kind.trial
                 },
                 "predicted_step_seconds": _predicted(profile, plans, messages, alone),
+                "bound_seconds": _bound(known["exact_bytes"], profile, contenders[mode], alone),
             }
         )
     return rows
@@ -403,6 +431,15 @@ def _predicted(
     if profile is None or not plans:
         return None
     return alone + sum(planner.seconds(profile, plans[size], size) * count for size, count in messages.items())
+
+
+def _bound(exact_bytes: Sequence[int], profile: Profile | None, side: Contender, alone: float) -> float | None:
+    """Seconds that no step of a side can do without: what is exact may hide behind computation, what is coded comes of
+    it. None where a ring is sent along too."""
+    if profile is None:
+        return None
+    moving = sum(planner.bound_seconds(profile, size) for size in exact_bytes)
+    return alone + side.bytes_slow_fraction * moving if side.runtime else max(alone, moving)
 
 
 def show(record: dict[str, Any]) -> None:
@@ -418,6 +455,7 @@ def show(record: dict[str, Any]) -> None:
         "least",
         "most",
         "speedup",
+        "bound",
         "a2a ms",
         "hidden",
         "bytes",
@@ -426,14 +464,17 @@ def show(record: dict[str, Any]) -> None:
         "plans",
     ):
         table.add_column(column, justify="left" if column in ("mode", "bits", "schedules", "plans") else "right")
+    stock: list[float] = []
     for row in record["rows"]:
         seconds = row["step_seconds"]
+        stock = seconds if row["mode"] == "stock" else stock
         figures = [median(seconds), min(seconds), max(seconds)]
         table.add_row(
             f"{row['share']:.2f}",
             row["mode"],
             *(f"{1000 * figure:.0f}" for figure in figures),
             f"{row['speedup']:.2f}",
+            f"{median(stock) / row['bound_seconds']:.2f}" if row["bound_seconds"] else "-",
             "-" if row["a2a_seconds"] is None else f"{1000 * row['a2a_seconds']:.0f}",
             "-" if row["hidden_share"] is None else f"{row['hidden_share']:.2f}",
             f"{row['bytes_slow_fraction']:.3f}",

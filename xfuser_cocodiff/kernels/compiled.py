@@ -52,7 +52,7 @@ def encode(
         return reference.encode(values, known, bits, active, payload, here, tells)
     values, grid = _rows_of(values), quantise.GRIDS[bits]
     links, groups, heads, tokens, dim = known.held.shape
-    form = _form(values, here, bits, active, payload, tells)
+    form = _form(values, here, bits, active, payload, tells and known.shares is not None)
     now, sums = torch.empty_like(known.held), torch.empty(4 * links * groups * heads, dtype=torch.float64)
     totals = torch.empty(2)
     again = None if known.before is None else torch.empty(links, dtype=torch.uint8)
