@@ -90,3 +90,19 @@ def test_trials_may_take_a_share_of_the_run() -> None:
     allowance.begin_run(None)  # of unknown length: a share of what has passed
     allowance.learn(1.0, 10, 0.0)
     assert allowance.left == pytest.approx(0.3) and allowance.whole is None
+
+
+@pytest.mark.parametrize(("beside", "expected"), [(1.0, True), (1.99, False)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_best_of_them_is_tried_with_an_mlp_beside(count: int, beside: float, expected: bool) -> None:
+    trial, times, tried = Trial(SCHEDULES[:count], has_mlp=True), [3.0, 2.0, 2.5], set()
+    best = [3.0, None, 2.0][count - 1]
+    for _ in range(60):
+        for _ in range(4):
+            tried.add(trial.schedule)
+            trial.took(best - 2.0 + beside if trial.schedule.beside else times[SCHEDULES.index(trial.schedule)])
+        trial.decide(trial.report(), goes_on=True)
+        trial.end_step()
+    fastest = SCHEDULES[0] if count == 1 else SCHEDULES[1]
+    assert {schedule for schedule in tried if schedule.beside} == {fastest._replace(beside=True)}
+    assert trial.chosen == (fastest._replace(beside=True) if expected else fastest)

@@ -28,6 +28,8 @@ class Schedule(NamedTuple):
     """Whether V's exchange starts before Q and K are there."""
     groups: int = 1
     """Into how many groups the heads of a rank are cut, each attending while others travel."""
+    beside: bool = False
+    """Whether an MLP that lies beside attention, and is needed later only, is computed while Q, K and V travel."""
 
     @property
     def head_groups(self) -> list[HeadGroup]:
@@ -35,7 +37,8 @@ class Schedule(NamedTuple):
         return [HeadGroup(index, self.groups) for index in range(self.groups)]
 
     def __str__(self) -> str:
-        return f"{'V first' if self.v_first else 'together'}, {self.groups} head group{'s' * (self.groups > 1)}"
+        first, beside = "V first" if self.v_first else "together", ", MLP beside" if self.beside else ""
+        return f"{first}, {self.groups} head group{'s' * (self.groups > 1)}{beside}"
 
 
 class Trial:
@@ -43,10 +46,11 @@ class Trial:
 
     Args:
         schedules: to choose from, the one without overlap first, then by their numbers of groups.
+        has_mlp: whether there is an MLP that may be computed beside; then the best of them is tried with it, too.
     """
 
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
-        self._schedules = list(schedules)
+    def __init__(self, schedules: Sequence[Schedule], has_mlp: bool = False) -> None:
+        self._schedules, self._has_mlp = list(schedules), has_mlp
         self._samples = [deque[float](maxlen=4 * SAMPLES) for _ in schedules]
         self._seen = [0 for _ in schedules]
         self._tried = self._best = 0
@@ -56,7 +60,7 @@ class Trial:
         """Layers of this step that may run by the one that is tried; that have run, and that have done so by it."""
         self.cost_seconds = 0.0
         """What trying has cost this rank, since somebody last asked: time beyond that of the best."""
-        self.chosen: Schedule | None = self._schedules[0] if len(self._schedules) == 1 else None
+        self.chosen: Schedule | None = None if len(self._schedules) > 1 or has_mlp else self._schedules[0]
 
     @property
     def schedule(self) -> Schedule:
@@ -104,15 +108,26 @@ class Trial:
         self._goes_on = goes_on
         if not self.is_ripe:
             return
-        if self._tried == self._best:  # the first one: there is nothing yet to hold against it
-            self._tried += 1
-            return
-        better = seconds[self._tried] < (1 - MUST_SAVE) * seconds[self._best]
-        self._best = self._tried if better else self._best
+        tried, better = self._tried, True
+        if tried != self._best:  # else it is the first one: there is nothing yet to hold against it
+            better = seconds[tried] < (1 - MUST_SAVE) * seconds[self._best]
+            self._best = tried if better else self._best
         self._tried += 1
         # More groups than those that do not help help less.
-        if self._tried == len(self._schedules) or not (better or self._schedules[self._tried - 1].groups == 1):
-            self.chosen = self._schedules[self._best]
+        if self._tried == len(self._schedules) or not (better or self._schedules[tried].groups == 1):
+            self._go_beside()
+
+    def _go_beside(self) -> None:
+        """All but the last question is answered."""
+        best = self._schedules[self._best]
+        if not self._has_mlp:
+            self.chosen = best
+            return
+        self._has_mlp = False
+        self._tried = len(self._schedules)
+        self._schedules.append(best._replace(beside=True))
+        self._samples.append(deque(maxlen=4 * SAMPLES))
+        self._seen.append(0)
 
 
 class Allowance:

@@ -33,6 +33,7 @@ def ulysses_attention(
     layer: str = "",
     early: Handle[list[torch.Tensor]] | None = None,
     layer_codecs: LayerCodecs | None = None,
+    beside: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
@@ -46,11 +47,12 @@ def ulysses_attention(
         layer: its name in traces.
         early: the exchange of V, or of its first head group, already under way.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        beside: computes something else while Q, K and V travel.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    if groups == 1 and layer_codecs is None:
+    if groups == 1 and layer_codecs is None and beside is None:
         return _at_once(query, key, value, attend, mesh, layer, early)
     head_groups = [HeadGroup(index, groups) for index in range(groups)]
     coming: list[Handle[list[torch.Tensor]]] = []
@@ -61,6 +63,8 @@ def ulysses_attention(
             with_value = early is None or head_group.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
             coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs))
+        if beside:
+            beside()
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for head_group, handle in zip(head_groups, coming, strict=True):
             received = handle.wait()

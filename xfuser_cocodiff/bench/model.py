@@ -214,9 +214,8 @@ def measure(
         for mode, config in settings.items():
             contenders[mode] = _contender(config, profile)
         known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled, "ring": split.ring}
-        known["exact_bytes"] = shape.message_bytes(topology.size)
         along = _along(profile, split) if split.ring == 1 else None
-        rows += _compare(contenders, along, step, repeats, alone, known, told)
+        rows += _compare(contenders, along, step, repeats, alone, known, shape.message_bytes(topology.size), told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
@@ -377,6 +376,7 @@ def _compare(
     repeats: int,
     alone: float,
     known: dict[str, float],
+    exact_bytes: Sequence[int],
     told: Teller,
 ) -> list[dict[str, Any]]:
     device = torch.device("cpu")
@@ -388,11 +388,10 @@ def _compare(
     told.say(f"share {known['share_asked']:g}: measuring {', '.join(contenders)}")
     runs = {mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}
     # Steps that owe nothing to others are timed as the first one of a run, which drops all references.
-    first = {mode: lambda side=side: _run(step, side, anew=True) for mode, side in contenders.items() if side.runtime}
+    coded = {mode: side for mode, side in contenders.items() if side.runtime}
+    first = {mode: lambda side=side: _run(step, side, anew=True) for mode, side in coded.items()}
     times = contest(runs, repeats, device, told.advance)
-    times_of_first = {mode: times[mode] for mode in runs} | (
-        contest(first, repeats, device, told.advance) if first else {}
-    )
+    times_of_first = {**times, **(contest(first, repeats, device, told.advance) if first else {})}
     a2a, hidden = _seconds_of_exchanges(contenders, runs, device, told)
     told.expect(0)
     rows = []
@@ -418,7 +417,7 @@ def _compare(
                     kind.name: str(kind.trial.schedule) for kind in contenders[mode].engine.layers.kinds if kind.trial
                 },
                 "predicted_step_seconds": _predicted(profile, plans, messages, alone),
-                "bound_seconds": _bound(known["exact_bytes"], profile, contenders[mode], alone),
+                "bound_seconds": _bound(exact_bytes, profile, contenders[mode], alone),
             }
         )
     return rows

@@ -75,7 +75,8 @@ class Findings:
                 for name, found in values["plans"].items()
             }
             schedules = {
-                kind: Schedule(bool(v_first), int(groups)) for kind, (v_first, groups) in values["schedules"].items()
+                kind: Schedule(bool(v_first), int(groups), bool(beside))
+                for kind, (v_first, groups, beside) in values["schedules"].items()
             }
             samples = {
                 name: tuple(found) if isinstance(found, list) else found for name, found in values["samples"].items()

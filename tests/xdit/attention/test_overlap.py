@@ -126,7 +126,8 @@ def test_where_nothing_is_tried_the_planner_says_what_travels_together(ahead: bo
     together = ["qkv", "o"] * 3
     for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
         assert labels == (["v", "qk", "o"] * 3 if ahead else together)
-        assert schedules == ["V first, 1 head group" if ahead else "together, 1 head group"]
+        usual = "V first, 1 head group" if ahead else "together, 1 head group"
+        assert schedules == [usual, f"{usual}, MLP beside"]  # of double and of single blocks
         assert asked and {3 * value == whole for value, whole in asked} == {True}
 
 
@@ -166,7 +167,10 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
         return noted
 
     accelerator = mock.patch.object(settling, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
-    sites = [(engines, "send_to_heads"), (ulysses, "reshard")]
+    sites = [
+        (engines, "send_to_heads"),
+        *((ulysses, name) for name in ("reshard", "send_to_heads", "send_to_sequence")),
+    ]
     with accelerator, contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
@@ -175,6 +179,68 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
             labels.clear()
             assert torch.equal(step(), expected)
     return labels, asked, sorted({str(kind.trial.schedule) for kind in engines.active().layers.kinds})
+
+
+def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
+    """What happens in the single blocks of a step that run by a schedule; their bits are stock's."""
+    from xfuser_cocodiff.attention import ulysses
+    from xfuser_cocodiff.attention.schedule import Schedule, Trial
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, transformer, step = start(rank, depth=3)
+    events: list[str] = []
+    expected = step()
+    config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else None)
+    engine = starting.engine_over(group, config, at_once=False)
+    world.use(engine)
+    engine.runs.begin(20)
+    for _ in range(4):
+        step()
+        engine.runs.end_step()
+    for kind in engine.layers.kinds:
+        assert kind.trial.schedule.beside is False
+        kind.trial = Trial([Schedule(*schedule)])
+    kinds = [kind.has_parallel_mlp for kind in engine.layers.kinds]
+    assert sorted(kinds) == [False, True]  # double blocks have none beside attention
+
+    def noting(original: Callable, event: Callable[..., str]) -> Callable:
+        return lambda *args, **kwargs: events.append(event(*args)) or original(*args, **kwargs)
+
+    gelu = noting(torch.nn.functional.gelu, lambda *_: "mlp")
+    for number in range(2):
+        events.clear()
+        with (
+            mock.patch.object(torch.nn.functional, "gelu", gelu),
+            mock.patch.object(ulysses, "send_to_heads", noting(ulysses.send_to_heads, lambda *a: f"sends {a[2].what}")),
+            mock.patch.object(ulysses, "send_to_sequence", noting(ulysses.send_to_sequence, lambda *_: "sends o")),
+        ):
+            found = step()
+        engine.runs.end_step()
+        assert torch.equal(found, expected) if mode == "exact" else torch.allclose(found, expected, atol=0.5), number
+    engine.close()
+    mlp = transformer.single_transformer_blocks[0].proj_mlp
+    assert "forward" not in vars(mlp) and torch.is_tensor(mlp(torch.zeros(1, 1, 128)))
+    return events[-2 * (2 + schedule[1]) :]
+
+
+@pytest.mark.parametrize(
+    ("mode", "schedule", "block"),
+    [
+        ("exact", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
+        ("exact", (True, 1, True), ["sends qk", "mlp", "sends o"]),
+        ("exact", (True, 2, True), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
+        ("exact", (True, 2, False), ["mlp", "sends qk", "sends qkv", "sends o", "sends o"]),
+        ("balanced", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
+    ],
+)
+def test_an_mlp_beside_attention_is_computed_while_q_and_k_travel(
+    mode: str, schedule: tuple[bool, int, bool], block: list[str]
+) -> None:
+    for events in ranks.run(compute_beside, 2, mode, schedule):
+        assert events[-len(block) :] == block and events.count("mlp") >= 1
 
 
 @pytest.mark.parametrize("groups", [2, 4])

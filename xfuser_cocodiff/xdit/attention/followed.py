@@ -64,7 +64,8 @@ def followed_attention(
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
-        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs)
+        beside = layer.call.catch_up if layer and layer.call.later else None
+        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs, beside)
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
     comparing = Comparing(attend, counts_in_question(engine, kind, heads) if cuts_heads else [])
     result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)

@@ -75,7 +75,7 @@ def settle(kind: Kind, engine: Engine, comparing: Comparing, ahead: Callable[[],
     if known and known.groups in (1, *equal):
         kind.trial = Trial([known])
     else:
-        kind.trial = _trial(engine, kind.ready, equal, ahead)
+        kind.trial = _trial(engine, kind, equal, ahead)
     if counts:
         engine.trials.spend(comparing.seconds + time.perf_counter() - began)
 
@@ -93,18 +93,19 @@ def settle_in_graph(kind: Kind, engine: Engine, groups: int, ahead: Callable[[],
     kind.trial = Trial(schedules)
 
 
-def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[], bool]) -> Trial:
+def _trial(engine: Engine, kind: Kind, counts: list[int], ahead: Callable[[], bool]) -> Trial:
     """The schedules that a kind of layer may run by.
 
     Args:
         engine: whose ranks try them.
-        v_first: whether V can go first.
+        kind: of layer, whose V may be able to go first.
         counts: numbers of head groups, beside 1, that change no bit.
         ahead: asked where it is not tried whether V is to go first; else Q, K and V are one message. All ranks get the
             same answer.
     """
     wanted = engine.overlap
-    v_first = v_first and wanted.v_first is not False
+    v_first = kind.ready and wanted.v_first is not False
+    has_mlp = kind.has_parallel_mlp and None in (wanted.v_first, wanted.head_groups)
     if engine.runtime:
         if wanted.head_groups not in (None, 1):
             note("heads stay in one group: in modes that approximate, references belong to whole tensors")
@@ -120,6 +121,7 @@ def _trial(engine: Engine, v_first: bool, counts: list[int], ahead: Callable[[],
     if wanted.v_first is None and v_first:
         schedules.insert(0, Schedule(False, counts[0]))
     is_timed = not devices.of(compute_device().type).queues  # else the host does not see how long a layer takes
-    if len(schedules) > 1 and not is_timed:
-        schedules = [Schedule(v_first and (wanted.v_first is True or ahead()), counts[0])]
-    return Trial(schedules)
+    if not is_timed and (len(schedules) > 1 or has_mlp):
+        goes_ahead = v_first and (wanted.v_first is True or ahead())
+        return Trial([Schedule(goes_ahead, counts[0], has_mlp and not engine.planned.synchronous)])
+    return Trial(schedules, has_mlp)

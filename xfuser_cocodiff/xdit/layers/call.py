@@ -11,6 +11,7 @@ from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.kind import Argument, Kind
+from xfuser_cocodiff.xdit.layers.later import Later
 from xfuser_cocodiff.xdit.layers.v_source import Called
 
 
@@ -34,6 +35,15 @@ class Call:
     """V's exchange."""
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
+
+    later: list[Later] = field(default_factory=list)
+    """What the block needs once it has attended, as far as it was asked for and not made."""
+
+    def catch_up(self) -> None:
+        """Make what was put off."""
+        for one in self.later:
+            one.made()
+        self.later.clear()
 
     def value_ahead(self) -> torch.Tensor:
         """V, of projections that were made ahead of time."""

@@ -46,6 +46,8 @@ class Kind:
     """What this rank had of its last call, if codecs may approximate that."""
     unequal: tuple[int, ...] = ()
     """Numbers of head groups in which attention would have other bits."""
+    has_parallel_mlp: bool = False
+    """Whether the block has an MLP that can be computed while Q, K and V travel."""
     trial: Trial | None = None
     """Finds the fastest schedule, once it is known which there are."""
 

@@ -6,6 +6,7 @@ with the V that came about as ever. From the third on, V is projected ahead and 
 handed back when the processor asks for it. A layer that is not understood runs as ever.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.call import Call, Watch
 from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds, Trigger
+from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, made
 from xfuser_cocodiff.xdit.layers.learning import learn, rehearse
 from xfuser_cocodiff.xdit.layers.place import Place
 from xfuser_cocodiff.xdit.layers.root import Root
@@ -55,8 +57,10 @@ class Layer(Place):
         """Whether the call under way began with the module: what holds it is not called as a module, as a list."""
         self._hooks: list[Any] = []
         self._watch = Watch()
-        self._replaced: dict[str, Callable | None] = {}
-        """What stood in the place of the projections' forward."""
+        self._replaced: dict[nn.Module, Callable | None] = {}
+        """What stood in the place of the forward of submodules."""
+        self.has_parallel_mlp = has_parallel_mlp(block)
+        """Whether there is something to compute while Q, K and V travel."""
         self._triggers: set[Trigger] = set()
 
     def follow(self) -> None:
@@ -67,14 +71,16 @@ class Layer(Place):
             self._module.register_forward_hook(self._ends, always_call=True),
             self._block.register_forward_hook(self._block_ends, always_call=True),
         ]
+        if self.has_parallel_mlp:
+            for name in PARALLEL_MLP:
+                self._replace(self._block.get_submodule(name), self._putting_off)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self._watch.stop()
         for hook in self._hooks:
             hook.remove()
-        for path, forward in self._replaced.items():
-            submodule = self._module.get_submodule(path)
+        for submodule, forward in self._replaced.items():
             del submodule.forward
             if forward:
                 submodule.forward = forward
@@ -106,6 +112,7 @@ class Layer(Place):
             call.abandon()
             call.schedule = call.kind.trial.schedule if call.kind.trial else Schedule()
             self._kind = call.kind
+            call.kind.has_parallel_mlp = self.has_parallel_mlp
         if call.kind.refusal is None:
             if call.kind.recipe is None:
                 self._watch.submodules(self._module, call)
@@ -146,15 +153,19 @@ class Layer(Place):
 
     def _listen(self, kind: Kind) -> None:
         """Have V's projections ask for what was made ahead, and the part that comes first say so."""
-        for path in kind.recipe.paths - self._replaced.keys():
-            submodule = self._module.get_submodule(path)
-            self._replaced[path] = vars(submodule).get("forward")
-            submodule.forward = self._asking(path, submodule.forward)
+        for path in kind.recipe.paths:
+            self._replace(self._module.get_submodule(path), functools.partial(self._asking, path))
         if kind.trigger and kind.trigger not in self._triggers:
             inside, path = kind.trigger
             submodule = (self._module if inside else self._block).get_submodule(path)
             self._hooks.append(submodule.register_forward_pre_hook(self._triggered))
             self._triggers.add(kind.trigger)
+
+    def _replace(self, submodule: nn.Module, by: Callable[[Callable], Callable]) -> None:
+        """Put something in the place of a submodule's forward, once."""
+        if submodule not in self._replaced:
+            self._replaced[submodule] = vars(submodule).get("forward")
+            submodule.forward = by(submodule.forward)
 
     def _asking(self, path: str, forward: Callable) -> Callable:
         """A projection's forward that returns what was made ahead, if that is what it is asked for."""
@@ -168,6 +179,18 @@ class Layer(Place):
             return ahead.returned if self.call.kind.rehearsed else forward(given)
 
         return ask
+
+    def _putting_off(self, forward: Callable) -> Callable:
+        """The forward of a part of an MLP that is computed when it has to be, where the schedule has it so."""
+
+        def put_off(given: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.call is None or not self.call.schedule.beside or not self._shared.active():
+                return forward(made(given), *args, **kwargs)
+            later = Later(lambda: forward(made(given), *args, **kwargs))
+            self.call.later.append(later)
+            return later
+
+        return put_off
 
     def _triggered(self, _: nn.Module, args: tuple) -> None:
         call, kind = self.call, self._kind

@@ -1,0 +1,56 @@
+"""What a block needs only once it has attended: parallel MLPs, which can be computed while exchanges are under way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+PARALLEL_MLP = ("proj_mlp", "act_mlp")
+"""Submodules of a block, one given what the other returns, as diffusers names them wherever an MLP lies beside
+attention (FLUX.1, HunyuanVideo, Chroma and more)."""
+
+
+class Later:
+    """A tensor that is made when somebody needs it: any function of PyTorch that is given it does.
+
+    Args:
+        make: makes it; called once.
+    """
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make: Callable[[], torch.Tensor] | None = make
+        self._made: torch.Tensor
+
+    def made(self) -> torch.Tensor:
+        """The tensor."""
+        if self._make:
+            make, self._make = self._make, None
+            self._made = make()
+        return self._made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*tree_map(made, args), **tree_map(made, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.made(), name)
+
+
+def made(value: Any) -> Any:
+    """A value, or the tensor that it stands for."""
+    return value.made() if isinstance(value, Later) else value
+
+
+def has_parallel_mlp(block: nn.Module) -> bool:
+    """Whether a block has one, with nobody listening who would have to see its values at once."""
+    submodules = [getattr(block, name, None) for name in PARALLEL_MLP]
+    return all(
+        isinstance(submodule, nn.Module) and not (submodule._forward_hooks or hasattr(submodule, "_hf_hook"))
+        for submodule in submodules
+    )
