@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import os
 from unittest import mock
 
@@ -14,6 +15,8 @@ for name in (
     *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
+if importlib.util.find_spec("numba"):
+    importlib.import_module("xfuser_cocodiff.kernels.compiled").prepare()
 with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port
     importlib.import_module("xfuser.runner")
 

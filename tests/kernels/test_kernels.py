@@ -274,8 +274,8 @@ def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool,
     assert found == ["numba", expected, expected]
     monkeypatch.setattr(kernels, "_has", lambda package: False)
     assert {kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")} == {"torch"}
-    for choice, device, words in (("numba", "cpu", "not installed"), ("numba", "cuda", "not installed")):
-        with pytest.raises(ValueError, match=f"'{choice}' is not valid here, since it is {words}"):
+    for choice, device in (("numba", "cpu"), ("triton", "cuda")):
+        with pytest.raises(ValueError, match=f"'{choice}' is not valid here, since it is not installed"):
             kernels.resolved(choice, device)
     monkeypatch.undo()
     with pytest.raises(
@@ -517,3 +517,31 @@ class Once:
     def blocked_autorange(self, min_run_time: float) -> object:
         self.call()
         return type("Measurement", (), {"median": 1e-3})
+
+
+def test_numba_s_kernels_in_threads_do_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    if HAS_GPU:
+        pytest.skip("values of these tests are on the GPU, and Numba's kernels are for CPUs")
+    from xfuser_cocodiff.kernels import compiled
+
+    case, found = Case(torch.float32, 1, tokens=12), []
+    monkeypatch.setattr(compiled, "_PAYS", 16)
+    for threads in (1, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        known, active = case.known(0.5), case.active(5)
+        payload, encoded = case.encoded(compiled, known, 2, active)
+        held = compiled.decode(payload, known, 2, active, case.target, case.here)
+        scores = compiled.scores(case.values, known, case.here)
+        found.append([payload, *encoded, held, case.target.clone(), scores])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_without_a_folder_for_it_numba_compiles_anew() -> None:
+    """As in a container whose files nobody may write."""
+    code = (
+        "import numba.core.caching as c; c.CacheImpl._locator_classes = [];"
+        "from xfuser_cocodiff.kernels import compiled, loops; compiled.prepare();"
+        "assert not loops.encode.stats.cache_path"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -56,9 +56,9 @@ def resolved(choice: str, device_type: str) -> str:
 
 def _lacks_numba(device_type: str) -> str | None:
     """What keeps Numba's kernels from running on a device; None where they run."""
-    if not _has("numba"):
-        return "it is not installed"
-    return None if device_type == "cpu" else f"its kernels are for CPUs, and not for {device_type!r}"
+    if device_type != "cpu":
+        return f"its kernels are for CPUs, and not for {device_type!r}"
+    return None if _has("numba") else "it is not installed"
 
 
 def _lacks_triton(device_type: str) -> str | None:
@@ -74,7 +74,13 @@ def _lacks_triton(device_type: str) -> str | None:
 
 @functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
 def _has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    if package != "numba":
+        return importlib.util.find_spec(package) is not None
+    try:  # it refuses to be imported beside a NumPy that it does not know
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
 
 
 @functools.cache
@@ -82,6 +88,14 @@ def _can_build() -> bool:
     """Whether there is what Triton builds its launchers with at their first use."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+def prepare(choice: str, device_type: str) -> None:
+    """Have what takes a while for the first values done before there are any."""
+    if resolved(choice, device_type) == NUMBA:
+        from xfuser_cocodiff.kernels import compiled
+
+        compiled.prepare()
 
 
 def used(device: torch.device) -> str:

@@ -24,6 +24,17 @@ _PAYS = 2**17
 """Values from which on another thread is worth its start."""
 
 
+@functools.cache
+def prepare() -> None:
+    """Have all of them compiled, or loaded, which takes a while in the first call."""
+    for dtype in _KINDS:
+        values = torch.zeros(1, 1, 1, 1, 64, dtype=dtype)
+        known, payload = Known(values, values, torch.zeros(1, dtype=torch.uint8)), torch.zeros(1, 64, dtype=torch.uint8)
+        scores(values, known, None)
+        encode(values, known, 2, None, payload, None)
+        decode(payload, known, 2, None, torch.empty_like(values), None)
+
+
 def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor:
     """See the package."""
     if values.dtype not in _KINDS:

@@ -8,7 +8,8 @@ A `kind` is a value of the type in which values lie in memory: of a float32, or 
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -24,8 +25,18 @@ _NOT_FINITE, _MOST_CODE = quantise.NOT_FINITE, np.float32(quantise.NOT_FINITE - 
 _ZERO, _HALF, _INFINITE = np.float32(0), np.float32(0.5), np.float32(np.inf)
 _SHARES = np.float32(SHARES)
 
+
 # Sums and products stay as they are written: both ends of a link must come to the same bits.
-_compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+def _compiled(function: Callable | None = None, **options: Any) -> Callable:
+    if function is None:
+        return functools.partial(_compiled, **options)
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to keep it in can be written
+        return numba.njit(**options)(function)
+
+
 # For sums that one end alone makes.
 _compiled_in_any_order = functools.partial(_compiled, fastmath={"reassoc"})
 

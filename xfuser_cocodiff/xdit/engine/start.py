@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.slow_way import SlowWay
@@ -225,6 +226,7 @@ def _runtime(
     virtual: VirtualRanks | None,
     ring_way: SlowWay | None = None,
 ) -> Runtime:
+    kernels.prepare(config.kernels, compute_device().type)
     return Runtime(
         way,
         config.mode,
