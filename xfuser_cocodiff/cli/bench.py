@@ -19,6 +19,52 @@ def add_parser(subparsers: Any) -> None:
     _add_a2a(subjects)
     _add_model(subjects)
     _add_kernels(subjects)
+    _add_all(subjects)
+
+
+def _add_all(subjects: Any) -> None:
+    parser = subjects.add_parser(
+        "all",
+        help="the tables of the README and of docs/, made anew",
+        description="Each run leaves a record; those that are there are not made again, so that what was broken off "
+        "goes on. The machine should have nothing else to do, and nothing that is called an accelerator.",
+        epilog="Exit status: 1 when a run failed.",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the records")
+    parser.add_argument("--only", metavar="TABLES", help="speed, ring, compiled, quality, or some of these (all)")
+    parser.add_argument("--list", action="store_true", help="say what there is to do, and about how long it takes")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="put the tables into the documents of this checkout")
+    parser.set_defaults(run=_all, parser=parser)
+
+
+def _all(options: argparse.Namespace) -> int:
+    from xfuser_cocodiff.bench import figures
+
+    try:
+        tables = figures.chosen(options.only)
+    except ValueError as error:
+        return fail(str(error))
+    if options.list:
+        for table in tables:
+            missing = [run for run in table.runs if not run.record(options.out).exists()]
+            minutes = sum(run.minutes for run in missing)
+            left = f"{len(missing)} of {len(table.runs)} runs to do, about {minutes:.0f} minutes" if missing else "done"
+            print(f"{table.name} ({table.document}): {left}")
+        return 0
+    failed = figures.make(tables, options.out)
+    for table in tables:
+        text = figures.markdown(table, options.out)
+        if text is None:
+            continue
+        print(f"{table.name}, for {table.document}:\n\n{text}\n")
+        if options.into:
+            try:
+                figures.put_into(options.into / table.document, table.name, text)
+            except (OSError, ValueError) as error:
+                return fail(f"--into {options.into}: {table.document}: {error}")
+    for run in failed:
+        print(f"{run.name} failed; see {options.out / run.name}.log")
+    return 1 if failed else 0
 
 
 def _add_import(subjects: Any) -> None:

@@ -28,13 +28,14 @@ WHOLE = "node=2,gpu=2"
 """Of all ranks; a Ulysses group then lies in one node, or on two."""
 
 
-def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING) -> None:
-    """A runtime state that makes its groups by the settings."""
+def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING, branches: int = 1) -> None:
+    """A runtime state that makes its groups by the settings, for each branch of guidance its own."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
 
     init_distributed_environment(rank=rank, world_size=world)
-    config = xFuserArgs(model="tiny", ulysses_degree=world // ring, ring_degree=ring, **options).create_config()[0]
+    degrees = {"ulysses_degree": world // ring // branches, "ring_degree": ring, "use_cfg_parallel": branches > 1}
+    config = xFuserArgs(model="tiny", **degrees, **options).create_config()[0]
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
 
@@ -271,6 +272,24 @@ def test_what_one_run_finds_decides_where_the_ring_lies_in_the_next(tmp_path: Pa
     moved = {**kept, "machine": {**kept["machine"], "torch": "another"}}
     file.write_text(json.dumps(moved))
     assert {found[0] for found in ranks.run(placed, 8, folders)} == {"outer"}
+
+
+def known(rank: int, folder: str) -> tuple[bool, str]:
+    """Whether links were known before there were groups, where each branch of guidance has its own sequence."""
+    from xfuser_cocodiff.xdit.engine.engine import active
+
+    start(rank, {**asked("auto"), "cocodiff_mode": "exact", "cocodiff_cache": folder}, 8, branches=2)
+    engine = active()
+    engine.trials.allowance.share = math.inf
+    engine.runs.begin(100)
+    for _ in range(50):
+        engine.runs.end_step()
+    return engine.config.links is not None, engine.config.ring
+
+
+@pytest.mark.slow  # the test above, with groups that are not all ranks
+def test_what_one_run_finds_is_known_to_the_next_with_guidance_beside(tmp_path: Path) -> None:
+    assert [ranks.run(known, 8, str(tmp_path))[0][0] for _ in range(2)] == [False, True]
 
 
 def groups_at(placement: str, rank: int) -> list[int]:

@@ -123,7 +123,7 @@ def engine_over(
         overlap=config.overlap,
     )
     if config.undecided and config.links is None and group.size() > 1:
-        engine.whole = _shared(group, config, config.undecided, machine.WHOLE)
+        engine.whole = _of_the_world(config)
     engine.keep()
     engine.runtime = _runtime_over(engine)
     return engine
@@ -152,6 +152,15 @@ def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology
     common = {**machine.described(topology, config.kernels, dist.get_backend(group)), **part}
     # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
     return findings.shared(get_sp_group().cpu_group, common, machine.this_rank(), config.cache)
+
+
+def _of_the_world(config: CocoDiffConfig) -> Findings:
+    """What is known of all ranks that share a sequence, as the door of the next process asks for it: before there are
+    groups, so that it goes by all ranks that there are."""
+    from xfuser.core.distributed import get_world_group
+
+    common = machine.described(config.undecided, config.kernels, dist.get_backend()) | machine.WHOLE
+    return findings.shared(get_world_group().cpu_group, common, machine.this_rank(), config.cache)
 
 
 def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:
