@@ -7,7 +7,7 @@ import torch
 
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.codec import codecs
-from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
+from xfuser_cocodiff.codec.codecs import ADAPTS, EXACT, Codec, Reference
 from xfuser_cocodiff.kernels import rows
 from xfuser_cocodiff.kernels.quantise import GRIDS
 
@@ -278,3 +278,13 @@ def test_an_adaptive_predictor_follows_straight_lines_better_and_noise_no_worse(
     adaptive, half, none = (Codec(2, predictor=predictor) for predictor in (codecs.ADAPTS, 0.5, 0.0))
     assert loss(adaptive, straight) < 0.9 * loss(half, straight) < 0.9 * loss(none, straight)
     assert loss(adaptive, noise) < 1.02 * loss(none, noise) < loss(half, noise)
+
+
+def test_nothing_is_extrapolated_from_values_of_another_shape_or_type() -> None:
+    for first, second in ((torch.zeros(1, 1, 1, 8, 16), torch.float32), (torch.zeros(1, 1, 1, 16, 16), torch.bfloat16)):
+        reference = Reference()
+        reference.advance(first, keeps_change=True)
+        values = torch.ones(1, 1, 1, 16, 16, dtype=second)
+        for has_change in (False, True):
+            reference.advance(values, keeps_change=True)
+            assert (reference.known(ADAPTS).before is not None) is has_change

@@ -545,3 +545,38 @@ def test_without_a_folder_for_it_numba_compiles_anew() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_known_of_other_values_is_not_read() -> None:
+    """Functions of Numba, which are given addresses, would not see it."""
+    from xfuser_cocodiff.kernels import compiled
+
+    case = Case(torch.float32, None)
+    payload = torch.zeros(3, 1000, dtype=torch.uint8)
+    for known in (
+        Known(case.held[:, :, :, :5].contiguous()),
+        Known(case.held, case.before.to(torch.bfloat16), torch.zeros(3, dtype=torch.uint8)),
+        Known(case.held.transpose(2, 3).contiguous().transpose(2, 3)),
+    ):
+        with pytest.raises(AssertionError):
+            compiled.encode(case.values, known, 2, None, payload, None)
+        with pytest.raises(AssertionError):
+            compiled.decode(payload, known, 2, None, case.target, None)
+        with pytest.raises(AssertionError):
+            compiled.scores(case.values, known, None)
+
+
+def test_another_default_dtype_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xfuser_cocodiff.kernels import compiled, quantise
+
+    case, found = Case(torch.float32, 0), []
+    for dtype in (torch.float32, torch.bfloat16):
+        for table in (quantise.scale_table, quantise._maxima, quantise._weights, quantise._digits):
+            table.cache_clear()
+        torch.set_default_dtype(dtype)
+        try:
+            payload, encoded = case.encoded(compiled, case.known(0.5), 2, None)
+            found.append([payload, *encoded, compiled.scores(case.values, case.known(0.5), 0)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -153,3 +153,29 @@ def test_what_does_not_fit(tmp_path: Path, known: Profile | None, values: dict[s
     with pytest.raises(ValueError) as caught:
         settings(tmp_path, known, **values)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_what_was_found_of_links_says_where_the_ring_lies_and_nothing_else() -> None:
+    links, machine = profile("4x2", 1e6, FAST), Topology.parse("4x2")
+    ranks = Ranks(4, machine.neighbouring(4), 2, machine)
+    asked = {"use_cocodiff": True, "cocodiff_mode": "balanced"}
+    unknown = resolve(asked, {}, ranks)
+    assert (unknown.ring, unknown.undecided, unknown.links) == ("outer", machine, None)
+    found = resolve(asked, {}, ranks, links=links)
+    assert (found.ring, str(found.topology), str(found.ring_topology)) == ("inner", "node=4", "gpu=2")
+    assert (found.profile, found.ring_profile, found.links) == (None, None, links)
+    for settled in ({"cocodiff_ring": "outer"}, {"cocodiff_mode": "exact"}, {"cocodiff_topology": "node=2,gpu=2"}):
+        assert resolve({**asked, **settled}, {}, ranks).undecided is None
+
+
+def test_profiles_of_parts_are_joined_by_the_worse() -> None:
+    whole = dataclasses.replace(profile("4x2x2", 1e6, 1e8, FAST), launch_seconds=2.0, overlap=0.5)
+    parts = [whole.along(Topology.parse(text)) for text in ("node=2,gpu=2", "node=2,tile=2")]
+    slower = tuple(dataclasses.replace(link, bytes_per_second=link.bytes_per_second / 2) for link in parts[1].links)
+    parts[1] = dataclasses.replace(parts[1], links=slower, launch_seconds=3.0, overlap=0.25)
+    found = Profile.joined(whole.topology, parts)
+    assert [link.bytes_per_second for link in found.links] == [0.5e6, 1e8, FAST / 2]
+    assert (found.launch_seconds, found.overlap, found.direct) == (3.0, 0.25, None)
+    direct = [dataclasses.replace(part, direct=part) for part in parts]
+    assert Profile.joined(whole.topology, direct).direct == found
+    assert Profile.joined(whole.topology, parts[:1]) is None  # nobody knows tiles

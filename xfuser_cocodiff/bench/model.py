@@ -384,7 +384,7 @@ def _compare(
     told.say(f"share {known['share_asked']:g}: trials of {', '.join(contenders)}")
     expected = _run(step, contenders["stock"])
     equal = {mode: _settled(step, side, expected, told) for mode, side in contenders.items()}
-    told.expect(_turns_of_sides(0, repeats) * len(contenders))
+    told.expect(_turns_of_sides(0, repeats) * len(contenders) + turns(len(contenders), repeats))
     told.say(f"share {known['share_asked']:g}: measuring {', '.join(contenders)}")
     runs = {mode: lambda side=side: _run(step, side) for mode, side in contenders.items()}
     # Steps that owe nothing to others are timed as the first one of a run, which drops all references.
@@ -433,8 +433,8 @@ def _predicted(
 
 
 def _bound(exact_bytes: Sequence[int], profile: Profile | None, side: Contender, alone: float) -> float | None:
-    """Seconds that no step of a side can do without: what is exact may hide behind computation, what is coded comes of
-    it. None where a ring is sent along too."""
+    """Seconds of a step of a side if calls and coding cost nothing: the longer of computation and the busiest link, or
+    where something is coded, computation and then what is left of its bytes. None where a ring is sent along too."""
     if profile is None:
         return None
     moving = sum(planner.bound_seconds(profile, size) for size in exact_bytes)

@@ -152,8 +152,8 @@ class Reference:
         return _on_all_links(share, len(held), held.device)
 
     def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
-        """Hold other values from now on, and those of before too where their change is needed."""
-        self._before = self._held if keeps_change else ()
+        """Hold other values from now on, and those of before too where their change is needed and they are alike."""
+        self._before = self._held if keeps_change and self.fits(values.shape, values.dtype) else ()
         self._dtype = values.dtype
         self._held = compact(values) if self.is_compact else (values,)
 

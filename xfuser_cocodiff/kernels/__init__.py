@@ -62,7 +62,7 @@ def _lacks_numba(device_type: str) -> str | None:
 
 
 def _lacks_triton(device_type: str) -> str | None:
-    """As above."""
+    """What keeps Triton's kernels from running on a device; None where they run."""
     if not _has("triton"):
         return "it is not installed"
     if devices.of(device_type).builds_triton:

@@ -8,6 +8,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -41,7 +42,9 @@ def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor
         return reference.scores(values, known, here)
     values = _rows_of(values)
     links, groups, heads, tokens, _ = known.held.shape
-    form, found = _form(values, here, None, None), torch.empty(links, groups, tokens)
+    _check(values, known, here)
+    form = _form(values, here, None, None)
+    found = torch.empty(links, groups, tokens, dtype=torch.float32, device=CPU)
     _in_threads(
         loops.score, links * groups, heads * tokens, form, _KINDS[values.dtype],
         values.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares), found.data_ptr(),
@@ -64,9 +67,10 @@ def encode(
     values, grid = _rows_of(values), quantise.GRIDS[bits]
     links, groups, heads, tokens, dim = known.held.shape
     form = _form(values, here, bits, active, payload, tells and known.shares is not None)
-    now, sums = torch.empty_like(known.held), torch.empty(4 * links * groups * heads, dtype=torch.float64)
-    totals = torch.empty(2)
-    again = None if known.before is None else torch.empty(links, dtype=torch.uint8)
+    _check(values, known, here)
+    now, sums = torch.empty_like(known.held), torch.empty(links, groups, heads, 4, dtype=torch.float64, device=CPU)
+    totals = torch.empty(2, dtype=torch.float32, device=CPU)
+    again = None if known.before is None else torch.empty(links, dtype=torch.uint8, device=CPU)
     root = grid.reach if grid.by_maximum else (form.together * dim) ** -0.5
     _in_threads(
         loops.encode, links * groups * heads, tokens * dim,
@@ -92,6 +96,7 @@ def decode(
     if known is None or bits is None or target.dtype not in _KINDS or target.stride(-1) != 1:
         return reference.decode(payload, known, bits, active, target, here, tells)
     links, groups, heads, tokens, dim = known.held.shape
+    _check(target, known, here)
     form, now = _form(target, here, bits, active, payload, tells), torch.empty_like(known.held)
     _in_threads(
         loops.decode, links * groups * heads, tokens * dim, form, _KINDS[target.dtype],
@@ -99,6 +104,13 @@ def decode(
         _address(active and active.numbers), quantise.scale_table(CPU).data_ptr(), now.data_ptr(), target.data_ptr(),
     )  # fmt: skip
     return now
+
+
+def _check(values: torch.Tensor, known: Known, here: int | None) -> None:
+    """That what is known is of these values, and lies as it should: nobody would see it from addresses."""
+    shape = len(values) - (here is not None), *values.shape[1:]
+    for held in (known.held, *([] if known.before is None else [known.before])):
+        assert held.shape == shape and held.dtype == values.dtype and held.is_contiguous(), (held.shape, shape)
 
 
 def _form(
@@ -134,7 +146,13 @@ def _in_threads(kernel: Callable, count: int, values: int, *arguments: object) -
         return
     bounds = [count * number // threads for number in range(threads + 1)]
     parts = itertools.pairwise(bounds)
-    for done in [_pool(os.getpid(), threads).submit(kernel, *part, *arguments) for part in parts]:
+    pool, parts_done = _pool(os.getpid(), threads), []
+    try:
+        for part in parts:
+            parts_done.append(pool.submit(kernel, *part, *arguments))
+    finally:  # what they read and write must live until then
+        futures.wait(parts_done)
+    for done in parts_done:
         done.result()
 
 

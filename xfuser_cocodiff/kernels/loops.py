@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.kernels.rows import SHARES, TOLD
 
+# Code that is kept does not see that constants of other files have changed: then this file has to change too.
 _PER_OCTAVE, _ORIGIN = np.float32(quantise.PER_OCTAVE), np.float32(quantise.ORIGIN)
 _NOT_FINITE, _MOST_CODE = quantise.NOT_FINITE, np.float32(quantise.NOT_FINITE - 1)
 _ZERO, _HALF, _INFINITE = np.float32(0), np.float32(0.5), np.float32(np.inf)

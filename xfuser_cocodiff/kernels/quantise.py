@@ -137,7 +137,7 @@ def _maxima(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     widths = [maximum / _MOST for maximum in maxima]
     inverses = [1 / width if width else 0.0 for width in widths]
     tables = maxima, [*widths, math.nan], [*inverses, 0.0]
-    return tuple(torch.tensor(table, device=device) for table in tables)
+    return tuple(torch.tensor(table, dtype=torch.float32, device=device) for table in tables)
 
 
 def _encode_scale(scale: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -156,7 +156,7 @@ def scale_table(device: torch.device) -> torch.Tensor:
     """The scale of each code: a table, since two devices, or two shapes, may round an exponential differently."""
     table = [2.0 ** ((code - ORIGIN) / PER_OCTAVE) for code in range(256)]
     table[_ZERO], table[NOT_FINITE] = 0.0, float("nan")
-    return torch.tensor(table, device=device)
+    return torch.tensor(table, dtype=torch.float32, device=device)
 
 
 def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -170,7 +170,8 @@ def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
 @functools.cache  # made once: the host waits for what it copies to a device
 def _weights(grid: Grid, device: torch.device) -> torch.Tensor:
     """Of the levels in a byte."""
-    return torch.tensor([float(grid.levels**place) for place in range(grid.per_byte)], device=device)
+    weights = [float(grid.levels**place) for place in range(grid.per_byte)]
+    return torch.tensor(weights, dtype=torch.float32, device=device)
 
 
 @functools.cache

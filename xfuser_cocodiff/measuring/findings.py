@@ -21,7 +21,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import FLAT, Topology
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 @dataclass

@@ -49,7 +49,7 @@ class CocoDiffConfig:
 
     undecided: Topology | None = None
     """Of all ranks that share a sequence, where the ring lies as xDiT's only because nothing is known of their links;
-    else None."""
+    else None. In exact mode it stays there: elsewhere bits are others."""
 
     links: Profile | None = None
     """What earlier processes have found of all these ranks, if that is where the ring lies by."""
@@ -147,7 +147,7 @@ def resolve(
         ring=ground.ring,
         ring_topology=ground.ring_topology,
         ring_profile=ground.ring_profile,
-        undecided=ground.undecided,
+        undecided=None if mode == EXACT else ground.undecided,
         links=links,
         profile=ground.profile
         or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tests.quick import slow_but
 from tests.settings.test_placement import profile
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
+from xfuser_cocodiff.codec import modes
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.settings.placement import Split, choose
 from xfuser_cocodiff.xdit.attention import ring_attention
@@ -229,19 +231,15 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
 EIGHT = "node=4,gpu=2"
 
 
-def placed(rank: int, folders: list[str]) -> tuple[str, str, list[int], bool, int]:
+def placed(rank: int, folders: list[str], more: dict[str, str]) -> tuple[str, str, list[int], bool, int]:
     """Where settings that say nothing of it have the ring, and what it costs to find out about the links."""
     from xfuser_cocodiff.measuring.probe import Probe
     from xfuser_cocodiff.xdit.engine.engine import active
 
     probed, go_on = [], Probe.go_on
     Probe.go_on = lambda self: probed.append(1) or go_on(self)
-    start(
-        rank,
-        {**asked("auto"), "cocodiff_topology": EIGHT, "cocodiff_mode": "exact", "cocodiff_cache": folders[rank]},
-        8,
-        2,
-    )
+    options = {"cocodiff_topology": EIGHT, "cocodiff_mode": "balanced", "cocodiff_cache": folders[rank], **more}
+    start(rank, {**asked("auto"), **options}, 8, 2)
     engine = active()
     engine.trials.allowance.share = math.inf
     engine.runs.begin(100)
@@ -251,10 +249,11 @@ def placed(rank: int, folders: list[str]) -> tuple[str, str, list[int], bool, in
     return engine.config.ring, str(engine.mesh.topology), members()[0], known, len(probed)
 
 
+@pytest.mark.slow  # test_placement has the decision
 def test_what_one_run_finds_decides_where_the_ring_lies_in_the_next(tmp_path: Path) -> None:
     """Nobody knows links before there are groups, but by what was found of them in groups of another process."""
     folders = [str(tmp_path / ("here" if rank < 4 else "there")) for rank in range(8)]
-    first = ranks.run(placed, 8, folders)
+    first = ranks.run(placed, 8, folders, {})
     assert all(
         found[:4] == ("outer", "node=2,gpu=2", groups_at("outer", rank), True) for rank, found in enumerate(first)
     )
@@ -265,20 +264,35 @@ def test_what_one_run_finds_decides_where_the_ring_lies_in_the_next(tmp_path: Pa
     kept = json.loads(file.read_text())
     assert kept["profile"]["topology"] == EIGHT and kept["profile"]["direct"]["topology"] == EIGHT
     links = profile(EIGHT, 1e6, 1e12)  # where xDiT's placement is the slower one
-    assert choose(links, 4, 2, None) == "inner"
+    assert choose(links, 4, 2, modes.usual("balanced", None)) == "inner"
     file.write_text(json.dumps({**kept, "profile": replace(links, direct=links).to_json()}))
-    second = ranks.run(placed, 8, folders)
+    second = ranks.run(placed, 8, folders, {})
     assert second == [("inner", "node=4", groups_at("inner", rank), True, 0) for rank in range(8)]
+    for more in ({"cocodiff_mode": "exact"}, {"cocodiff_a2a": "hierarchical:gpu,node"}):  # other bits, and other axes
+        assert {found[0] for found in ranks.run(placed, 8, folders, more)} == {"outer"}
     moved = {**kept, "machine": {**kept["machine"], "torch": "another"}}
     file.write_text(json.dumps(moved))
-    assert {found[0] for found in ranks.run(placed, 8, folders)} == {"outer"}
+    assert {found[0] for found in ranks.run(placed, 8, folders, {})} == {"outer"}
+
+
+def differing(rank: int, folder: str) -> None:
+    """What one host has in a variable."""
+    if rank < 4:
+        os.environ["COCODIFF_RING"] = "outer"
+    options = {"use_cocodiff": True, "cocodiff_topology": EIGHT, "cocodiff_mode": "balanced", "cocodiff_cache": folder}
+    start(rank, options, 8, 2)
+
+
+def test_where_the_ring_lies_is_asked_for_alike_on_all_ranks(tmp_path: Path) -> None:
+    for outcome in ranks.outcomes(differing, 8, str(tmp_path)):
+        assert "CoCoDiff's options differ between ranks: --cocodiff_ring: ranks 0, 1, 2, 3: not given" in outcome.text
 
 
 def known(rank: int, folder: str) -> tuple[bool, str]:
     """Whether links were known before there were groups, where each branch of guidance has its own sequence."""
     from xfuser_cocodiff.xdit.engine.engine import active
 
-    start(rank, {**asked("auto"), "cocodiff_mode": "exact", "cocodiff_cache": folder}, 8, branches=2)
+    start(rank, {**asked("auto"), "cocodiff_mode": "balanced", "cocodiff_cache": folder}, 8, branches=2)
     engine = active()
     engine.trials.allowance.share = math.inf
     engine.runs.begin(100)

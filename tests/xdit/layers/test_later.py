@@ -21,6 +21,10 @@ ONE, OTHER = torch.randn(2, 3), torch.randn(2, 3)
         lambda tensor: torch.split(tensor, 1, dim=-1)[2],
         lambda tensor: nn.functional.gelu(tensor, approximate="tanh"),
         lambda tensor: tensor.chunk(3, -1)[1],
+        lambda tensor: 2 * tensor + tensor * 3 - tensor / 2,
+        lambda tensor: tensor[..., :2],
+        lambda tensor: -tensor @ OTHER.T,
+        lambda tensor: torch.stack(list(tensor)) * len(tensor),
         lambda tensor: torch.tensor(tensor.shape),
     ],
 )
@@ -31,6 +35,13 @@ def test_whatever_needs_a_tensor_makes_it_once(use: Callable) -> None:
     for _ in range(2):
         assert torch.equal(use(later), use(ONE))
     assert calls == [1]
+
+
+def test_what_fails_fails_again() -> None:
+    later = Later(lambda: ONE @ OTHER)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            later + 1
 
 
 def test_a_block_with_somebody_listening_has_none() -> None:

@@ -99,8 +99,7 @@ class _Exchange:
             engine = active()
             if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, engine):
                 return original(module, attn, query, key, value, **options)
-            under_way = value_under_way(value.transpose(1, 2), engine)
-            heads, degree = query.shape[_HEADS], engine.mesh.topology.size
+            heads, degree, as_given = query.shape[_HEADS], engine.mesh.topology.size, value.transpose(1, 2)
             query, key, value = (padded_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
             options |= {
                 name: padded_heads(text, degree, _HEADS)
@@ -121,6 +120,7 @@ class _Exchange:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
+            under_way = value_under_way(as_given, engine)
             attended = followed_attention(query, key, value, lambda *_: attend, under_way, engine).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()

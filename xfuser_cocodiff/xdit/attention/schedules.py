@@ -69,7 +69,8 @@ def settle(kind: Kind, engine: Engine, comparing: Comparing, ahead: Callable[[],
         ahead: see :func:`_trial`.
     """
     began, counts, known = time.perf_counter(), list(comparing.same), engine.known_schedule(kind)
-    same = engine.reduced([float(same) for same in comparing.same.values()], "min") if counts else []
+    has_mlp, *same = engine.reduced([float(each) for each in (kind.has_parallel_mlp, *comparing.same.values())], "min")
+    kind.has_parallel_mlp = bool(has_mlp)
     equal = [count for count, is_same in zip(counts, same, strict=True) if is_same]
     kind.unequal = tuple(count for count in counts if count not in equal)
     if known and known.groups in (1, *equal):

@@ -88,9 +88,14 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
 def _with_settings(original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
+        from xfuser.core.distributed import model_parallel_is_initialized
+
         engine_config, input_config = original(self)
-        sequence = engine_config.parallel_config.sp_config
-        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree)
+        parallel = engine_config.parallel_config
+        # Groups are made as the settings have it only where there are none yet, and none of PipeFusion's.
+        places = parallel.pp_degree == 1 and not model_parallel_is_initialized()
+        sequence = parallel.sp_config
+        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, places)
         return engine_config, input_config
 
     return create_config
@@ -108,13 +113,14 @@ def _meeting(original: Callable) -> Callable:
     return _check_distributed_env
 
 
-def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoDiffConfig | None:
+def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: bool = False) -> CocoDiffConfig | None:
     """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
 
     Args:
         values: xDiT's arguments, in which the fields of OPTIONS are read.
         degree: Ulysses degree.
         ring_degree: Ring degree.
+        places: whether groups are still to be made, so that what was found of links may say where the ring lies.
 
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
@@ -126,7 +132,8 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
 
     def mine(topology: Callable[[int], Topology] = detected, links: Profile | None = None) -> CocoDiffConfig | None:
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
-        return resolve(values, os.environ, ranks, device_type, links)
+        config = resolve(values, os.environ, ranks, device_type, links)
+        return config if config is None or places else replace(config, undecided=None)
 
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
     proposals = agree(lambda: _as_json(mine(), device_type))
@@ -144,7 +151,10 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
     if differences := _differences(proposals):
         refuse(f"CoCoDiff's options differ between ranks: {differences}")
     if config and config.undecided and dist.is_initialized() and (links := _found(config)):
-        config = replace(mine(links=links), kernels=config.kernels)
+        try:
+            config = replace(mine(links=links), kernels=config.kernels)
+        except ValueError as error:  # such as a plan for other axes; on all ranks alike
+            note(f"the ring stays as xDiT has it, although its links would have it otherwise: {error}")
     for warning in effect.warnings(values, os.environ, config, ring_degree):
         note(warning)
     return config
@@ -157,15 +167,16 @@ def _found(config: CocoDiffConfig) -> Profile | None:
     def gather(value: Any) -> list[Any]:
         return [proposal["known"] for proposal in agree(lambda: {"known": value})]
 
-    return findings.of_ranks(gather, dist.get_rank() == 0, common, machine.this_rank(), config.cache).profile
+    return findings.of_ranks(gather, dist.get_rank() == 0, common, machine.this_place(), config.cache).profile
 
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
     # A plan in words reads differently on another topology, so only whether one was given can be compared; where no
     # mode is given, it goes by the topology; and kernels are another matter.
-    hidden = {"topology": "", "mode": "", "kernels": ""}
+    machine = ("topology", "ring_topology", "undecided")
+    hidden = dict.fromkeys((*machine, "mode", "kernels"), "")
     known = [{**one, **hidden, "plan": one["plan"] is not None} for one in proposals]
-    same_machine = len({proposal["topology"] for proposal in proposals}) <= 1
+    same_machine = len({tuple(proposal[name] for name in machine) for proposal in proposals}) <= 1
     return not same_machine and known[0]["detected"] and all(other == known[0] for other in known)
 
 
@@ -175,6 +186,8 @@ def _differences(proposals: list[dict]) -> str:
     names = {
         **{option.field.removeprefix("cocodiff_"): option.flag for option in OPTIONS},
         "plan": "--cocodiff_a2a",
+        "ring_topology": "--cocodiff_topology",
+        "undecided": "--cocodiff_ring",
         "synchronous": "CCL_OP_SYNC",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
@@ -195,6 +208,8 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
     profile = config.profile and json.dumps(config.profile.to_json(), sort_keys=True)
     return {
         "topology": str(config.topology),
+        "ring_topology": config.ring_topology and str(config.ring_topology),
+        "undecided": config.undecided and str(config.undecided),
         "plan": config.plan and str(config.plan),
         "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
         **{name: getattr(config, name) for name in _PLAIN},

@@ -40,9 +40,14 @@ def described(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
 
 def this_rank() -> dict[str, Any]:
     """What a rank says of itself."""
+    return {**this_place(), "threads": torch.get_num_threads()}
+
+
+def this_place() -> dict[str, Any]:
+    """The same of where it is, which nothing changes while it runs."""
     device = compute_device()
     name = torch.get_device_module(device).get_device_name() if device != devices.CPU else platform.machine()
-    return {"host": platform.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
+    return {"host": platform.node(), "device": f"{device.type} {name}"}
 
 
 def _version(name: str) -> str | None:

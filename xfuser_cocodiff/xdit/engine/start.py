@@ -80,7 +80,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
         return Engine(config)
     if parallel.ring_degree > 1:
-        hint = "; once their links are known, later runs go by these" if config.undecided else ""
+        is_found = config.undecided and config.cache
+        hint = "; once their links are known, later runs go by these" if is_found else ""
         parts = f"each Ulysses group has the topology {config.topology}, each ring {config.ring_topology}"
         note(f"--cocodiff_ring {config.ring}: {parts}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
@@ -160,7 +161,7 @@ def _of_the_world(config: CocoDiffConfig) -> Findings:
     from xfuser.core.distributed import get_world_group
 
     common = machine.described(config.undecided, config.kernels, dist.get_backend()) | machine.WHOLE
-    return findings.shared(get_world_group().cpu_group, common, machine.this_rank(), config.cache)
+    return findings.shared(get_world_group().cpu_group, common, machine.this_place(), config.cache)
 
 
 def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:

@@ -26,8 +26,8 @@ class Later:
     def made(self) -> torch.Tensor:
         """The tensor."""
         if self._make:
-            make, self._make = self._make, None
-            self._made = make()
+            self._made = self._make()
+            self._make = None
         return self._made
 
     @classmethod
@@ -37,9 +37,18 @@ class Later:
         return func(*tree_map(made, args), **tree_map(made, kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.made(), name)
+
+
+def _operator(name: str) -> Callable:
+    return lambda later, *others: getattr(later.made(), name)(*map(made, others))
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "abs", "len", "iter", "getitem"):
+    setattr(Later, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks for them in the class
 
 
 def made(value: Any) -> Any:
@@ -50,7 +59,9 @@ def made(value: Any) -> Any:
 def has_parallel_mlp(block: nn.Module) -> bool:
     """Whether a block has one, with nobody listening who would have to see its values at once."""
     submodules = [getattr(block, name, None) for name in PARALLEL_MLP]
-    return all(
-        isinstance(submodule, nn.Module) and not (submodule._forward_hooks or hasattr(submodule, "_hf_hook"))
-        for submodule in submodules
-    )
+    return all(isinstance(submodule, nn.Module) and not _is_listened_to(submodule) for submodule in submodules)
+
+
+def _is_listened_to(submodule: nn.Module) -> bool:
+    hooks = submodule._forward_hooks or submodule._forward_pre_hooks
+    return bool(hooks) or hasattr(submodule, "_hf_hook") or hasattr(submodule, "_diffusers_hook")

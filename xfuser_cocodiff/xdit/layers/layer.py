@@ -57,8 +57,8 @@ class Layer(Place):
         """Whether the call under way began with the module: what holds it is not called as a module, as a list."""
         self._hooks: list[Any] = []
         self._watch = Watch()
-        self._replaced: dict[nn.Module, Callable | None] = {}
-        """What stood in the place of the forward of submodules."""
+        self._replaced: dict[nn.Module, tuple[Callable, Callable | None]] = {}
+        """What stands in the place of the forward of submodules, and what stood there."""
         self.has_parallel_mlp = has_parallel_mlp(block)
         """Whether there is something to compute while Q, K and V travel."""
         self._triggers: set[Trigger] = set()
@@ -80,10 +80,12 @@ class Layer(Place):
         self._watch.stop()
         for hook in self._hooks:
             hook.remove()
-        for submodule, forward in self._replaced.items():
+        for submodule, (own, before) in self._replaced.items():
+            if vars(submodule).get("forward") is not own:  # others have put theirs around it, and do as it does
+                continue
             del submodule.forward
-            if forward:
-                submodule.forward = forward
+            if before:
+                submodule.forward = before
 
     # A call.
 
@@ -164,8 +166,8 @@ class Layer(Place):
     def _replace(self, submodule: nn.Module, by: Callable[[Callable], Callable]) -> None:
         """Put something in the place of a submodule's forward, once."""
         if submodule not in self._replaced:
-            self._replaced[submodule] = vars(submodule).get("forward")
-            submodule.forward = by(submodule.forward)
+            before, submodule.forward = vars(submodule).get("forward"), by(submodule.forward)
+            self._replaced[submodule] = submodule.forward, before
 
     def _asking(self, path: str, forward: Callable) -> Callable:
         """A projection's forward that returns what was made ahead, if that is what it is asked for."""
@@ -185,7 +187,7 @@ class Layer(Place):
 
         def put_off(given: Any, *args: Any, **kwargs: Any) -> Any:
             if self.call is None or not self.call.schedule.beside or not self._shared.active():
-                return forward(made(given), *args, **kwargs)
+                return forward(given, *args, **kwargs)
             later = Later(lambda: forward(made(given), *args, **kwargs))
             self.call.later.append(later)
             return later

@@ -100,7 +100,7 @@ class Layers:
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
-        for layer in self._layers.values():
+        for layer in reversed(list(self._layers.values())):  # what was put around something goes before it
             layer.remove()
         for root in self._roots.values():
             root.remove()
