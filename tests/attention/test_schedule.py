@@ -2,7 +2,7 @@
 
 import pytest
 
-from xfuser_cocodiff.attention.schedule import SAMPLES, Allowance, Schedule, Trial
+from xfuser_cocodiff.attention.schedule import BESIDE, BESIDE_O, BESIDE_QKV, SAMPLES, Allowance, Schedule, Trial
 
 SCHEDULES = [Schedule(), *(Schedule(True, groups) for groups in (1, 2, 4, 8))]
 
@@ -92,17 +92,21 @@ def test_trials_may_take_a_share_of_the_run() -> None:
     assert allowance.left == pytest.approx(0.3) and allowance.whole is None
 
 
-@pytest.mark.parametrize(("beside", "expected"), [(1.0, True), (1.99, False)])
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [((1.0, 1.5), BESIDE_QKV), ((1.5, 1.0), BESIDE_O), ((1.5, 1.49), BESIDE_QKV), ((1.99, 2.1), "")],
+)
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_best_of_them_is_tried_with_an_mlp_beside(count: int, beside: float, expected: bool) -> None:
+def test_the_best_of_them_is_tried_with_an_mlp_beside(count: int, beside: tuple[float, float], expected: str) -> None:
     trial, times, tried = Trial(SCHEDULES[:count], has_mlp=True), [3.0, 2.0, 2.5], set()
     best = [3.0, None, 2.0][count - 1]
     for _ in range(60):
         for _ in range(4):
             tried.add(trial.schedule)
-            trial.took(best - 2.0 + beside if trial.schedule.beside else times[SCHEDULES.index(trial.schedule)])
+            what = trial.schedule.beside
+            trial.took(best - 2.0 + beside[what == BESIDE_O] if what else times[SCHEDULES.index(trial.schedule)])
         trial.decide(trial.report(), goes_on=True)
         trial.end_step()
     fastest = SCHEDULES[0] if count == 1 else SCHEDULES[1]
-    assert {schedule for schedule in tried if schedule.beside} == {fastest._replace(beside=True)}
-    assert trial.chosen == (fastest._replace(beside=True) if expected else fastest)
+    assert {schedule for schedule in tried if schedule.beside} == {fastest._replace(beside=what) for what in BESIDE}
+    assert trial.chosen == fastest._replace(beside=expected)

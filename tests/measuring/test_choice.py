@@ -53,12 +53,26 @@ def test_small_messages_are_tried_by_axis() -> None:
 
 @pytest.mark.parametrize(
     ("times", "expected"),
-    [([1.0, 0.9], "hierarchical:gpu,node"), ([1.0, 0.98], "flat"), ([1.0, 1.5], "flat")],
+    [([1.0, 0.9], "hierarchical:gpu,node"), ([1.0, 0.95], "flat"), ([1.0, 1.5], "flat")],
 )
 def test_a_trial_decides_once_for_each_size(times: list[float], expected: str) -> None:
     found, races = ranks.run(choose, 4, MACHINE, times, [1000, 1000, 2000, 1000])[0]
     assert found == [expected] * 4
     assert races == 2  # one for each size
+
+
+def settle(rank: int, machine: Profile, times: list[float]) -> str:
+    """The plan of a trial in which calls of flat, flat by direct sends and one along the axes take so long."""
+    along = Plan.hierarchical(machine.topology)
+    others = [Plan.parse("flat*", machine.topology), along]
+    mesh = Mesh.over(dist.group.WORLD, machine.topology, [Plan.flat(machine.topology), *others])
+    with mock.patch.object(plan_trial, "race", lambda works, *_: [[seconds] for seconds in times]):
+        return str(plan_trial.tried(mesh, others, 4096, plan_trial.EFFORTS[0], dist.group.WORLD, CPU))
+
+
+def test_of_plans_that_take_as_long_the_one_with_fewer_stages_is_taken() -> None:
+    assert set(ranks.run(settle, 4, MACHINE, [1.0, 0.8, 0.79])) == {"flat*"}
+    assert set(ranks.run(settle, 4, MACHINE, [1.0, 0.8, 0.7])) == {"hierarchical:gpu,node"}
 
 
 XPU = torch.device("xpu", 0)

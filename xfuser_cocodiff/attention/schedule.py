@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 
+BESIDE_QKV, BESIDE_O = BESIDE = ("Q, K and V", "O")
+"""What travels while an MLP is computed that lies beside attention."""
 GROUP_COUNTS = (1, 2, 4, 8)
 """Numbers of head groups that are tried."""
 SAMPLES = 3
@@ -28,8 +30,9 @@ class Schedule(NamedTuple):
     """Whether V's exchange starts before Q and K are there."""
     groups: int = 1
     """Into how many groups the heads of a rank are cut, each attending while others travel."""
-    beside: bool = False
-    """Whether an MLP that lies beside attention, and is needed later only, is computed while Q, K and V travel."""
+    beside: str = ""
+    """What travels while an MLP is computed that lies beside attention and is needed later only: one of BESIDE; nothing
+    where it is computed when the block asks for it."""
 
     @property
     def head_groups(self) -> list[HeadGroup]:
@@ -37,7 +40,7 @@ class Schedule(NamedTuple):
         return [HeadGroup(index, self.groups) for index in range(self.groups)]
 
     def __str__(self) -> str:
-        first, beside = "V first" if self.v_first else "together", ", MLP beside" if self.beside else ""
+        first, beside = "V first" if self.v_first else "together", f", MLP beside {self.beside}" if self.beside else ""
         return f"{first}, {self.groups} head group{'s' * (self.groups > 1)}{beside}"
 
 
@@ -46,7 +49,7 @@ class Trial:
 
     Args:
         schedules: to choose from, the one without overlap first, then by their numbers of groups.
-        has_mlp: whether there is an MLP that may be computed beside; then the best of them is tried with it, too.
+        has_mlp: whether an MLP may be computed beside; then the best of them is tried with that, too, in each way.
     """
 
     def __init__(self, schedules: Sequence[Schedule], has_mlp: bool = False) -> None:
@@ -114,20 +117,19 @@ class Trial:
             self._best = tried if better else self._best
         self._tried += 1
         # More groups than those that do not help help less.
-        if self._tried == len(self._schedules) or not (better or self._schedules[tried].groups == 1):
-            self._go_beside()
-
-    def _go_beside(self) -> None:
-        """All but the last question is answered."""
+        is_asked = better or self._schedules[tried].groups == 1 or self._schedules[tried].beside
+        if self._tried < len(self._schedules) and is_asked:
+            return
         best = self._schedules[self._best]
         if not self._has_mlp:
             self.chosen = best
             return
         self._has_mlp = False
         self._tried = len(self._schedules)
-        self._schedules.append(best._replace(beside=True))
-        self._samples.append(deque(maxlen=4 * SAMPLES))
-        self._seen.append(0)
+        for beside in BESIDE:
+            self._schedules.append(best._replace(beside=beside))
+            self._samples.append(deque(maxlen=4 * SAMPLES))
+            self._seen.append(0)
 
 
 class Allowance:

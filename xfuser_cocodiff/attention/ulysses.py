@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
+from xfuser_cocodiff.attention.schedule import BESIDE_O, BESIDE_QKV
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
@@ -34,6 +35,7 @@ def ulysses_attention(
     early: Handle[list[torch.Tensor]] | None = None,
     layer_codecs: LayerCodecs | None = None,
     beside: Callable[[], object] | None = None,
+    beside_what: str = BESIDE_QKV,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
@@ -47,7 +49,8 @@ def ulysses_attention(
         layer: its name in traces.
         early: the exchange of V, or of its first head group, already under way.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        beside: computes something else while Q, K and V travel.
+        beside: computes something else.
+        beside_what: while this travels, see schedule.BESIDE.
 
     Returns:
         O, shape (B, H, S/P, D).
@@ -63,7 +66,7 @@ def ulysses_attention(
             with_value = early is None or head_group.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
             coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs))
-        if beside:
+        if beside and beside_what == BESIDE_QKV:
             beside()
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for head_group, handle in zip(head_groups, coming, strict=True):
@@ -73,6 +76,8 @@ def ulysses_attention(
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
             going.append(send_to_sequence(attended, result, mesh, Label("o", layer), head_group, layer_codecs))
+        if beside and beside_what == BESIDE_O:
+            beside()
         for sending in going:
             sending.wait()
         return result

@@ -362,7 +362,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def section_bytes(codec: Codec, name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1024)  # asked four times for each tensor of an exchange
+def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
     """Bytes for one link of a tensor's choice of tokens, 0 where it makes none, and of its values.
 
     Args:

@@ -3,6 +3,7 @@
 Sizes in shapes: P places, L of them that are not the rank's own; G groups of tokens, H heads, T tokens, D head dim.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -215,6 +216,7 @@ def _rests(landings: Sequence[torch.Tensor], still: list[Still | None], ends: En
     return rests
 
 
-def _encoding_order(names: str) -> list[int]:
+@functools.cache
+def _encoding_order(names: str) -> tuple[int, ...]:
     """V first: it chooses for Q and K."""
-    return sorted(range(len(names)), key=lambda index: names[index] != "v")
+    return tuple(sorted(range(len(names)), key=lambda index: names[index] != "v"))

@@ -56,6 +56,7 @@ _LEAST_OCTAVE, _MOST = 26, 127
 row's maximum."""
 
 
+@functools.cache
 def tokens_per_row(bits: float, dim: int, tokens: int, all_go: bool) -> int:
     """How many tokens of a head share a scale. In 8 bits each has its own: what comes of a token then depends on
     nothing else.

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 AXIS_NAMES = ("node", "gpu", "tile")
 """The axes that a topology may name, outermost first."""
@@ -33,6 +33,15 @@ class Topology:
     """Axes, outermost first. A topology without levels has the one axis ``flat``."""
 
     axes: tuple[Axis, ...]
+    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Axis sizes, outermost first."""
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of ranks."""
+
+    def __post_init__(self) -> None:
+        # Once for all: they are read at every exchange.
+        object.__setattr__(self, "shape", tuple(axis.size for axis in self.axes))
+        object.__setattr__(self, "size", math.prod(self.shape))
 
     @classmethod
     def flat(cls, size: int) -> "Topology":
@@ -65,16 +74,6 @@ class Topology:
                 f"topology {text!r} describes {product} = {topology.size} ranks, but the Ulysses degree is {size}"
             )
         return topology
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Axis sizes, outermost first."""
-        return tuple(axis.size for axis in self.axes)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.shape)
 
     @property
     def levels(self) -> int:

@@ -21,7 +21,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import FLAT, Topology
 
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Findings:
                 for name, found in values["plans"].items()
             }
             schedules = {
-                kind: Schedule(bool(v_first), int(groups), bool(beside))
+                kind: Schedule(bool(v_first), int(groups), str(beside))
                 for kind, (v_first, groups, beside) in values["schedules"].items()
             }
             samples = {

@@ -23,7 +23,8 @@ CONTENDERS = 3
 WORTH_A_TRIAL = 1.3
 """Those that the model finds more than so many times slower than the best are not tried."""
 MUST_SAVE = 0.03
-"""Share of the flat collective's time that another plan must save in the trial."""
+"""Share of its time that a plan must save in the trial, for each of its stages: in a step ranks compute meanwhile, and
+every stage waits for somebody to begin it. The flat collective need not."""
 EFFORTS = ((3, 5), (1, 3))
 """How many calls a trial times in a row, and how often: the first for which there is time."""
 
@@ -78,5 +79,6 @@ def tried(
     works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates
     by_flat, *by_others = map(median, race(works, *effort, group, device))
-    best = min(range(len(others)), key=by_others.__getitem__)
-    return others[best] if by_others[best] < (1 - MUST_SAVE) * by_flat else flat
+    counts = [took / (1 - MUST_SAVE * len(plan.stages)) for plan, took in zip(others, by_others, strict=True)]
+    best = min(range(len(others)), key=counts.__getitem__)
+    return others[best] if counts[best] < by_flat else flat

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.attention.schedule import BESIDE_O, BESIDE_QKV
 from xfuser_cocodiff.exchange.traffic import Label
 
 
@@ -127,7 +128,7 @@ def test_where_nothing_is_tried_the_planner_says_what_travels_together(ahead: bo
     for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
         assert labels == (["v", "qk", "o"] * 3 if ahead else together)
         usual = "V first, 1 head group" if ahead else "together, 1 head group"
-        assert schedules == [usual, f"{usual}, MLP beside"]  # of double and of single blocks
+        assert schedules == [usual, f"{usual}, MLP beside Q, K and V"]  # of double and of single blocks
         assert asked and {3 * value == whole for value, whole in asked} == {True}
 
 
@@ -181,7 +182,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     return labels, asked, sorted({str(kind.trial.schedule) for kind in engines.active().layers.kinds})
 
 
-def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
+def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, str]) -> list[str]:
     """What happens in the single blocks of a step that run by a schedule; their bits are stock's."""
     from xfuser_cocodiff.attention import ulysses
     from xfuser_cocodiff.attention.schedule import Schedule, Trial
@@ -201,7 +202,7 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
         step()
         engine.runs.end_step()
     for kind in engine.layers.kinds:
-        assert kind.trial.schedule.beside is False
+        assert not kind.trial.schedule.beside
         kind.trial = Trial([Schedule(*schedule)])
     kinds = [kind.has_parallel_mlp for kind in engine.layers.kinds]
     assert sorted(kinds) == [False, True]  # double blocks have none beside attention
@@ -229,15 +230,18 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
 @pytest.mark.parametrize(
     ("mode", "schedule", "block"),
     [
-        ("exact", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
-        ("exact", (True, 1, True), ["sends qk", "mlp", "sends o"]),
-        ("exact", (True, 2, True), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
-        ("exact", (True, 2, False), ["mlp", "sends qk", "sends qkv", "sends o", "sends o"]),
-        ("balanced", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
+        ("exact", (False, 1, BESIDE_QKV), ["sends qkv", "mlp", "sends o"]),
+        ("exact", (True, 1, BESIDE_QKV), ["sends qk", "mlp", "sends o"]),
+        ("exact", (True, 1, BESIDE_O), ["sends qk", "sends o", "mlp"]),
+        ("exact", (True, 2, BESIDE_QKV), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
+        ("exact", (True, 2, BESIDE_O), ["sends qk", "sends qkv", "sends o", "sends o", "mlp"]),
+        ("exact", (True, 2, ""), ["mlp", "sends qk", "sends qkv", "sends o", "sends o"]),
+        ("balanced", (False, 1, BESIDE_QKV), ["sends qkv", "mlp", "sends o"]),
+        ("balanced", (False, 1, BESIDE_O), ["sends qkv", "sends o", "mlp"]),
     ],
 )
-def test_an_mlp_beside_attention_is_computed_while_q_and_k_travel(
-    mode: str, schedule: tuple[bool, int, bool], block: list[str]
+def test_an_mlp_beside_attention_is_computed_while_others_travel(
+    mode: str, schedule: tuple[bool, int, str], block: list[str]
 ) -> None:
     for events in ranks.run(compute_beside, 2, mode, schedule):
         assert events[-len(block) :] == block and events.count("mlp") >= 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS
+from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
@@ -59,13 +60,16 @@ def followed_attention(
         kind.share = share
     running = layer or engine.layers.running()
     layer_codecs = engine.layer_codecs(running, share)
-    name, groups = (layer.name, layer.call.schedule.groups) if layer else ("", 1)
+    name, schedule = (layer.name, layer.call.schedule) if layer else ("", Schedule())
     attend = attend_by(engine.ring_codecs(running, share) if engine.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if not (kind and kind.trial is None and (kind.ready or kind.refusal)):
         beside = layer.call.catch_up if layer and layer.call.later else None
-        return ulysses_attention(query, key, value, attend, mesh, groups, name, under_way, layer_codecs, beside)
+        return ulysses_attention(
+            *(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs),
+            *(beside, schedule.beside),
+        )
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
     comparing = Comparing(attend, counts_in_question(engine, kind, heads) if cuts_heads else [])
     result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS
-from xfuser_cocodiff.attention.schedule import GROUP_COUNTS, Schedule, Trial
+from xfuser_cocodiff.attention.schedule import BESIDE_QKV, GROUP_COUNTS, Schedule, Trial
 from xfuser_cocodiff.attention.ulysses import Attend
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.machine import device as devices
@@ -124,5 +124,6 @@ def _trial(engine: Engine, kind: Kind, counts: list[int], ahead: Callable[[], bo
     is_timed = not devices.of(compute_device().type).queues  # else the host does not see how long a layer takes
     if not is_timed and (len(schedules) > 1 or has_mlp):
         goes_ahead = v_first and (wanted.v_first is True or ahead())
-        return Trial([Schedule(goes_ahead, counts[0], has_mlp and not engine.planned.synchronous)])
+        beside = BESIDE_QKV if has_mlp and not engine.planned.synchronous else ""
+        return Trial([Schedule(goes_ahead, counts[0], beside)])
     return Trial(schedules, has_mlp)
