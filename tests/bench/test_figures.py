@@ -1,7 +1,10 @@
 """Tables of the documents, from records that stand in for those of long runs."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,23 @@ def test_what_failed_is_said_and_made_the_next_time(monkeypatch: pytest.MonkeyPa
     assert (out / "first.json").stat().st_mtime_ns == made
     assert "2 records" in (checkout / "README.md").read_text()
     assert cli.main([*command, "--list"]) == 0 and "speed (README.md): done" in capsys.readouterr().out
+
+
+def test_a_run_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
+    """Else an emulated cluster would go on without anybody who waits for it."""
+    inner = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    outer = (
+        "import sys; from pathlib import Path; from xfuser_cocodiff.bench import figures;"
+        f"figures._status([sys.executable, '-c', {inner!r}, sys.argv[1]], {{}}, Path(sys.argv[1] + '.log'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path / "began")])
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{child}").exists()
 
 
 def test_unknown_tables_are_refused(tmp_path: Path, capsys) -> None:

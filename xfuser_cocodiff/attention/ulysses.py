@@ -74,7 +74,8 @@ def ulysses_attention(
             its_query, its_key, its_value = received if len(received) == 3 else (*received, *first_value)
             attended = attend(its_query, its_key, its_value, head_group)
             if result is None:
-                result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
+                tokens = attended.shape[SEQUENCE] // mesh.topology.size  # of which Q may have come without some
+                result = attended.new_empty(*query.shape[:SEQUENCE], tokens, attended.shape[-1])
             going.append(send_to_sequence(attended, result, mesh, Label("o", layer), head_group, layer_codecs))
         if beside and beside_what == BESIDE_O:
             beside()

@@ -9,12 +9,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from xfuser_cocodiff.comparison import launch
 from xfuser_cocodiff.models.hub import write_cache
 from xfuser_cocodiff.reporting.progress import Teller
 
@@ -186,13 +187,21 @@ def make(tables: Sequence[Table], folder: Path) -> list[Run]:
         environment |= {**models, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     for run in missing:
         told.begin(run.name, run.name)
-        with (folder / f"{run.name}.log").open("w") as log:
-            done = subprocess.run(run.arguments(folder), env=environment, stdout=log, stderr=log, check=False)
-        if done.returncode or not run.record(folder).exists():
+        if _status(run.arguments(folder), environment, folder / f"{run.name}.log") or not run.record(folder).exists():
             failed.append(run)
         told.advance()
     told.end()
     return failed
+
+
+def _status(command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end, which comes with ours, and return its exit status."""
+    with launch.stopped_by_sigterm(), log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        try:
+            return process.wait()
+        finally:  # a cluster takes its network down
+            launch.stop(process)
 
 
 def markdown(table: Table, folder: Path) -> str | None:

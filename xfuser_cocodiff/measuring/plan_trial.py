@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.planner import ranking, seconds
+from xfuser_cocodiff.machine.planner import MARGIN, ranking, seconds
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.measuring.stopwatch import race
 
@@ -23,8 +23,8 @@ CONTENDERS = 3
 WORTH_A_TRIAL = 1.3
 """Those that the model finds more than so many times slower than the best are not tried."""
 MUST_SAVE = 0.03
-"""Share of its time that a plan must save in the trial, for each of its stages: in a step ranks compute meanwhile, and
-every stage waits for somebody to begin it. The flat collective need not."""
+"""Share of its time that a plan must save in the trial to be taken in place of the flat collective; and the planner's
+margin for every further stage: in a step ranks compute meanwhile, and each stage waits for somebody to begin it."""
 EFFORTS = ((3, 5), (1, 3))
 """How many calls a trial times in a row, and how often: the first for which there is time."""
 
@@ -79,6 +79,7 @@ def tried(
     works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates
     by_flat, *by_others = map(median, race(works, *effort, group, device))
-    counts = [took / (1 - MUST_SAVE * len(plan.stages)) for plan, took in zip(others, by_others, strict=True)]
+    margins = [MUST_SAVE + MARGIN * (len(plan.stages) - 1) for plan in others]
+    counts = [took / (1 - margin) for took, margin in zip(by_others, margins, strict=True)]
     best = min(range(len(others)), key=counts.__getitem__)
     return others[best] if counts[best] < by_flat else flat

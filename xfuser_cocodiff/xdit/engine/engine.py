@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention.alike import AlikeTokens
 from xfuser_cocodiff.attention.reshard import padded_heads, send_to_heads
 from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
@@ -37,6 +38,13 @@ from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
+
+_DIFFER = (
+    "tokens of a text that every rank has were not alike on all of them, which they were before: in the last step "
+    "ranks have attended to their own. All of them travel from here on"
+)
+_TEXT_IN_SEQUENCE = ("xFuserFlux1", "xFuserFluxT", "xFuserSD3", "xFuserCogVideoX", "xFuserHunyuanVideo")
+"""Beginnings of the names of xDiT's transformers that share the text among ranks, where it divides."""
 
 
 @dataclass(eq=False)
@@ -72,12 +80,15 @@ class Engine:
     """What exchanges moved, stock's too where somebody watches them."""
     under_way: UnderWay = field(init=False, default_factory=UnderWay)
     """Calls of layers that graphs have begun and not ended."""
+    alike: AlikeTokens = field(init=False)
+    """Tokens that all ranks have, and that do not travel."""
     trials: Trials | None = field(init=False, default=None)
     """What is tried of schedules and plans; None without a mesh."""
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
+        self.alike = AlikeTokens(self.same, lambda: note(_DIFFER))
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         # Found here, since PyTorch cannot trace what is cached.
@@ -163,8 +174,22 @@ class Engine:
             self.trials.begin_run(total)
 
     def _step_ends(self) -> None:
+        if self.mesh:
+            self._tell_of_whole_text()
+            self.alike.end_step()
         if self.trials and self._counts() and not is_captured():
             self.trials.end_step()
+
+    def _tell_of_whole_text(self) -> None:
+        """Say that ranks do not share text which lies in the sequence: its Q, K and V travel although all have them."""
+        from xfuser.core.distributed import get_pipeline_parallel_world_size
+        from xfuser.core.distributed import get_sequence_parallel_world_size as ranks
+
+        if _text_is_whole() and get_pipeline_parallel_world_size() == 1 and self.model.startswith(_TEXT_IN_SEQUENCE):
+            note(
+                f"the tokens of the text do not divide by the {ranks()} ranks that share a sequence: each of them "
+                "has, and sends, all of them. With another --max_sequence_length, such that they divide, less travels"
+            )
 
     def _follows(self) -> bool:
         return self.mesh is not None and self.mesh.topology.size > 1 and self._counts()
@@ -173,9 +198,22 @@ class Engine:
         """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
         if self.mesh is None:
             return True
-        digest = zlib.crc32(repr(value).encode())
-        lowest, highest = self.reduced([digest, -digest], "min")
-        return lowest == -highest
+        return bool(self.same(torch.tensor([zlib.crc32(repr(value).encode())])).all())
+
+    def same(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Whether each number is the same on all ranks that share a sequence, which must all call this.
+
+        Args:
+            numbers: int64, on the host.
+        """
+        least = _reduced(torch.stack([numbers, -numbers]), "min", self.config.timeout if self.config else None)
+        return least[0] == -least[1]
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether tokens that all ranks have may be left out: where text does not divide among them, of which xDiT
+        gives each rank all. Codecs leave out what they do by themselves."""
+        return self.runtime is None and _text_is_whole() and not is_captured()
 
     def reduced(self, values: list[float], operation: str) -> list[float]:
         """As the function of this name, within the time that an exchange may take."""
@@ -220,10 +258,20 @@ class Engine:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
         head_group = HeadGroup(0, layer.call.schedule.groups)
+        layer.call.alike = self.alike.of_value(layer, value) if self.may_leave_out else None
+        if layer.call.alike:
+            value = layer.call.alike.ends[-1].without(value)
         value = padded_heads(value, self.mesh.topology.size)
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
         )
+
+
+def _text_is_whole() -> bool:
+    """Whether xDiT gives each rank all of the text; it says so once a pipeline has been called."""
+    from xfuser.core.distributed import get_runtime_state
+
+    return not getattr(get_runtime_state(), "split_text_embed_in_sp", True)
 
 
 def reduced(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
@@ -241,13 +289,16 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
     Raises:
         LostRankError: a rank is gone or does not answer.
     """
+    return _reduced(torch.tensor(values, dtype=torch.float64), operation, timeout).tolist()
+
+
+def _reduced(values: torch.Tensor, operation: str, timeout: float | None) -> torch.Tensor:
     from xfuser.core.distributed import get_sp_group
 
-    group, found = get_sp_group().cpu_group, torch.tensor(values, dtype=torch.float64)
-    patience = timedelta(seconds=timeout) if timeout else default_pg_timeout
+    group, patience = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
     with roll_call.naming_the_lost(group, "agreement"):
-        dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
-    return found.tolist()
+        dist.all_reduce(values, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
+    return values
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
