@@ -15,15 +15,17 @@ from xfuser_cocodiff.bench import figures
 from xfuser_cocodiff.bench.figures import TABLES, Run, Table
 
 CHECKOUT = Path(__file__).parent.parent.parent
+TWICE, FOURFOLD = "2.00 (2.00 to 2.00)", "4.00 (4.00 to 4.00)"
 RUNS = [run for table in TABLES for run in table.runs]
 
 
-def model_record(asked: float, ring: int = 1) -> dict[str, Any]:
-    """As `cocodiff bench model` leaves it: stock takes 4 s, exact 2 s, and every mode 1 s."""
+def model_record(asked: float, modes: str, ring: int = 1) -> dict[str, Any]:
+    """As `cocodiff bench model` leaves it: stock takes 4 s, exact 2 s, and every other mode 1 s."""
     rows = []
-    for mode, seconds in (("stock", 4.0), ("exact", 2.0), ("balanced", 1.0), ("fast", 1.0), ("paper", 1.0)):
+    for mode in ("stock", *modes.split(",")):
         known = {"share_asked": asked, "share": asked + 0.001, "ring": ring, "mode": mode, "bound_seconds": 0.5}
-        rows.append({**known, "step_seconds": [seconds, 1.1 * seconds, 0.9 * seconds], "speedup": 4 / seconds})
+        seconds = {"stock": 4.0, "exact": 2.0}.get(mode, 1.0)
+        rows.append({**known, "step_seconds": [seconds, 1.1 * seconds, 0.9 * seconds]})
     return {"rows": rows}
 
 
@@ -38,15 +40,16 @@ def record_of(run: Run) -> dict[str, Any]:
     given = dict(zip(run.command, run.command[1:], strict=False))
     if run.command[0] == "quality":
         return quality_record(given["--model"], int(given["--steps"]))
-    return model_record(float(given["--share"].split(",")[0]), int(given.get("--ring", 1)))
+    return model_record(float(given["--share"].split(",")[0]), given["--mode"], int(given.get("--ring", 1)))
 
 
 @pytest.mark.parametrize(
     ("name", "lines", "row"),
     [
-        ("speed", 2 + 4, "| 0.65 | 2.00 (8.00) | 4.00 (8.00) | 4.00 (8.00) | 4.00 (8.00) |"),
-        ("ring", 2 + 3, "| 4 x 2 | 0.50 | 2.00 (2.00 to 2.00) | 4.00 (4.00 to 4.00) |"),
-        ("compiled", 2 + 1, "| 0.50 | 4.00 s (3.60 to 4.40) | 2.00 | 4.00 |"),
+        ("speed", 2 + 4, f"| 0.65 | {TWICE} of 8.00 | {FOURFOLD} of 8.00 | {FOURFOLD} of 8.00 | {FOURFOLD} |"),
+        ("tokens", 2 + 1, f"| 0.65 | {TWICE} of 8.00 | {FOURFOLD} of 8.00 |"),
+        ("ring", 2 + 3, f"| 4 x 2 | 0.50 | {TWICE} | {FOURFOLD} |"),
+        ("compiled", 2 + 1, f"| 0.50 | 4.00 s (3.60 to 4.40) | {TWICE} | {FOURFOLD} |"),
         ("quality", 2 + 8, "| FLUX.1-dev | 50 | `fast` | 0.084 | 47.9 ± 5.7 | 0.9975 | 22.16 (22.12) |"),
     ],
 )
@@ -141,4 +144,4 @@ def test_a_run_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
 
 def test_unknown_tables_are_refused(tmp_path: Path, capsys) -> None:
     assert cli.main(["bench", "all", "--out", str(tmp_path), "--only", "speed,colour"]) == 2
-    assert "--only 'colour' is not known; valid are speed, ring, compiled, quality" in capsys.readouterr().err
+    assert "--only 'colour' is not known; valid are speed, tokens, ring, compiled, quality" in capsys.readouterr().err

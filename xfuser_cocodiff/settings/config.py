@@ -150,7 +150,8 @@ def resolve(
         undecided=None if mode == EXACT else ground.undecided,
         links=links,
         profile=ground.profile
-        or _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
+        if ground.profile or ground.ring_profile  # which alone is there where the ring is all there is
+        else _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
         timeout=_read(chosen["cocodiff_timeout"], _seconds),
         overlap=overlap,
         mode=mode,

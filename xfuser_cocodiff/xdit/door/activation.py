@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.settings.options import RECORD_VARIABLE
-from xfuser_cocodiff.xdit.attention import long_context, ring_attention, sites, uneven, usp
+from xfuser_cocodiff.xdit.attention import long_context, outputs, ring_attention, sites, uneven, usp
 from xfuser_cocodiff.xdit.clock import recorder, run_clock
 from xfuser_cocodiff.xdit.door import flags, ray_workers, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
@@ -78,6 +78,7 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *ring.patches(),
         *start.patches(),
         *sites.patches(),
+        *outputs.patches(),
         *usp.patches(),
         *uneven.patches(),
         *long_context.patches(),
