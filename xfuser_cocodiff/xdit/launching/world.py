@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -96,23 +95,17 @@ def watch_stock() -> None:
 
 @contextmanager
 def nothing_sent() -> Iterator[None]:
-    """Context in which stock's collectives return what they were given: computation without communication."""
+    """Context in which stock's all-to-alls and rings return what they were given: a step without them, but with what
+    comes together at its end."""
     from torch.distributed.tensor.experimental import _attention
-    from xfuser.core.distributed.group_coordinator import GroupCoordinator
     from xfuser.model_executor.layers import usp
 
     ring = sys.modules[_attention._templated_ring_attention.__module__]
     with (
         mock.patch.object(usp, "_sdpa_all_to_all_single", torch.clone),
-        mock.patch.object(GroupCoordinator, "all_gather", _all_alike),
         mock.patch.object(ring, "_create_rotater", lambda *_: _Standing()),
     ):
         yield
-
-
-def _all_alike(group: Any, block: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """As if all ranks had this one's."""
-    return torch.cat([block] * group.world_size, dim)
 
 
 class _Standing:
