@@ -129,13 +129,11 @@ def _option(command: str, name: str) -> str:
 
 
 _AURORA = ("--preset", "aurora")
-_HIGH = ("bench", "model", "--shape", "high-resolution", "--repeats", "5")
 _MODEL = ("bench", "model", "--shape", "low-resolution", "--repeats", "5")
 _SPEED = tuple(
     Run(f"speed-{share}", (*_MODEL, "--share", str(share), "--mode", f"exact,balanced,fast{paper}"), minutes, _AURORA)
     for share, minutes, paper in zip(_SHARES, (7, 8, 12, 25), (*(3 * [",paper"]), ""), strict=True)
 )
-_TOKENS = Run("tokens", (*_HIGH, "--share", "0.65,0.8", "--mode", "exact,balanced"), 20, _AURORA)
 _EXACT_AND_CODED = ("--share", "0.5,0.65,0.8,0.9", "--mode", "exact,balanced")
 _RING = tuple(Run(f"ring-{ring}", (*_MODEL, "--ring", str(ring), *_EXACT_AND_CODED), 20, _AURORA) for ring in _RINGS)
 _COMPILED = Run(
@@ -155,7 +153,6 @@ _QUALITY = tuple(
 )
 TABLES = (
     Table("speed", "README.md", _SPEED, _speed),
-    Table("tokens", "README.md", (_TOKENS,), _speed),
     Table("ring", "docs/ring.md", _RING, _ring),
     Table("compiled", "docs/compiled_graphs.md", (_COMPILED,), _compiled),
     Table("quality", "docs/codecs.md", _QUALITY, _quality),

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from xfuser_cocodiff.reporting.colours import INK
 from xfuser_cocodiff.reporting.words import INSTALL, percent, size, time
+from xfuser_cocodiff.simulation.emulated import Cell
 from xfuser_cocodiff.simulation.paper import LESS, MORE, Finding
 
 CHART_FORMATS = (".svg", ".png", ".pdf")
@@ -66,6 +67,23 @@ def validation_table(findings: Sequence[Finding]) -> Table:
 def validation_record(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The same as JSON values."""
     return [{**dataclasses.asdict(finding), "ratio": finding.ratio, "verdict": finding.verdict} for finding in findings]
+
+
+def bench_table(cells: Sequence[Cell]) -> Table:
+    """Measured steps beside simulated ones."""
+    found = Table(box=None)
+    for column in ("share", "mode", "measured", "simulated", "ratio", ""):
+        found.add_column(column, justify="left" if column in ("mode", "") else "right")
+    for cell in cells:
+        verdict = "agrees" if cell.agrees else "differs"
+        figures = time(cell.measured), time(cell.simulated), f"{cell.ratio:.2f}"
+        found.add_row(f"{cell.share:.2f}", cell.mode, *figures, verdict)
+    return found
+
+
+def bench_record(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The same as JSON values."""
+    return [{**dataclasses.asdict(cell), "ratio": cell.ratio, "agrees": cell.agrees} for cell in cells]
 
 
 def check_chart(file: Path) -> None:

@@ -1,0 +1,71 @@
+"""The simulator against steps that were measured on an emulated cluster, and against what must hold of any."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.simulation import emulated
+
+MEASURED = Path(__file__).with_name("bench_model.json")
+"""Of `cocodiff bench all --only speed`, as the README has it, but for the paper's mode, whose steps are each of other
+bytes: 8 ranks on the 2 cores of an AMD EPYC."""
+
+
+def record() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text())
+
+
+def test_steps_are_as_they_were_measured() -> None:
+    cells = emulated.held_against(record())
+    assert {cell.mode for cell in cells} == {"stock", "exact", "balanced", "fast"} and len(cells) == 4 * 3
+    off = [(cell.mode, round(cell.share, 2), round(cell.ratio, 2)) for cell in cells if not cell.agrees]
+    assert not off
+
+
+def simulated(change: dict[str, Any], of: str = "exact") -> float:
+    """Seconds of a mode at one share, where something of its row is another."""
+    changed = record()
+    changed["rows"] = [row | change for row in changed["rows"] if row["mode"] == of][:1]
+    return emulated.held_against(changed)[0].simulated
+
+
+@pytest.mark.parametrize("mode", ["stock", "exact", "balanced"])
+def test_faster_links_and_fewer_bytes_make_no_step_longer(mode: str) -> None:
+    [scale] = [row["scale"] for row in record()["rows"] if row["mode"] == mode][:1]
+    times = [simulated({"scale": scale * factor}, mode) for factor in (0.25, 0.5, 1, 2, 4)]
+    assert times == sorted(times, reverse=True) and times[0] > 1.2 * times[-1]
+    shares = [simulated({"bytes_slow_fraction": share}, "balanced") for share in (0.01, 0.1, 0.5)]
+    assert shares == sorted(shares)
+
+
+def test_without_bytes_a_coded_step_is_what_ranks_compute() -> None:
+    [row] = [row for row in record()["rows"] if row["mode"] == "balanced"][:1]
+    found = simulated({"bytes_slow_fraction": 1e-9, "schedules": {}}, "balanced")
+    calls = record()["shape"]["depth"] * 2 * 8 / 2  # two exchanges a layer, eight ranks on two cores
+    assert found == pytest.approx(row["alone_seconds"] + calls * emulated.CALL_SECONDS, rel=1e-6)
+
+
+def test_the_command_says_what_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert cli.main(["simulate", "--bench", str(MEASURED), "--json", str(out)]) == 0
+    assert capsys.readouterr().out.count("agrees") == 12
+    assert {cell["agrees"] for cell in json.loads(out.read_text())["bench"]} == {True}
+
+
+def test_other_records_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ring, other = copy.deepcopy(record()), tmp_path / "other.json"
+    ring["rows"][0]["ring"] = 2
+    for content, words in (
+        (ring, "a ring"),
+        ({"rows": [{}]}, "not a record of `cocodiff bench model`"),
+        ([], "not a rec"),
+    ):
+        other.write_text(json.dumps(content))
+        assert cli.main(["simulate", "--bench", str(other)]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main(["simulate", "--bench", str(tmp_path / "none.json")]) == 2
+    assert "--bench" in capsys.readouterr().err
