@@ -176,7 +176,13 @@ def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, 
     else:
         expected = Counter(found.sent_bytes) + Counter(found.ring_bytes)
     for sent, held in ranks.run(moved_by_ranks, topology.size, model, mode, text, split, topology):
-        assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
+        if mode == "exact" and text % split.ulysses:  # what is foreseen is the most: later on, such text stays
+            stays = 3 * case.message_bytes("q") * case.shard.text / case.shard.queries  # of a layer
+            [(axis, size)] = expected.items()
+            calls, rest = divmod(STEPS * size - sent[axis], Plan.hierarchical(topology).sent_bytes(stays)[axis])
+            assert case.layer_calls <= calls < STEPS * case.layer_calls and rest == 0
+        else:
+            assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
         assert held == found.reference_bytes
 
 
