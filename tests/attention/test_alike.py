@@ -58,7 +58,7 @@ def test_what_is_alike_only_once_travels() -> None:
     assert tokens.of(layer, tensors) is None
     tokens.look(layer, tensors)
     found = tokens.of(layer, tensors)
-    assert found.ends == ((2, 0), (0, 0), (0, 0)) and tokens.of_value(layer, tensors[2]) is found
+    assert found.ends == ((2, 0), (0, 0), (0, 0)) and tokens.of(layer, tensors[2:]) is found
     assert [each.shape[2] for each in found.without(tensors)] == [2, 4, 4]
     assert tokens.of(layer, [tensor[:, :, 1:] for tensor in tensors]) is None  # of other tokens nothing is known
     assert tokens.of(layer, [torch.randn(1, 3, 4, 8) for _ in range(3)]) is found  # padded heads are no other tokens
@@ -92,4 +92,4 @@ def test_what_was_left_out_is_compared_after_each_step() -> None:
     verdict[0] = False
     tokens.left_out(alike, tensors)
     tokens.end_step()
-    assert told == ["differ"] and tokens.of(layer, tensors) is None and tokens.of_value(layer, tensors[2]) is None
+    assert told == ["differ"] and tokens.of(layer, tensors) is None and tokens.of(layer, tensors[2:]) is None

@@ -25,7 +25,7 @@ LOOKS = 2
 PAYS = 0.05
 """Share of a tensor's tokens from which on it pays to leave them out."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64
-"""What numbers of a step are strung together by."""
+"""Numbers of a step are strung together by it, so that their order counts too; it is odd, so that no bit gets lost."""
 
 
 class Ends(NamedTuple):
@@ -96,14 +96,12 @@ class AlikeTokens:
         self._is_off = False
 
     def of(self, layer: Hashable, tensors: Sequence[torch.Tensor]) -> Alike | None:
-        """What is left out of Q, K and V in a layer; None where they travel whole."""
+        """What is left out of Q, K and V in a layer; None where they travel whole. Where V goes first, it is asked of V
+        alone."""
         found = self._known.get(layer)
-        return found if found and found.holds and found.sizes == _sizes(tensors) and not self._is_off else None
-
-    def of_value(self, layer: Hashable, value: torch.Tensor) -> Alike | None:
-        """The same for a V that goes first."""
-        found = self._known.get(layer)
-        return found if found and found.holds and found.sizes[-1:] == _sizes([value]) and not self._is_off else None
+        if self._is_off or found is None or not found.holds:
+            return None
+        return found if found.sizes[-len(tensors) :] == _sizes(tensors) else None
 
     def look(self, layer: Hashable, tensors: Sequence[torch.Tensor]) -> None:
         """See which tokens of Q, K and V are alike, while that is not known."""

@@ -17,12 +17,13 @@ def said(rank: int, text_tokens: int, model: str) -> list[str]:
     from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.xdit.engine import engine as engines
+    from xfuser_cocodiff.xdit.engine import text
     from xfuser_cocodiff.xdit.launching import world
 
     group, notes = world.start(), []
     with (
         mock.patch.object(bench, "_text_tokens", lambda _: text_tokens),
-        mock.patch.object(engines, "note", notes.append),
+        mock.patch.object(text, "note", notes.append),
     ):
         step = bench._step(bench.Shape(128, 3, 64, 8))
         engine = engines.Engine(mesh=Mesh.over(group, Topology.flat(2)), model=model)

@@ -30,6 +30,7 @@ from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
+from xfuser_cocodiff.xdit.engine import text
 from xfuser_cocodiff.xdit.engine.runs import Runs
 from xfuser_cocodiff.xdit.engine.trials import Trials
 from xfuser_cocodiff.xdit.layers.kind import Kind
@@ -43,8 +44,6 @@ _DIFFER = (
     "tokens of a text that every rank has were not alike on all of them, which they were before: in the last step "
     "ranks have attended to their own. All of them travel from here on"
 )
-_TEXT_IN_SEQUENCE = ("xFuserFlux1", "xFuserFluxT", "xFuserSD3", "xFuserCogVideoX", "xFuserHunyuanVideo")
-"""Beginnings of the names of xDiT's transformers that share the text among ranks, where it divides."""
 
 
 @dataclass(eq=False)
@@ -175,21 +174,10 @@ class Engine:
 
     def _step_ends(self) -> None:
         if self.mesh:
-            self._tell_of_whole_text()
+            text.tell_if_whole(self.model)
             self.alike.end_step()
         if self.trials and self._counts() and not is_captured():
             self.trials.end_step()
-
-    def _tell_of_whole_text(self) -> None:
-        """Say that ranks do not share text which lies in the sequence: its Q, K and V travel although all have them."""
-        from xfuser.core.distributed import get_pipeline_parallel_world_size
-        from xfuser.core.distributed import get_sequence_parallel_world_size as ranks
-
-        if _text_is_whole() and get_pipeline_parallel_world_size() == 1 and self.model.startswith(_TEXT_IN_SEQUENCE):
-            note(
-                f"the tokens of the text do not divide by the {ranks()} ranks that share a sequence: each of them "
-                "has, and sends, all of them. With another --max_sequence_length, such that they divide, less travels"
-            )
 
     def _follows(self) -> bool:
         return self.mesh is not None and self.mesh.topology.size > 1 and self._counts()
@@ -213,7 +201,7 @@ class Engine:
     def may_leave_out(self) -> bool:
         """Whether tokens that all ranks have may be left out: where text does not divide among them, of which xDiT
         gives each rank all. Codecs leave out what they do by themselves."""
-        return self.runtime is None and _text_is_whole() and not is_captured()
+        return self.runtime is None and text.is_whole() and not is_captured()
 
     def reduced(self, values: list[float], operation: str) -> list[float]:
         """As the function of this name, within the time that an exchange may take."""
@@ -258,20 +246,13 @@ class Engine:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
         head_group = HeadGroup(0, layer.call.schedule.groups)
-        layer.call.alike = self.alike.of_value(layer, value) if self.may_leave_out else None
+        layer.call.alike = self.alike.of(layer, [value]) if self.may_leave_out else None
         if layer.call.alike:
             value = layer.call.alike.ends[-1].without(value)
         value = padded_heads(value, self.mesh.topology.size)
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
         )
-
-
-def _text_is_whole() -> bool:
-    """Whether xDiT gives each rank all of the text; it says so once a pipeline has been called."""
-    from xfuser.core.distributed import get_runtime_state
-
-    return not getattr(get_runtime_state(), "split_text_embed_in_sp", True)
 
 
 def reduced(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
