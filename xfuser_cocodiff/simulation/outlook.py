@@ -56,9 +56,9 @@ class Case:
         """Layers of a step, counted once for each call of guidance."""
         return self.workload.layers * self.workload.calls
 
-    def message_bytes(self, name: str) -> int:
-        """Bytes of one of q, k, v and o on a rank."""
-        tokens = self.shard.queries if name in "qo" else self.shard.keys
+    def message_bytes(self, name: str, without_staying: bool = False) -> int:
+        """Bytes of one of q, k, v and o on a rank; or of what of it travels where text stays that every rank has."""
+        tokens = self.shard.of(name) - (self.shard.staying(name) if without_staying else 0)
         return self.batch * self.workload.rows * tokens * self.workload.width * BYTES_PER_VALUE
 
     def seconds_of(self, flops: float) -> float:
@@ -149,12 +149,17 @@ class _Run:
         self._schedule = None if self._stock else modes.usual(mode, case.steps)
         self._payloads = Counter(self._each_step())
 
-    def _profile(self, name: str) -> Profile:
-        return self._case.profile_of(self.group, self._held(name))
+    def _held(self, name: str, without_staying: bool = False) -> int:
+        """Bytes of one of q, k, v and o on a rank, with heads that are added."""
+        unpadded = self._case.message_bytes(name, without_staying)
+        return unpadded * self._heads * self._split.ulysses // self._case.workload.heads
 
-    def _held(self, name: str) -> int:
-        """Bytes of one of q, k, v and o on a rank, as it travels."""
-        return self._case.message_bytes(name) * self._heads * self._split.ulysses // self._case.workload.heads
+    def _message(self, name: str) -> tuple[Profile, int]:
+        """What is known of the machine for an exchange of one of q, k, v and o, and its bytes on a rank. Stock sends
+        text that every rank has, and so do codecs, what changes in it."""
+        is_exact = not self._stock and (self._schedule is None or self._places * self._ring_places == 1)
+        size = self._held(name, without_staying=is_exact)
+        return self._case.profile_of(self.group, size), size
 
     @property
     def _ring_profile(self) -> Profile:
@@ -163,7 +168,7 @@ class _Run:
     @property
     def _places(self) -> int:
         """On slow axes of a Ulysses group."""
-        return _places(self._profile("q")) if self._split.ulysses > 1 else 1
+        return _places(self._case.profile_of(self.group, self._held("q"))) if self._split.ulysses > 1 else 1
 
     @property
     def _ring_places(self) -> int:
@@ -178,7 +183,7 @@ class _Run:
     def shape(self, name: str) -> tuple[int, ...]:
         """(L, G, H, T, D) of a tensor as codecs have it: one of its links, with all that comes along fast axes."""
         case = self._case
-        tokens = case.shard.queries if name in "qo" else case.shard.keys
+        tokens = case.shard.of(name)
         groups = self._split.ulysses // self._places * case.batch * case.workload.rows
         return 1, groups, self._heads, tokens, case.workload.head_dim
 
@@ -206,18 +211,17 @@ class _Run:
         return sum(count * of(payload) for payload, count in self._payloads.items()) / self._case.steps
 
     def _legs(self, name: str, payloads: tuple[int, int] | None) -> list[planner.Leg]:
-        profile, held = self._profile(name), self._held(name)
+        profile, size = self._message(name)
         if self._stock:
-            return [planner.Leg(profile, Plan.flat(profile.topology), held)]
-        return planner.legs(profile, held, payloads and _part(name, payloads))
+            return [planner.Leg(profile, Plan.flat(profile.topology), size)]
+        return planner.legs(profile, size, payloads and _part(name, payloads))
 
     def _exchange(self, name: str, payloads: tuple[int, int] | None) -> float:
         if self._split.ulysses == 1:
             return 0.0
         if self._stock:
             return sum(planner.seconds(*leg) for leg in self._legs(name, None))
-        held = self._held(name)
-        return planner.exchange_seconds(self._profile(name), held, payloads and _part(name, payloads))
+        return planner.exchange_seconds(*self._message(name), payloads and _part(name, payloads))
 
     def sent_bytes(self) -> dict[str, float]:
         """By all-to-alls, along each axis."""
