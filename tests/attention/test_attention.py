@@ -102,7 +102,11 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "staged"), slow_but([("hierarchical", True)], itertools.product(["flat*", "hierarchical"], [True, False]))
+    ("plan", "staged"),
+    slow_but(
+        [("hierarchical", True), ("hierarchical:gpu*,node*", False)],
+        itertools.product(["flat*", "hierarchical", "hierarchical:gpu*,node*"], [True, False]),
+    ),
 )
 def test_late_ranks_change_nothing(plan: str, staged: bool) -> None:
     ranks.run(stress, 4, plan, CPU, staged)

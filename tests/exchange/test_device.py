@@ -74,7 +74,7 @@ def make_tables() -> None:
 def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane | None = None) -> Mesh:
     """A mesh among ranks that are not there either."""
     made = Plan.parse(plan, topology)
-    groups = {stage: SimpleNamespace(size=lambda: topology.size) for stage in made.stages}
+    groups = {stage: SimpleNamespace(size=lambda: topology.size, rank=lambda: 0) for stage in made.stages}
     stages = Stages(groups, device(), staged)
     return Mesh(topology, stages, Policy(lambda nbytes: made), lane or Lane(device(), staged))
 

@@ -22,7 +22,7 @@ from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
 from xfuser_cocodiff.measuring.choice import Plans
-from xfuser_cocodiff.measuring.contest import TARGET_SECONDS, contest, slowest, turns
+from xfuser_cocodiff.measuring.contest import contest, slowest, target_seconds, turns
 from xfuser_cocodiff.measuring.plan_trial import EFFORTS, tried
 from xfuser_cocodiff.measuring.planned import check_fits, known_of
 from xfuser_cocodiff.reporting import host
@@ -112,7 +112,7 @@ def measure(
 def _foreseen(sizes: Sequence[int], turns_of_size: int, profile: Profile) -> dict[str, tuple[float, float]]:
     """For each size its turns, and the seconds of one, by what the planner knows."""
     flat = Plan.flat(profile.topology)
-    return {str(size): (turns_of_size, max(planner.seconds(profile, flat, size), TARGET_SECONDS)) for size in sizes}
+    return {str(size): (turns_of_size, max(planner.seconds(profile, flat, size), target_seconds())) for size in sizes}
 
 
 def _check_bits(works: dict[str, Callable], size: int) -> None:

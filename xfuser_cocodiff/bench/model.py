@@ -26,7 +26,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.contest import TARGET_SECONDS, contest, mean, turns
+from xfuser_cocodiff.measuring.contest import contest, mean, target_seconds, turns
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
@@ -230,7 +230,7 @@ def _sent_share(reports: Sequence[StepReport]) -> float:
 def _foreseen(asked_shares: Sequence[float], modes: int, repeats: int, alone: float) -> dict[str, tuple[float, float]]:
     """For each share its turns, and the seconds of one."""
     pieces = _USUAL_ATTEMPTS * turns(1, _TRIALS) + _turns_of_sides(modes, repeats)
-    seconds = [max(alone / (1 - asked), TARGET_SECONDS) for asked in asked_shares]
+    seconds = [max(alone / (1 - asked), target_seconds()) for asked in asked_shares]
     return {str(number): (pieces, expected) for number, expected in enumerate(seconds)}
 
 

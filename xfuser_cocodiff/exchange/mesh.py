@@ -133,8 +133,8 @@ class Mesh:
         """
         if plan.chunks > 1:
             return self._pipelined(buffer, plan)
-        for number in range(len(plan.stages)):
-            buffer = self.stages.finish(self.stages.start(buffer, plan, number))
+        for number, room in enumerate(self.stages.rooms(buffer, plan)):
+            buffer = self.stages.finish(self.stages.start(buffer, plan, number, room))
         return buffer
 
     def gather_plan(self, block_bytes: int) -> Plan:
@@ -155,8 +155,8 @@ class Mesh:
         Returns:
             Shape (*plan.shape, *block.shape), indexed by source; a view whose memory order is that of the last stage.
         """
-        for number in range(len(plan.stages)):
-            block = self.stages.finish(self.stages.start_gather(block, plan, number))
+        for number, room in enumerate(self.stages.rooms(block, plan, gathers=True)):
+            block = self.stages.finish(self.stages.start_gather(block, plan, number, room))
         levels = len(plan.dims)
         lies = [levels - 1 - plan.dims.index(dim) for dim in range(levels)]  # the last stage outermost
         return block.permute(*lies, *range(levels, block.ndim))

@@ -3,7 +3,8 @@
 In an all-to-all each of them gets another share of what a rank holds, in an all-gather all of it.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -27,6 +28,14 @@ _TAG = 0
 one tag serves all."""
 
 
+class Room(NamedTuple):
+    """Where the shares of a stage of direct sends arrive."""
+
+    received: torch.Tensor
+    receives: tuple[dist.Work, ...]
+    """Of each other rank, the one whose share comes last first: a thread that sleeps once for all is woken once."""
+
+
 class InFlight(NamedTuple):
     """A stage that has been started: its result is there after :meth:`Stages.finish`."""
 
@@ -47,6 +56,30 @@ class InFlight(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Peers:
+    """The ranks of a group, as one of them turns to them: by their distance, so that not all turn to one first."""
+
+    group: dist.ProcessGroup
+    size: int
+    here: int
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "Peers":
+        """Those of a group."""
+        size, here = group.size(), group.rank()
+        away = range(1, size)
+        return cls(
+            group,
+            size,
+            here,
+            tuple((here - distance) % size for distance in away),
+            tuple((here + distance) % size for distance in away),
+        )
+
+
+@dataclass(frozen=True)
 class Stages:
     """The stages that this rank can take part in."""
 
@@ -63,33 +96,82 @@ class Stages:
     flat_name: str = FLAT
     """What the account calls all axes at once: the name of these where a larger topology has more."""
 
-    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
-        """Begin a stage with a buffer (*plan.shape, payload)."""
-        dim, group = plan.dims[number], self.groups[plan.stages[number]]
+    # What small messages would ask for again and again, in every stage.
+
+    @functools.cached_property
+    def _peers(self) -> Mapping[Stage, Peers]:
+        return {stage: Peers.of(group) for stage, group in self.groups.items()}
+
+    @functools.cached_property
+    def _host_waits(self) -> bool:
+        """Whether the host sees when a stage has ended."""
+        return self.staged or not devices.of(self.device.type).queues
+
+    def rooms(self, message: torch.Tensor, plan: Plan, gathers: bool = False) -> list[Room | None]:
+        """Await what the stages of a plan are going to bring, before the first of them begins: shares that are awaited
+        go at once, where their senders would have to ask first. Only direct sends have room of their own.
+
+        Args:
+            message: of this rank.
+            plan: how it goes; its stages must begin in this order, and nothing else in their groups meanwhile.
+            gathers: whether each stage brings all that its ranks hold, and not shares of it.
+        """
+        rooms: list[Room | None] = []
+        awaits, count = not (torch.compiler.is_compiling() or self.staged), message.numel()
+        for number, stage in enumerate(plan.stages):
+            count *= self._peers[stage].size if gathers else 1
+            room = self._room((count,), message, plan, number) if awaits and plan.direct[number] else None
+            rooms.append(room)
+        return rooms
+
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int, room: Room | None = None) -> InFlight:
+        """Begin a stage with a buffer (*plan.shape, payload); with its room, where it is awaited already."""
+        dim, stage = plan.dims[number], plan.stages[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
-            return InFlight(plan, number, sent, _functional(sent, group), sent.shape, dim)
-        begin = _send_directly if plan.direct[number] else _collective
-        return self._begun(sent, sent.shape, plan, number, dim, begin)
+            return InFlight(plan, number, sent, _functional(sent, self.groups[stage]), sent.shape, dim)
+        return self._begun(sent, sent.shape, plan, number, dim, room)
 
-    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> InFlight:
+    def start_gather(self, block: torch.Tensor, plan: Plan, number: int, room: Room | None = None) -> InFlight:
         """Begin a stage of an all-gather with what this rank holds; (ranks, *block.shape) arrives."""
-        shape = self.groups[plan.stages[number]].size(), *block.shape
-        begin = _give_directly if plan.direct[number] else _gather
-        return self._begun(block.contiguous(), shape, plan, number, 0, begin)
+        shape = self._peers[plan.stages[number]].size, *block.shape
+        return self._begun(block.contiguous(), shape, plan, number, 0, room, gathers=True)
 
     def _begun(
-        self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, dim: int, begin: "_Begin"
+        self,
+        sent: torch.Tensor,
+        shape: tuple[int, ...],
+        plan: Plan,
+        number: int,
+        dim: int,
+        room: Room | None,
+        gathers: bool = False,
     ) -> InFlight:
-        group, label = self.groups[plan.stages[number]], self._label(plan, number)
-        with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
-            queues = devices.of(sent.device.type).queues
+        peers, label = self._peers[plan.stages[number]], self._label(plan, number)
+        with self.traffic.time(label, sent.device), roll_call.naming_the_lost(peers.group, label):
             outgoing = _on_host(sent) if self.staged else sent
-            received = torch.empty(shape, dtype=sent.dtype, device=outgoing.device, pin_memory=self.staged and queues)
-            self.traffic.count(label, group.size(), received)
+            self.traffic.count_block(label, peers.size, outgoing.nbytes // (1 if gathers else peers.size))
             began = self.traffic.begins(sent.device)
-            received, works = begin(outgoing, received, group)
+            if plan.direct[number]:
+                room = room or self._room(shape, outgoing, plan, number)
+                received, works = room.received, _swap(outgoing, room, peers, gathers)
+            else:
+                begin = _gather if gathers else _collective
+                received, works = begin(outgoing, self._empty(shape, outgoing), peers.group)
             return InFlight(plan, number, outgoing, received, shape, dim, works, began)
+
+    def _room(self, shape: tuple[int, ...], like: torch.Tensor, plan: Plan, number: int) -> Room:
+        """Room for a stage, with all receives posted."""
+        peers = self._peers[plan.stages[number]]
+        with roll_call.naming_the_lost(peers.group, self._label(plan, number)):
+            received = self._empty(shape, like)
+            places = received.view(peers.size, -1).unbind()
+            receives = [peers.group.recv([places[rank]], rank, _TAG) for rank in peers.sources]
+            return Room(received, tuple(receives[::-1]))
+
+    def _empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        pins = self.staged and devices.of(self.device.type).queues
+        return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=pins)
 
     def _label(self, plan: Plan, number: int) -> str:
         return self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
@@ -104,29 +186,25 @@ class Stages:
             with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
                 # On a device a timeout that is passed here would hold up the host, and a collective has its group's.
                 # The host waits for gloo's anyway, which do not go by that with PyTorch 2.8.
-                is_told = plan.direct[number] or not devices.of(flight.sent.device.type).queues
+                is_told = plan.direct[number] or self._host_waits
                 for work in flight.works:
                     work.wait(self.timeout) if is_told else work.wait()
                 received = _wait(received)
             if self.staged:
                 received = received.to(self.device, non_blocking=True)
             self.traffic.ends(label, flight.began)
-            self._watch(label, group, flight.sent.device)
+            if not self._host_waits and roll_call.is_attended():
+                self._watch(label, group)
         received = received.view(flight.shape)
         return received.movedim(0, flight.dim) if flight.dim else received
 
-    def _watch(self, label: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _watch(self, label: str, group: dist.ProcessGroup) -> None:
         """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end
         the process without naming who is missing."""
-        watches = devices.of(device.type).queues and not self.staged and roll_call.is_attended()
-        if watches and not is_captured(device):
-            ended = torch.Event(device.type)  # which holds nothing, where the collective's work holds its tensors
+        if not is_captured(self.device):
+            ended = torch.Event(self.device.type)  # which holds nothing, where the collective's work holds its tensors
             ended.record()
             roll_call.expect(ended.query, group, label, self.timeout.total_seconds())
-
-
-_Begin = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], tuple[torch.Tensor, tuple[dist.Work, ...]]]
-"""From what is sent, and room for what arrives, to that room, or what comes in its place, and what to wait for."""
 
 
 def _collective(
@@ -164,28 +242,10 @@ def _wait(received: torch.Tensor) -> torch.Tensor:
     return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
 
 
-def _send_directly(
-    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
-    """Start to swap shares with every rank of a group."""
-    return _swap(sent.view(group.size(), -1), received, group)
-
-
-def _give_directly(
-    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
-    """Start to send the same to every rank of a group."""
-    return _swap(sent.view(1, -1).expand(group.size(), -1), received, group)
-
-
-def _swap(
-    shares: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, tuple[dist.Work, ...]]:
-    """All receives before the first send (see :mod:`plan`)."""
-    size, here = group.size(), group.rank()
-    places = received.view(size, -1)
-    # Peers by their distance from this rank, so that not all ranks turn to the same one first.
-    works = [group.recv([places[(here - away) % size]], (here - away) % size, _TAG) for away in range(1, size)]
-    works += [group.send([shares[(here + away) % size]], (here + away) % size, _TAG) for away in range(1, size)]
-    places[here].copy_(shares[here])
-    return received, tuple(works)
+def _swap(sent: torch.Tensor, room: Room, peers: Peers, gives_all: bool) -> tuple[dist.Work, ...]:
+    """Send to every rank of a group its share, or all, once its own receives are posted (see :mod:`plan`); returns what
+    to wait for."""
+    shares = [sent.view(-1)] * peers.size if gives_all else sent.view(peers.size, -1).unbind()
+    sends = [peers.group.send([shares[rank]], rank, _TAG) for rank in peers.destinations]
+    room.received.view(peers.size, -1)[peers.here].copy_(shares[peers.here])
+    return (*room.receives, *sends)

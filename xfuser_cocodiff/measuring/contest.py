@@ -9,8 +9,9 @@ import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff.measuring.stopwatch import race
 
-TARGET_SECONDS = 0.15
-"""A repeat of a short piece of work runs it as often as this takes, less what the clock and the barrier add."""
+_SECONDS_OF_A_RANK = 0.02
+"""A repeat of a short piece of work runs it as often as takes this for each rank: they come together before it, and
+come out of that one by one, which is to be little beside it."""
 _MAX_CALLS = 50
 _WARMING_TURNS = 2
 """Which open connections and allocate, and tell how long a call takes."""
@@ -19,6 +20,11 @@ _WARMING_TURNS = 2
 def turns(works: int, repeats: int) -> int:
     """How many turns so many pieces of work have in a contest."""
     return works * (_WARMING_TURNS + repeats)
+
+
+def target_seconds() -> float:
+    """How long a repeat takes at least, but for very short work."""
+    return _SECONDS_OF_A_RANK * dist.get_world_size()
 
 
 def contest(
@@ -38,7 +44,7 @@ def contest(
     group, calls = dist.group.WORLD, list(works.values())
     first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device, after), strict=True)
     slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
-    in_a_row = min(_MAX_CALLS, max(1, math.ceil(TARGET_SECONDS / slowest_call)))
+    in_a_row = min(_MAX_CALLS, max(1, math.ceil(target_seconds() / slowest_call)))
     return dict(zip(works, race(calls, in_a_row, repeats, group, device, after), strict=True))
 
 

@@ -26,7 +26,9 @@ MUST_SAVE = 0.03
 """Share of its time that a plan must save in the trial to be taken in place of the flat collective; and the planner's
 margin for every further stage: in a step ranks compute meanwhile, and each stage waits for somebody to begin it."""
 EFFORTS = ((3, 5), (1, 3))
-"""How many calls a trial times in a row, and how often: the first for which there is time."""
+"""How many calls a trial times in a row, and how often: the first for which there is time. More than so many ranks make
+as many times more of them, since it takes ranks the longer to come together the more they are."""
+_RANKS = 8
 
 
 def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
@@ -50,7 +52,13 @@ def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
 def trial_seconds(profile: Profile, others: list[Plan], size: int, effort: tuple[int, int]) -> float:
     """How long a trial of a size takes, as far as the model knows."""
     plans = [Plan.flat(profile.topology), *others]
-    return sum(seconds(profile, plan, size) for plan in plans) * (math.prod(effort) + 1)
+    calls = math.prod(_calls_and_rounds(effort, profile.topology.size)) + 1
+    return calls * sum(seconds(profile, plan, size) for plan in plans)
+
+
+def _calls_and_rounds(effort: tuple[int, int], ranks: int) -> tuple[int, int]:
+    calls, rounds = effort
+    return calls * max(1, ranks // _RANKS), rounds
 
 
 def tried(
@@ -78,7 +86,7 @@ def tried(
 
     works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates
-    by_flat, *by_others = map(median, race(works, *effort, group, device))
+    by_flat, *by_others = map(median, race(works, *_calls_and_rounds(effort, mesh.topology.size), group, device))
     margins = [MUST_SAVE + MARGIN * (len(plan.stages) - 1) for plan in others]
     counts = [took / (1 - margin) for took, margin in zip(by_others, margins, strict=True)]
     best = min(range(len(others)), key=counts.__getitem__)
