@@ -47,6 +47,8 @@ def record_of(run: Run) -> dict[str, Any]:
     ("name", "lines", "row"),
     [
         ("speed", 2 + 4, f"| 0.65 | {TWICE} of 8.00 | {FOURFOLD} of 8.00 | {FOURFOLD} of 8.00 | {FOURFOLD} |"),
+        ("resolution", 2 + 1, f"| 0.65 | {TWICE} of 8.00 | {FOURFOLD} of 8.00 | {FOURFOLD} of 8.00 |"),
+        ("equal", 2 + 1, f"| 0.20 | {TWICE} of 8.00 | {FOURFOLD} of 8.00 |"),
         ("ring", 2 + 3, f"| 4 x 2 | 0.50 | {TWICE} | {FOURFOLD} |"),
         ("compiled", 2 + 1, f"| 0.50 | 4.00 s (3.60 to 4.40) | {TWICE} | {FOURFOLD} |"),
         ("quality", 2 + 8, "| FLUX.1-dev | 50 | `fast` | 0.084 | 47.9 ± 5.7 | 0.9975 | 22.16 (22.12) |"),
@@ -143,4 +145,7 @@ def test_a_run_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
 
 def test_unknown_tables_are_refused(tmp_path: Path, capsys) -> None:
     assert cli.main(["bench", "all", "--out", str(tmp_path), "--only", "speed,colour"]) == 2
-    assert "--only 'colour' is not known; valid are speed, ring, compiled, quality" in capsys.readouterr().err
+    assert (
+        "--only 'colour' is not known; valid are speed, resolution, equal, ring, compiled, quality"
+        in capsys.readouterr().err
+    )

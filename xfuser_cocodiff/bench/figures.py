@@ -132,7 +132,8 @@ def _option(command: str, name: str) -> str:
 
 
 _AURORA = ("--preset", "aurora")
-_MODEL = ("bench", "model", "--shape", "low-resolution", "--repeats", "5")
+_FIVE = ("bench", "model", "--repeats", "5")
+_MODEL = (*_FIVE, "--shape", "low-resolution")
 _ALL_MODES = "exact,balanced,fast,paper"
 _SPEED = tuple(
     Run(f"speed-{share}", (*_MODEL, "--share", str(share), "--mode", modes), minutes, _AURORA)
@@ -143,6 +144,13 @@ _SPEED = tuple(
         (0.97, "exact,balanced,fast", 25),  # the paper's mode alone would take as long again
     )
 )
+_RESOLUTION = Run(
+    "resolution",
+    (*_FIVE, "--shape", "high-resolution", "--share", "0.65,0.8", "--mode", "exact,balanced,fast"),
+    20,
+    _AURORA,
+)
+_EQUAL = Run("equal", (*_MODEL, "--share", "0.2,0.5", "--mode", "exact,balanced"), 6, ("--preset", "flat"))
 _EXACT_AND_CODED = ("--share", "0.5,0.65,0.8,0.9", "--mode", "exact,balanced")
 _RING = tuple(Run(f"ring-{ring}", (*_MODEL, "--ring", str(ring), *_EXACT_AND_CODED), 20, _AURORA) for ring in _RINGS)
 _COMPILED = Run(
@@ -162,6 +170,8 @@ _QUALITY = tuple(
 )
 TABLES = (
     Table("speed", "README.md", _SPEED, _speed),
+    Table("resolution", "docs/overlap.md", (_RESOLUTION,), _speed),
+    Table("equal", "docs/overlap.md", (_EQUAL,), _speed),
     Table("ring", "docs/ring.md", _RING, _ring),
     Table("compiled", "docs/compiled_graphs.md", (_COMPILED,), _compiled),
     Table("quality", "docs/codecs.md", _QUALITY, _quality),

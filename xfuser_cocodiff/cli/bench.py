@@ -31,7 +31,9 @@ def _add_all(subjects: Any) -> None:
         epilog="Exit status: 1 when a run failed.",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the records")
-    parser.add_argument("--only", metavar="TABLES", help="speed, ring, compiled, quality, or some of these (all)")
+    parser.add_argument(
+        "--only", metavar="TABLES", help="speed, resolution, equal, ring, compiled, quality, or some of these (all)"
+    )
     parser.add_argument("--list", action="store_true", help="say what there is to do, and about how long it takes")
     parser.add_argument("--into", type=Path, metavar="DIR", help="put the tables into the documents of this checkout")
     parser.set_defaults(run=_all, parser=parser)
