@@ -536,6 +536,7 @@ def test_numba_s_kernels_in_threads_do_what_one_does(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.slow  # all other tests have such a folder
 def test_without_a_folder_for_it_numba_compiles_anew() -> None:
     """As in a container whose files nobody may write."""
     code = (

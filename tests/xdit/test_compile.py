@@ -15,7 +15,7 @@ import torch
 
 from tests import ranks
 from tests.machine.test_planner import profile_of
-from tests.quick import slow, slow_but
+from tests.quick import slow
 from tests.xdit.attention.test_overlap import start
 from tests.xdit.test_pipelines import MODELS
 
@@ -209,7 +209,8 @@ def step_until_lost(rank: int, end: int) -> str:
     return test_roll_call._said(rank, end, step)
 
 
-@pytest.mark.parametrize("end", slow_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGSTOP]))
+@pytest.mark.slow  # without a graph this is tested of every collective
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_rank_names_the_one_that_was_lost(end: int) -> None:
     lost = 2
     for rank, result in enumerate(ranks.outcomes(step_until_lost, 4, end, lost=lost)):

@@ -93,6 +93,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
     return found
 
 
+@pytest.mark.slow  # eager mode has such a test for each bound
 def test_a_graph_keeps_the_bounds_of_room_and_error() -> None:
     for eager_room, eager_error, room, error in ranks.run(keep_bounds, 2):
         assert room == eager_room and error == eager_error
@@ -121,6 +122,7 @@ def poison(rank: int) -> tuple[list[bool], bool]:
     return [report.repeated > 0 for report in runtime.reports], torch.equal(run(), healthy)
 
 
+@pytest.mark.slow  # and for values that are not finite
 def test_what_is_not_finite_goes_exactly_and_reaches_no_other_run() -> None:
     for repeated, is_healthy in ranks.run(poison, 2):
         assert repeated == [step >= 2 for step in range(len(repeated))]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow, slow_but
 from tests.settings.test_placement import FAST, profile
 from tests.xdit.attention.test_ring import asked, start
 
@@ -81,9 +82,9 @@ def test_each_block_crosses_a_slow_link_once(tmp_path: Path) -> None:
     ("record", "more"),
     [
         (None, {}),  # nothing is known yet
-        (known("2x2x2", SLOW, FAST, FAST, direct=None), {}),  # on CPUs a part is not known
+        slow(known("2x2x2", SLOW, FAST, FAST, direct=None), {}),  # on CPUs a part is not known
         (known("2x2x2", FAST, SLOW, SLOW, direct=0.1), {}),  # one collective is the fastest way
-        (None, {"cocodiff_a2a": "hierarchical"}),
+        slow(None, {"cocodiff_a2a": "hierarchical"}),
     ],
 )
 def test_elsewhere_it_is_stocks(tmp_path: Path, record: dict[str, Any] | None, more: dict[str, Any]) -> None:
@@ -91,7 +92,11 @@ def test_elsewhere_it_is_stocks(tmp_path: Path, record: dict[str, Any] | None, m
 
 
 @pytest.mark.parametrize(
-    ("placement", "ring", "sizes"), [("outer", 2, "2x4"), ("inner", 4, "2x4"), ("outer", 8, "2x4"), ("inner", 2, "4x2")]
+    ("placement", "ring", "sizes"),
+    slow_but(
+        [("outer", 2, "2x4"), ("inner", 4, "2x4")],
+        [("outer", 2, "2x4"), ("inner", 4, "2x4"), ("outer", 8, "2x4"), ("inner", 2, "4x2")],
+    ),
 )
 def test_along_a_ring_too(tmp_path: Path, placement: str, ring: int, sizes: str) -> None:
     """Whose ranks are not neighbours: what comes must lie as the ranks of the sequence do."""
