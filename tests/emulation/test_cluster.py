@@ -96,6 +96,16 @@ def test_presets_keep_their_proportions() -> None:
             assert set(preset.gigabytes) == {"node", "gpu", "tile"}
 
 
+def test_packets_are_as_long_as_is_asked() -> None:
+    """A millisecond at 12 Mbit/s is 1500 bytes; packets have at most 16 kB."""
+    for machine in ("--preset aurora", "--topology node=2,gpu=2,tile=2 --rates tile=148,gpu=12,node=13.3"):
+        for asked, sizes in (("1", (1500, 16_000)), ("4", (6000, 16_000)), (None, (1500, 4600))):
+            given = f"{machine} --packet_ms {asked} --check" if asked else f"{machine} --check"
+            built = cluster._cluster(cluster._options(given.split()))
+            assert (built.packet_bytes("gpu"), built.packet_bytes("tile")) == pytest.approx(sizes, rel=0.01)
+            assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
+
+
 # The command line.
 
 
@@ -118,6 +128,8 @@ def test_presets_keep_their_proportions() -> None:
         ("--preset aurora --scale 1000 --check", "links have 0.1 to 10000"),
         ("--preset aurora --scale 0 --check", "--scale '0' is not valid"),
         ("--preset aurora --scale nan --check", "--scale 'nan' is not valid"),
+        ("--preset aurora --packet_ms 0 --check", "--packet_ms '0' is not valid; it is a number above 0"),
+        ("--topology 2x2 --rates flat=9 --packet_ms big --check", "--packet_ms 'big' is not valid"),
         ("--topology flat --preset flat --check", "flat=8 does"),
         ("--topology rack=2 --preset aurora --check", "--topology: topology 'rack=2' names the unknown axis"),
         ("--topology 1x1 --preset aurora --check", "has 1 ranks; a cluster has 2 to 254"),
@@ -286,10 +298,11 @@ print(sorted(os.listdir("/sys/class/net")))
     "options",
     [
         ["--preset", "aurora", "--scale", "0.3"],
+        pytest.param(["--preset", "aurora", "--packet_ms", "8"], marks=pytest.mark.slow),
         pytest.param(["--topology", "node=2,tile=2", "--rates", "tile=50,node=1"], marks=pytest.mark.slow),
         pytest.param(["--topology", "flat=3", "--rates", "flat=10"], marks=pytest.mark.slow),
     ],
-    ids=["aurora", "two levels", "flat"],
+    ids=["aurora", "large packets", "two levels", "flat"],
 )
 def test_links_carry_what_was_asked(options: list[str], tmp_path: Path) -> None:
     file = tmp_path / "folder" / "check.json"

@@ -16,7 +16,7 @@ from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
-from xfuser_cocodiff.measuring import choice, plan_trial, planned
+from xfuser_cocodiff.measuring import choice, plan_trial, planned, stopwatch
 from xfuser_cocodiff.measuring.findings import Findings
 
 CPU = torch.device("cpu")
@@ -104,6 +104,7 @@ def test_sizes_are_tried_once_those_first_that_send_most() -> None:
     for size in (1000, 4000, 1100, 900, 900, 900):  # of which five are nearest to one power of two
         plans(size)
     assert plans.open == [1024, 4096]
+    assert (plans.message(1024), plans.message(4096), plans.message(2048)) == (900, 4000, 2048)
     plans.settled[1024] = Plan.flat(MACHINE.topology)
     plans.leave(4096)
     assert plans.open == []
@@ -143,6 +144,18 @@ def test_contenders_are_few_and_worth_it() -> None:
 def test_flat_by_direct_sends_is_always_tried() -> None:
     slow = profile_of([2, 2], [1e3, 1e3], latency=1.0, launch=1.0)
     assert "flat*" in [str(plan) for plan in plan_trial.contenders(dataclasses.replace(MACHINE, direct=slow), 1000)]
+
+
+def test_several_stages_send_directly_where_that_beats_the_flat_collective() -> None:
+    """Of 3 ms, even though the model prefers collectives along the axes, of 2 ms."""
+    for latency, expected in ((1.4e-3, "hierarchical:gpu*,node*"), (1.6e-3, "hierarchical:gpu,node")):
+        direct = profile_of([2, 2], [1e8, 1e8], latency=latency, launch=1e-6)
+        found = [str(plan) for plan in plan_trial.contenders(dataclasses.replace(MACHINE, direct=direct), 1000)]
+        assert found == ["flat*", expected]
+
+
+def test_many_ranks_are_timed_for_longer() -> None:
+    assert [stopwatch.in_a_row(3, ranks) for ranks in (1, 8, 15, 16, 24, 96)] == [3, 3, 3, 6, 9, 12]
 
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:

@@ -78,7 +78,8 @@ def measure(
         choose(tensor.nbytes)
         if profile_file is None:  # as in a run that has time for it
             for asked in choose.open:
-                choose.settled[asked] = tried(mesh, choose.contenders(asked), asked, EFFORTS[0], group, device)
+                others, message = choose.contenders(asked), choose.message(asked)
+                choose.settled[asked] = tried(mesh, others, message, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
         contenders = {str(plan): plan for plan in plans} | {"auto": chosen}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}

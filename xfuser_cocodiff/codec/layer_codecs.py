@@ -3,6 +3,7 @@
 Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as codecs have them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -183,4 +184,4 @@ def active_for(
 
 def is_finite(loss: Loss) -> bool:
     """Whether the values were: the difference of infinite values is not a number."""
-    return bool(loss.lacking.isfinite())
+    return math.isfinite(loss.lacking.item())

@@ -161,13 +161,13 @@ _LOOKS = 2
 def _look_for_still(wire: Wire, values: torch.Tensor, ends: Ends, is_sent: bool) -> list[Loss]:
     """See which tokens do not change, in the exchange after one that needed no reference; and later, that they do not.
     If they do, that is a loss that is not finite, and mended like others."""
-    others = rows.away(values, ends.here)
     if wire.still is None:
         if wire.marks is not None and is_sent:  # else they would stay as the first step left them
-            before, wire.marks = wire.marks, codecs.fingerprint(others)
+            before, wire.marks = wire.marks, codecs.fingerprint(rows.away(values, ends.here))
             wire.unchanged = codecs.first_unchanged(before, wire.marks)
         return []
-    changed = (codecs.fingerprint(others[:, :, :, : wire.still.tokens]) != wire.marks).any()
+    quiet = rows.away(values[:, :, :, : wire.still.tokens], ends.here)
+    changed = (codecs.fingerprint(quiet) != wire.marks).any()
     return [Loss(torch.where(changed, math.nan, 0.0), torch.zeros_like(changed, dtype=torch.float32))]
 
 

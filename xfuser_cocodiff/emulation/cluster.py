@@ -5,6 +5,7 @@ the rates of a machine, scaled down. See :mod:`links` for who shares what.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -77,7 +78,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
         description="Runs a command once per rank of a cluster that this machine emulates.",
-        usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] [--check] [--json FILE] [-- COMMAND...]",
+        usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] [--packet_ms MS] [--check] [--json FILE] "
+        "[-- COMMAND...]",
         epilog="Exit status: that of the first rank that failed, 1 when --check finds a link off its rate, 2 when "
         "nothing was run.",
         allow_abbrev=False,
@@ -88,6 +90,12 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", help="Mbit/s of each axis, such as tile=148,gpu=12,node=13.3, or flat=100")
     parser.add_argument("--preset", help=f"rates of a machine, 1/10000 of the real ones: {', '.join(PRESETS)}")
     parser.add_argument("--scale", default="1", help="multiplies all rates (%(default)s)")
+    parser.add_argument(
+        "--packet_ms",
+        default=f"{links.PACKET_SECONDS * 1000:g}",
+        help="milliseconds that a packet takes on its link, as far as packets of 1.5 to 16 KB can (%(default)s); large "
+        "ones spare the processor where ranks outnumber its cores, and blur what short messages take",
+    )
     parser.add_argument("--check", action="store_true", help="measure the links before the command runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what --check finds here")
     options = parser.parse_args(argv[:divide])
@@ -110,11 +118,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if (options.rates is None) == (options.preset is None):
         raise ValueError("give either --rates or --preset")
     if options.preset is not None:
-        return of_preset("--preset", options.preset, options.topology, options.scale)
+        return _with_packets(of_preset("--preset", options.preset, options.topology, options.scale), options.packet_ms)
     if options.topology is None:
         raise ValueError("--rates needs --topology, such as --topology node=2,gpu=2,tile=2")
     topology = _topology(options.topology)
-    return _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
+    cluster = _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
+    return _with_packets(cluster, options.packet_ms)
 
 
 def of_preset(option: str, name: str, topology: str | None, scale: str) -> Cluster:
@@ -143,6 +152,10 @@ def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str 
     cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale))
     links.check_rates(cluster)
     return cluster
+
+
+def _with_packets(cluster: Cluster, milliseconds: str) -> Cluster:
+    return dataclasses.replace(cluster, packet_seconds=_number("--packet_ms", milliseconds) / 1000)
 
 
 def _topology(text: str) -> Topology:

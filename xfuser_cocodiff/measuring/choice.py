@@ -41,6 +41,7 @@ class Plans:
         """Plans by size, a power of two, that a trial has found or confirmed."""
         self.asked: Counter[int] = Counter()
         """How often a plan was asked for, by size."""
+        self._messages: dict[int, int] = {}
         self.learn(profile)
 
     def learn(self, profile: Profile | None) -> None:
@@ -53,7 +54,9 @@ class Plans:
 
     def __call__(self, message_bytes: int) -> Plan:
         """The plan for a message of so many bytes."""
-        self.asked[_nearest(message_bytes)] += 1
+        size = _nearest(message_bytes)
+        self.asked[size] += 1
+        self._messages[size] = message_bytes
         return self.would_be(message_bytes)
 
     def would_be(self, message_bytes: int) -> Plan:
@@ -75,12 +78,16 @@ class Plans:
             self._gathers[block_bytes] = choose_gather(self.profile, block_bytes)
         return self._gathers[block_bytes]
 
+    def message(self, size: int) -> int:
+        """Bytes of the last message for which the plan of a size was asked: what a trial should send."""
+        return self._messages.get(size, size)
+
     def contenders(self, size: int) -> list[Plan]:
         """Plans worth a trial for a size; see :func:`contenders`."""
         if self.profile is None:
             return []
         if size not in self._contenders:
-            self._contenders[size] = contenders(self.profile, size)
+            self._contenders[size] = contenders(self.profile, self.message(size))
         return self._contenders[size]
 
     @property

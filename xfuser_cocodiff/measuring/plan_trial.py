@@ -4,7 +4,6 @@ The model has errors, above all where a message takes about as long by several p
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -16,9 +15,9 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.planner import MARGIN, ranking, seconds
 from xfuser_cocodiff.machine.profile import Profile
-from xfuser_cocodiff.measuring.stopwatch import race
+from xfuser_cocodiff.measuring.stopwatch import in_a_row, race
 
-CONTENDERS = 3
+CONTENDERS = 4
 """Plans that are tried beside the flat collective."""
 WORTH_A_TRIAL = 1.3
 """Those that the model finds more than so many times slower than the best are not tried."""
@@ -26,39 +25,41 @@ MUST_SAVE = 0.03
 """Share of its time that a plan must save in the trial to be taken in place of the flat collective; and the planner's
 margin for every further stage: in a step ranks compute meanwhile, and each stage waits for somebody to begin it."""
 EFFORTS = ((3, 5), (1, 3))
-"""How many calls a trial times in a row, and how often: the first for which there is time. More than so many ranks make
-as many times more of them, since it takes ranks the longer to come together the more they are."""
-_RANKS = 8
+"""How many calls a trial of a few ranks times in a row, and how often: the first for which there is time."""
 
 
 def contenders(profile: Profile, message_bytes: int) -> list[Plan]:
     """The plans other than flat that are worth a trial, those that the planner prefers first.
 
     Flat by direct sends is always among them where the profile knows of these: that it sends fewest bytes does not
-    depend on how well the links were measured.
+    depend on how well the links were measured. Several stages all send directly where that promises to be faster than
+    the flat collective: what they bring is awaited before the first begins, which the sum of what the probe has seen of
+    each does not show.
     """
     ranked = [plan for plan, _ in ranking(profile, message_bytes)]
     limit = WORTH_A_TRIAL * seconds(profile, ranked[0], message_bytes)
     flat = Plan.flat(profile.topology)
     shapes: dict[frozenset, Plan] = {}  # the order of stages makes no difference to the model; one order is enough
     if profile.direct:
-        shapes[frozenset(flat.stages)] = replace(flat, direct=(True,))
+        shapes[frozenset(flat.stages)] = _all_direct(flat)
     for plan in ranked:
         if plan != flat and seconds(profile, plan, message_bytes) <= limit:
-            shapes.setdefault(frozenset(plan.stages), plan)
+            direct = _all_direct(plan) if profile.direct and not plan.is_flat else plan
+            is_faster = seconds(profile, direct, message_bytes) < seconds(profile, flat, message_bytes)
+            shapes.setdefault(frozenset(plan.stages), direct if is_faster else plan)
     return list(shapes.values())[:CONTENDERS]
+
+
+def _all_direct(plan: Plan) -> Plan:
+    return replace(plan, direct=(True,) * len(plan.stages))
 
 
 def trial_seconds(profile: Profile, others: list[Plan], size: int, effort: tuple[int, int]) -> float:
     """How long a trial of a size takes, as far as the model knows."""
     plans = [Plan.flat(profile.topology), *others]
-    calls = math.prod(_calls_and_rounds(effort, profile.topology.size)) + 1
-    return calls * sum(seconds(profile, plan, size) for plan in plans)
-
-
-def _calls_and_rounds(effort: tuple[int, int], ranks: int) -> tuple[int, int]:
     calls, rounds = effort
-    return calls * max(1, ranks // _RANKS), rounds
+    total = in_a_row(calls, profile.topology.size) * rounds + 1
+    return total * sum(seconds(profile, plan, size) for plan in plans)
 
 
 def tried(
@@ -86,7 +87,9 @@ def tried(
 
     works = [work(plan) for plan in (flat, *others)]
     race(works, 1, 1, group, device)  # opens connections and allocates
-    by_flat, *by_others = map(median, race(works, *_calls_and_rounds(effort, mesh.topology.size), group, device))
+    calls, rounds = effort
+    taken = race(works, in_a_row(calls, mesh.topology.size), rounds, group, device)
+    by_flat, *by_others = map(median, taken)
     margins = [MUST_SAVE + MARGIN * (len(plan.stages) - 1) for plan in others]
     counts = [took / (1 - margin) for took, margin in zip(by_others, margins, strict=True)]
     best = min(range(len(others)), key=counts.__getitem__)

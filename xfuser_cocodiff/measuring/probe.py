@@ -21,7 +21,7 @@ from xfuser_cocodiff.machine.plan import Plan, Stage
 from xfuser_cocodiff.machine.planner import stage_cost
 from xfuser_cocodiff.machine.profile import AxisLink, Profile
 from xfuser_cocodiff.machine.topology import Axis
-from xfuser_cocodiff.measuring.stopwatch import pace
+from xfuser_cocodiff.measuring.stopwatch import in_a_row, pace
 
 _PEER_BYTES = 64
 """Sent to each peer to see what a collective costs when there is next to nothing to send."""
@@ -222,7 +222,7 @@ class Probe:
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
-        plan = Plan(topology, (stage,), direct=(direct,))
+        plan, calls = Plan(topology, (stage,), direct=(direct,)), in_a_row(calls, topology.size)
         return self._taken(lambda: self.mesh.stages.finish(self.mesh.stages.start(message, plan, 0)), calls, rounds)
 
     def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:

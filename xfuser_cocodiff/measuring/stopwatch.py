@@ -10,6 +10,14 @@ import torch.distributed._functional_collectives as functional
 from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.machine import device as devices
 
+_FEW_RANKS, _MOST_TIMES = 8, 4
+
+
+def in_a_row(calls: int, ranks: int) -> int:
+    """How many calls to time in a row where so many would do for a few ranks: the more there are, the longer they take
+    to come together before the first one."""
+    return calls * min(max(1, ranks // _FEW_RANKS), _MOST_TIMES)
+
 
 def race(
     works: Sequence[Callable[[], object]],

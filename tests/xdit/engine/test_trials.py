@@ -35,7 +35,9 @@ class Links:
 
     def __init__(self, clock: Clock, pieces: int, seconds: float, sizes: tuple[int, ...] = ()) -> None:
         self._clock, self._seconds, self.left, self._pieces = clock, seconds, pieces, pieces
-        plans = SimpleNamespace(open=list(sizes), settled={}, profile=None, contenders=lambda size: [])
+        plans = SimpleNamespace(
+            open=list(sizes), settled={}, profile=None, contenders=lambda size: [], message=lambda size: size
+        )
         plans.leave = plans.open.remove
         group = object()
         lane = SimpleNamespace(run=lambda work: work())

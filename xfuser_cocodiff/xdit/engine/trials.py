@@ -163,8 +163,8 @@ class Trials:
     def _try(self, mesh: Mesh, size: int, effort: tuple[int, int]) -> None:
         plans, group = plans_of(mesh), mesh.stages.groups[Plan.flat(mesh.topology).stages[0]]
         # In the lane, where it cannot overtake an exchange that is under way.
-        found = mesh.lane.run(lambda: tried(mesh, plans.contenders(size), size, effort, group, self._device))
-        plans.settled[size] = found
+        others, message = plans.contenders(size), plans.message(size)
+        plans.settled[size] = mesh.lane.run(lambda: tried(mesh, others, message, effort, group, self._device))
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do what finds something, and count its time."""
@@ -178,4 +178,5 @@ class Trials:
 def _estimates(mesh: Mesh, size: int) -> list[float]:
     """Seconds that a trial of a size may take, by effort."""
     plans = plans_of(mesh)
-    return [_ERROR * trial_seconds(plans.profile, plans.contenders(size), size, effort) for effort in EFFORTS]
+    others, message = plans.contenders(size), plans.message(size)
+    return [_ERROR * trial_seconds(plans.profile, others, message, effort) for effort in EFFORTS]
