@@ -11,8 +11,8 @@ from xfuser_cocodiff import cli
 from xfuser_cocodiff.simulation import emulated
 
 MEASURED = Path(__file__).with_name("bench_model.json")
-"""Of `cocodiff bench all --only speed`, as the README has it, but for the paper's mode, whose steps are each of other
-bytes: 8 ranks on the 2 cores of an AMD EPYC."""
+"""Of `cocodiff bench all --only speed`, as docs/scale.md has it, but for the paper's mode, whose steps are each of
+other bytes: 8 ranks on the 2 cores of an AMD EPYC."""
 AT_HIGH_RESOLUTION = MEASURED.with_stem("bench_model_at_high_resolution")
 """The same of `--only resolution`, but for modes that approximate: it is not simulated how their exchanges hide."""
 
