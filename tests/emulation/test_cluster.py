@@ -106,6 +106,13 @@ def test_packets_are_as_long_as_is_asked() -> None:
             assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
 
 
+def test_where_ranks_crowd_the_cores_packets_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.os, "sched_getaffinity", lambda _: {0, 1})
+    for ranks, packet_bytes, asked in ((16, 1500, ""), (17, 12_000, ""), (17, 1500, "--packet_ms 0.25")):
+        given = f"--topology flat={ranks} --rates flat=12 {asked} --check"
+        assert cluster._cluster(cluster._options(given.split())).packet_bytes("flat") == packet_bytes
+
+
 # The command line.
 
 

@@ -92,9 +92,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--scale", default="1", help="multiplies all rates (%(default)s)")
     parser.add_argument(
         "--packet_ms",
-        default=f"{links.PACKET_SECONDS * 1000:g}",
-        help="milliseconds that a packet takes on its link, as far as packets of 1.5 to 16 KB can (%(default)s); large "
-        "ones spare the processor where ranks outnumber its cores, and blur what short messages take",
+        help="milliseconds that a packet takes on its link, as far as packets of 1.5 to 16 KB can "
+        f"({links.PACKET_SECONDS * 1000:g}, and {links.CROWDED_PACKET_SECONDS * 1000:g} with more than {links.CROWD} "
+        "ranks a core); large ones spare the processor, and blur what short messages take",
     )
     parser.add_argument("--check", action="store_true", help="measure the links before the command runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what --check finds here")
@@ -149,12 +149,15 @@ def of_preset(option: str, name: str, topology: str | None, scale: str) -> Clust
 
 def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str | None, scale: str) -> Cluster:
     addresses = tuple(map(namespaces.address, range(topology.size)))
-    cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale))
+    packet_seconds = links.packet_seconds(topology.size)
+    cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale), packet_seconds=packet_seconds)
     links.check_rates(cluster)
     return cluster
 
 
-def _with_packets(cluster: Cluster, milliseconds: str) -> Cluster:
+def _with_packets(cluster: Cluster, milliseconds: str | None) -> Cluster:
+    if milliseconds is None:
+        return cluster
     return dataclasses.replace(cluster, packet_seconds=_number("--packet_ms", milliseconds) / 1000)
 
 
