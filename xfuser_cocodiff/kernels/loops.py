@@ -88,6 +88,19 @@ def _poke(context, address, index, kind, value):
 
 
 @intrinsic
+def _keep(context, address, index, kind, value):
+    """The same of a value that is as tensors of the kind hold it: see :func:`_as`."""
+
+    def generate(context, builder, signature, args):
+        value = args[3]
+        if kind == types.uint16:
+            value = builder.trunc(builder.lshr(builder.bitcast(value, _BITS), _BITS(16)), ir.IntType(16))
+        builder.store(value, _place(context, builder, kind, *args[:2]))
+
+    return types.void(types.intp, types.intp, kind, types.float32 if kind == types.uint16 else kind), generate
+
+
+@intrinsic
 def _as(context, kind, value):
     """A value as tensors of a kind would hold it."""
 
@@ -320,11 +333,11 @@ def encode(
                 _packed(digits, size, payload, far + line * taken, form.levels)
                 _poke(payload, far + form.scales_at + line, _BYTE, np.uint8(code))
                 for i in range(size):
-                    _poke(now, own + i, kind, made[i])
+                    _keep(now, own + i, kind, made[i])
                     away[i] = _as(kind, value[i] - made[i])
             else:
                 for i in range(size):
-                    _poke(now, own + i, kind, hoped[i])
+                    _keep(now, own + i, kind, hoped[i])
             lacking += _square(away, size)
             wanted += _square(value, size)
             for i in range(together if before else 0):
@@ -380,11 +393,11 @@ def decode(first, last, form, kind, payload, held, before, shares, numbers, tabl
                 _unpacked(digits, size, payload, far + line * taken, form.levels)
                 _restore(hoped, digits, hoped, size, form.levels, width, kind)
             for i in range(size):
-                _poke(now, own + i, kind, hoped[i])
+                _keep(now, own + i, kind, hoped[i])
             for i in range(together):
                 at = start + (row * together + i) * form.by_token
                 for j in range(dim):
-                    _poke(target, at + j, kind, hoped[i * dim + j])
+                    _keep(target, at + j, kind, hoped[i * dim + j])
 
 
 @_compiled
