@@ -116,8 +116,8 @@ def run_once(
         assert not probed  # not before a run has time for it
         world.use(engine)
         engine.trials.allowance.share = 100.0
-        engine.runs.begin(60)
-        for _ in range(60):
+        engine.runs.begin(200)
+        for _ in range(200):
             result = step()
             engine.runs.end_step()
             if engine.trials.settled:

@@ -1,12 +1,6 @@
-"""What overlaps in an attention layer, and which way is fastest: found by use, in the layers of a run.
+"""What overlaps in an attention layer, by which of these ways a kind of them may run, and what trying may cost."""
 
-Every way gives the same bits, so that trying them costs nothing but their time. In each step some of the layers of a
-kind run by the schedule that is tried, and the others by the best one so far, against which it is held.
-"""
-
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
 from typing import NamedTuple
 
 from xfuser_cocodiff.exchange.head_group import HeadGroup
@@ -15,12 +9,6 @@ BESIDE_QKV, BESIDE_O = BESIDE = ("Q, K and V", "O")
 """What travels while an MLP is computed that lies beside attention."""
 GROUP_COUNTS = (1, 2, 4, 8)
 """Numbers of head groups that are tried."""
-SAMPLES = 3
-"""Layers that count of each schedule; one more before them does not, since its memory is new."""
-MUST_SAVE = 0.02
-"""Share of the best one's time that a schedule must save."""
-_TRIED_SHARE, _LEAST_TRIED = 0.25, 2
-"""Of the layers of a kind in a step that run by the schedule that is tried."""
 
 
 class Schedule(NamedTuple):
@@ -45,91 +33,46 @@ class Schedule(NamedTuple):
 
 
 class Trial:
-    """Chooses among schedules by the time that they take. All ranks must call its methods alike.
+    """What one kind of layer may run by, and what it runs by until that is settled. All ranks must call its methods
+    alike.
 
     Args:
         schedules: to choose from, the one without overlap first, then by their numbers of groups.
-        has_mlp: whether an MLP may be computed beside; then the best of them is tried with that, too, in each way.
+        has_mlp: whether an MLP may be computed beside.
     """
 
     def __init__(self, schedules: Sequence[Schedule], has_mlp: bool = False) -> None:
-        self._schedules, self._has_mlp = list(schedules), has_mlp
-        self._samples = [deque[float](maxlen=4 * SAMPLES) for _ in schedules]
-        self._seen = [0 for _ in schedules]
-        self._tried = self._best = 0
-        """By their numbers."""
-        self._goes_on = False
-        self._quota = self._calls = self._tries = 0
-        """Layers of this step that may run by the one that is tried; that have run, and that have done so by it."""
-        self.cost_seconds = 0.0
-        """What trying has cost this rank, since somebody last asked: time beyond that of the best."""
-        self.chosen: Schedule | None = None if len(self._schedules) > 1 or has_mlp else self._schedules[0]
+        self.schedules, self.has_mlp = tuple(schedules), has_mlp
+        self.chosen: Schedule | None = None if len(self.schedules) > 1 or has_mlp else self.schedules[0]
+        self._now = self.schedules[0]
+        self.calls = 0
+        """Layers that have run in this step."""
+        self.is_usual = True
+        """Whether all of them did what most steps do: a refresh says nothing of others."""
 
     @property
     def schedule(self) -> Schedule:
         """The one to run by next."""
-        return self.chosen or self._schedules[self._number]
+        return self.chosen or self._now
 
-    @property
-    def _number(self) -> int:
-        return self._tried if self._tries < self._quota and not self.is_ripe else self._best
-
-    @property
-    def is_ripe(self) -> bool:
-        """Whether enough is known to decide; the same on every rank."""
-        return self.chosen is None and len(self._samples[self._tried]) >= SAMPLES
-
-    def took(self, seconds: float) -> None:
-        """Tell how long a layer took by :attr:`schedule`."""
-        if self.chosen:
-            return
-        number = self._number
-        self._calls += 1
-        if number != self._best:
-            self._tries += 1
-            self.cost_seconds += max(0.0, seconds - median(self._samples[self._best]))
-        self._seen[number] += 1
-        if self._seen[number] > 1:
-            self._samples[number].append(seconds)
-
-    def report(self) -> list[float]:
-        """What each schedule took on this rank, in seconds; 0 where that is not known."""
-        return [median(samples) if samples else 0.0 for samples in self._samples]
+    def ran(self, is_usual: bool = True) -> None:
+        """Tell that a layer has run by :attr:`schedule`."""
+        self.calls += 1
+        self.is_usual &= is_usual
 
     def end_step(self) -> None:
         """A step is over in which layers of this kind may have run."""
-        self._quota = max(_LEAST_TRIED, int(_TRIED_SHARE * self._calls)) if self._goes_on else 0
-        self._calls = self._tries = 0
+        self.calls, self.is_usual = 0, True
 
-    def decide(self, seconds: Sequence[float], goes_on: bool) -> None:
-        """Decide what can be decided.
+    def nearest(self, wanted: Schedule) -> Schedule:
+        """Of what it may run by, the nearest to what is wanted of all kinds."""
+        few = [one for one in self.schedules if one.groups <= wanted.groups] or self.schedules[:1]
+        found = [one for one in few if one.v_first == wanted.v_first] or few
+        return found[-1]._replace(beside=wanted.beside if self.has_mlp else "")
 
-        Args:
-            seconds: what all ranks report, taken together.
-            goes_on: whether there is time for trying from now on.
-        """
-        self._goes_on = goes_on
-        if not self.is_ripe:
-            return
-        tried, better = self._tried, True
-        if tried != self._best:  # else it is the first one: there is nothing yet to hold against it
-            better = seconds[tried] < (1 - MUST_SAVE) * seconds[self._best]
-            self._best = tried if better else self._best
-        self._tried += 1
-        # More groups than those that do not help help less.
-        is_asked = better or self._schedules[tried].groups == 1 or self._schedules[tried].beside
-        if self._tried < len(self._schedules) and is_asked:
-            return
-        best = self._schedules[self._best]
-        if not self._has_mlp:
-            self.chosen = best
-            return
-        self._has_mlp = False
-        self._tried = len(self._schedules)
-        for beside in BESIDE:
-            self._schedules.append(best._replace(beside=beside))
-            self._samples.append(deque(maxlen=4 * SAMPLES))
-            self._seen.append(0)
+    def run_by(self, wanted: Schedule) -> None:
+        """Run by the nearest to it from now on."""
+        self._now = self.nearest(wanted)
 
 
 class Allowance:

@@ -99,22 +99,44 @@ def test_a_run_whose_length_is_known_begins_early(clock: Clock) -> None:
     assert links.left == 0
 
 
-def test_schedules_come_first(clock: Clock) -> None:
+def test_schedules_race_by_whole_steps_while_links_are_measured(clock: Clock) -> None:
     links = Links(clock, pieces=2, seconds=0.01)
+    trial = Trial([Schedule(), Schedule(True)])
+    tried, found = made(clock, links, [trial])
+    tried.begin_run(50)
+    for _ in range(24):
+        for _ in range(4):
+            trial.ran()
+        clock.now += 8.0 - trial.schedule.v_first
+        tried.end_step()
+    assert trial.chosen == Schedule(True)
+    assert links.left == 0 and len(found) == 3
+
+
+def test_what_raced_by_other_plans_races_anew(clock: Clock) -> None:
+    """V first looked slow as long as nothing was known of the links, and is the faster one once they are."""
+    links = Links(clock, pieces=5, seconds=0.01)
     trial = Trial([Schedule(), Schedule(True)])
     tried, _ = made(clock, links, [trial])
     tried.begin_run(50)
-    while trial.chosen is None:
-        assert links.left == 2
-        for _ in range(4):
-            trial.took(2.0 - trial.schedule.v_first)
-        clock.now += 8
+    for _ in range(40):
+        trial.ran()
+        clock.now += (9.0 if links.left else 7.0) if trial.schedule.v_first else 8.0
         tried.end_step()
     assert trial.chosen == Schedule(True)
-    for _ in range(2):
-        clock.now += 8
-        tried.end_step()
-    assert links.left < 2
+
+
+def test_layers_that_come_up_later_have_a_race_of_their_own(clock: Clock) -> None:
+    links = Links(clock, pieces=0, seconds=0)
+    small, large = Trial([Schedule(), Schedule(True)]), Trial([Schedule(), Schedule(True)])
+    tried, _ = made(clock, links, [small, large])
+    for trial, gain in 4 * [(small, 1.0), (large, -1.0)]:  # requests of two sizes in turns
+        tried.begin_run(8)
+        for _ in range(8):
+            trial.ran()
+            clock.now += 8.0 - gain * trial.schedule.v_first
+            tried.end_step()
+    assert (small.chosen, large.chosen) == (Schedule(True), Schedule())
 
 
 def test_a_slow_first_step_says_nothing_of_the_others(clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Trials of an engine: of schedules in its layers and of plans between its steps, as far as the run has time for them.
+"""Trials of an engine: of schedules in its steps and of plans between them, as far as the run has time for them.
 
 They go on from run to run until there is nothing more to find. What decides is agreed on at the end of a step, by all
 ranks that share a sequence, in one message; what they have found is kept for the next process.
@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from xfuser_cocodiff.attention.race import Race
 from xfuser_cocodiff.attention.schedule import Allowance, Trial
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import device as devices
@@ -51,6 +52,8 @@ class Trials:
         self._clock: float | None = None
         self._step_seconds = deque[float](maxlen=64)
         """Of this run, less those of the first step, in which much is new."""
+        self._races: dict[tuple[Trial, ...], Race] = {}
+        """By what is to be settled in them: the kinds of layers that run in a step."""
         self._own_seconds = 0.0
         """What learning and trying have taken of this rank's time, and what has not been told to others."""
         self._steps = self._agreed_at = 0
@@ -83,6 +86,8 @@ class Trials:
     def begin_run(self, total: int | None) -> None:
         """A run begins, of so many steps if that is known."""
         self.allowance.begin_run(total)
+        for race in self._races.values():
+            race.begin_run()
         self._step_seconds.clear()
         self._steps = self._agreed_at = 0
         self._clock, self._asks = time.perf_counter(), True
@@ -96,22 +101,34 @@ class Trials:
         if self._clock is None:  # and nobody said when it began
             self.begin_run(None)
             return
-        trials, plans = self._open, self._open_plans[:_CHOICES]
-        self._take_time(self._asks and bool(trials or plans or self._unknown))
-        if self._is_due(trials, plans):
-            estimates = self._agree(trials, plans)
-            if not self._open and (unknown := self._unknown):
+        race, plans = self._race(), self._open_plans[:_CHOICES]
+        self._take_time(self._asks and bool(race or plans or self._unknown))
+        if race and self._steps > 1:
+            race.took(time.perf_counter() - self._clock)
+        if self._is_due(race, plans):
+            estimates = self._agree(race, plans)
+            if race and race.is_over:
+                self._races = {}
+                self._asks = True
+                self._found()
+            if unknown := self._unknown:
                 if self.allowance.left > self._piece_seconds:
                     self._has_probed = True
                     self._do(unknown.go_on)
+                    if self._unknown is not unknown:  # what was raced by now ran by other plans
+                        self._races = {}
             elif not self._open:
                 self._try_a_plan(plans, estimates)
-            if len(self._open) < len(trials):
-                self._asks = True
-                self._found()
-        for trial in trials:
+        for trial in self._schedules():
             trial.end_step()
         self._clock = time.perf_counter()
+
+    def _race(self) -> Race | None:
+        """That of the kinds of layers that have run in this step, as far as they have no schedule yet."""
+        ran = tuple(trial for trial in self._open if trial.calls)
+        if ran and ran not in self._races:
+            self._races[ran] = Race(ran)
+        return self._races.get(ran)
 
     def _take_time(self, is_wanted: bool) -> None:
         if is_wanted and devices.of(self._device.type).queues:
@@ -120,29 +137,29 @@ class Trials:
         if self._steps > 1 and (is_wanted or not devices.of(self._device.type).queues):
             self._step_seconds.append(time.perf_counter() - self._clock)
 
-    def _is_due(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> bool:
+    def _is_due(self, race: Race | None, plans: list[tuple[Mesh, int]]) -> bool:
         """Whether ranks are to agree now, which takes as long as a small exchange: when something can be decided, and
         not before anybody knows how long a step takes. All of them find the same."""
-        if self._steps < 2 or not (trials or plans or self._unknown):
+        if self._steps < 2 or not (race or plans or self._unknown):
             return False
         has_time = self._steps >= 2 * self._agreed_at  # in a run of unknown length there is more and more of it
-        return self._asks or any(trial.is_ripe for trial in trials) or (self.allowance.whole is None and has_time)
+        return self._asks or bool(race and race.is_ripe) or (self.allowance.whole is None and has_time)
 
-    def _agree(self, trials: list[Trial], plans: list[tuple[Mesh, int]]) -> list[list[float]]:
+    def _agree(self, race: Race | None, plans: list[tuple[Mesh, int]]) -> list[list[float]]:
         """Take what steps have shown together with what other ranks have seen. What trials of plans take is agreed on
         too: Ulysses groups beside a ring know links of their own, and all must go on alike."""
         began = time.perf_counter()
-        costs = self._own_seconds + sum(trial.cost_seconds for trial in trials)
-        reports = [trial.report() for trial in trials]
+        costs = self._own_seconds + (race.cost_seconds if race else 0.0)
+        report = race.report() if race else []
         estimates = [_estimates(mesh, size) for mesh, size in plans]
-        agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *chain(*reports), *chain(*estimates)]))
+        agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *report, *chain(*estimates)]))
         step, cost = next(agreed), next(agreed)
         self.allowance.learn(step, self._steps, cost)
         if self._has_probed:
             self._piece_seconds, self._has_probed = max(self._piece_seconds, cost), False
-        for trial, report in zip(trials, reports, strict=True):
-            trial.decide(list(islice(agreed, len(report))), self.allowance.left > 0)
-            trial.cost_seconds = 0.0
+        if race:
+            race.decide(list(islice(agreed, len(report))), self.allowance.left > 0)
+            race.cost_seconds = 0.0
         self._agreed_at, self._asks = self._steps, False
         self._own_seconds = time.perf_counter() - began
         return [list(islice(agreed, len(EFFORTS))) for _ in plans]

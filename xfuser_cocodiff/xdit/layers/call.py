@@ -1,6 +1,5 @@
 """A call of an attention layer that is under way, and what is noted of one that there is something to learn from."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ class Call:
     """A call under way: from where its block begins to where it ends."""
 
     schedule: Schedule
-    started: float = field(default_factory=time.perf_counter)
     kind: Kind | None = None
     arguments: dict[Argument, torch.Tensor] = field(default_factory=dict)
     before: list[tuple[str, torch.Tensor]] = field(default_factory=list)

@@ -8,7 +8,6 @@ handed back when the processor asks for it. A layer that is not understood runs 
 
 import functools
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,8 +142,8 @@ class Layer(Place):
         call.abandon()
         # A refresh says nothing of steps that are encoded by what was sent before.
         is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
-        if call.kind and call.kind.trial and not is_refresh and sys.exc_info()[0] is None:
-            call.kind.trial.took(time.perf_counter() - call.started)
+        if call.kind and call.kind.trial:
+            call.kind.trial.ran(is_usual=not is_refresh and sys.exc_info()[0] is None)
 
     def _goes_first(self, call: Call) -> bool:
         """Whether V is to be projected ahead now, to be sent or to rehearse."""

@@ -5,7 +5,6 @@ where these are compiled one by one. Blocks that are alike then share a graph, a
 """
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +31,6 @@ class TracedCall:
     """None where no module is called, of which there is nothing to learn then."""
     kind: Kind | None
     schedule: Schedule
-    started: float = field(default_factory=time.perf_counter)
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
     value: Handle[list[torch.Tensor]] | None = None
@@ -50,12 +48,12 @@ class TracedCall:
         return self.layer.name if self.layer else ""
 
     def end(self) -> torch.Tensor:
-        """It has ended: O. Its time is told where that is asked; a refresh says nothing of other steps."""
+        """It has ended: O. A refresh says nothing of what other steps take."""
         if self.layer:
             self.layer.call = None  # which would hold O
         is_refresh = self.layer_codecs is not None and self.layer_codecs.owes_nothing
-        if self.kind and self.kind.trial and not is_refresh:
-            self.kind.trial.took(time.perf_counter() - self.started)
+        if self.kind and self.kind.trial:
+            self.kind.trial.ran(is_usual=not is_refresh)
         return self.result
 
     def abandon(self) -> None:
