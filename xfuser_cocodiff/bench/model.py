@@ -202,20 +202,20 @@ def measure(
     step = _step(shape, compiled)
     told = Teller(sys.stderr if dist.get_rank() == 0 else None)
     told.say("timing steps that do not communicate")
-    alone = _alone(step, Contender())
+    alone = _seconds({"alone": _alone(step, Contender())})["alone"]
     told.foresee(_foreseen(asked_shares, len(modes), repeats, alone))
     rows = []
     for number, asked in enumerate(asked_shares):
         stock = Contender()
         told.begin(str(number), f"share {asked:g}: finding the speed of the links")
-        cluster = _find_scale(asked, step, stock, alone, told)
+        cluster = _find_scale(asked, step, stock, told)
         contenders = {"stock": stock}
         profile = probe.measure(Mesh.over(group, topology), group, torch.device("cpu"))
         for mode, config in settings.items():
             contenders[mode] = _contender(config, profile)
         known = {"share_asked": asked, "scale": cluster.scale, "compiled": compiled, "ring": split.ring}
         along = _along(profile, split) if split.ring == 1 else None
-        rows += _compare(contenders, along, step, repeats, alone, known, shape.message_bytes(topology.size), told)
+        rows += _compare(contenders, along, step, repeats, known, shape.message_bytes(topology.size), told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
@@ -229,14 +229,14 @@ def _sent_share(reports: Sequence[StepReport]) -> float:
 
 def _foreseen(asked_shares: Sequence[float], modes: int, repeats: int, alone: float) -> dict[str, tuple[float, float]]:
     """For each share its turns, and the seconds of one."""
-    pieces = _USUAL_ATTEMPTS * turns(1, _TRIALS) + _turns_of_sides(modes, repeats)
+    pieces = _USUAL_ATTEMPTS * turns(2, _TRIALS) + _turns_of_sides(modes, repeats)
     seconds = [max(alone / (1 - asked), target_seconds()) for asked in asked_shares]
     return {str(number): (pieces, expected) for number, expected in enumerate(seconds)}
 
 
 def _turns_of_sides(modes: int, repeats: int) -> int:
     """Turns at one share that are foreseen once its links are found."""
-    return modes * _USUAL_STEPS + turns(modes + 1, repeats) + turns(modes + 1, _TRIALS)
+    return modes * _USUAL_STEPS + turns(modes + 2, repeats) + turns(modes + 1, _TRIALS)
 
 
 def _settings(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
@@ -319,19 +319,28 @@ def _run(step: Step, side: Contender, anew: bool = False) -> torch.Tensor:
     return result
 
 
-def _alone(step: Step, stock: Contender) -> float:
-    """Seconds of a step without communication, on all ranks at once."""
-    with world.nothing_sent():
-        return median(contest({"alone": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"))["alone"])
+def _alone(step: Step, stock: Contender) -> Callable[[], object]:
+    """A step without communication, on all ranks at once."""
+
+    def run() -> None:
+        with world.nothing_sent():
+            _run(step, stock)
+
+    return run
 
 
-def _find_scale(share: float, step: Step, stock: Contender, alone: float, told: Teller) -> links.Cluster:
+def _seconds(works: Mapping[str, Callable[[], object]], after: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Of each piece of work."""
+    return {name: median(times) for name, times in contest(works, _TRIALS, torch.device("cpu"), after).items()}
+
+
+def _find_scale(share: float, step: Step, stock: Contender, told: Teller) -> links.Cluster:
     """Shape the links so that stock's all-to-alls take a share of its step, as near as the machine allows."""
     cluster = links.shape(links.from_environment().scale, _PACKET_SECONDS)
     dist.barrier()
     for _ in range(_ATTEMPTS):
-        times = contest({"stock": lambda: _run(step, stock)}, _TRIALS, torch.device("cpu"), told.advance)
-        whole = median(times["stock"])
+        works = {"alone": _alone(step, Contender()), "stock": lambda: _run(step, stock)}
+        alone, whole = _seconds(works, told.advance).values()
         if abs(1 - alone / whole - share) < _CLOSE:
             break
         wanted = alone * share / (1 - share)  # computation stays, what is added to it goes with the links' speed
@@ -374,7 +383,6 @@ def _compare(
     profile: Profile | None,
     step: Step,
     repeats: int,
-    alone: float,
     known: dict[str, float],
     exact_bytes: Sequence[int],
     told: Teller,
@@ -390,7 +398,9 @@ def _compare(
     # Steps that owe nothing to others are timed as the first one of a run, which drops all references.
     coded = {mode: side for mode, side in contenders.items() if side.runtime}
     first = {mode: lambda side=side: _run(step, side, anew=True) for mode, side in coded.items()}
-    times = contest(runs, repeats, device, told.advance)
+    # A machine changes its pace: what computation takes is of the same minutes.
+    times = contest({**runs, "alone": _alone(step, Contender())}, repeats, device, told.advance)
+    alone = median(times.pop("alone"))
     times_of_first = {**times, **(contest(first, repeats, device, told.advance) if first else {})}
     a2a, hidden = _seconds_of_exchanges(contenders, runs, device, told)
     told.expect(0)
