@@ -23,7 +23,7 @@ def run(
     steps: int = 200,
 ) -> list[Schedule]:
     """A race in which a step takes what `times` say of the first trial's schedule; by which its steps have run."""
-    race, ran = Race(trials), []
+    race, ran = Race(tuple(trials)), []
     for step in range(steps):
         if race.is_over:
             break
@@ -119,7 +119,7 @@ def test_steps_in_which_less_is_done_say_nothing() -> None:
 
 def test_without_time_everything_runs_by_the_best_so_far() -> None:
     trial = Trial(SCHEDULES[:2])
-    race = Race([trial])
+    race = Race((trial,))
     for step in range(60):
         assert trial.schedule == PLAIN or step > 20
         trial.ran()
@@ -131,7 +131,7 @@ def test_without_time_everything_runs_by_the_best_so_far() -> None:
 
 def test_only_what_takes_longer_than_the_best_costs() -> None:
     trial = Trial(SCHEDULES[:3])
-    race = Race([trial])
+    race = Race((trial,))
     race.decide([], goes_on=True)
     for seconds, cost in (
         (9.0, 0.0),

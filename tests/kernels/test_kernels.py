@@ -488,8 +488,10 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
     assert found["encode"] == found["decode"] == 4 * away + payload
     assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
     assert [(layer["mode"], len(layer["share"])) for layer in record["layers"]] == [("balanced", 2), ("fast", 2)]
+    calls = [(calls["mode"], len(calls["seconds"])) for calls in record["host_calls"]]
+    assert calls == [("exact", 2), ("balanced", 2), ("fast", 2)]
     bench.show(record)
-    assert "small" in capsys.readouterr().out
+    assert "take the host 1.00 ms (1.00 to 1.00) in mode balanced" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("mode", "encoded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
@@ -502,7 +504,7 @@ def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mod
     used, encode = [], codecs.encode
     monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
     small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
-    bench._exchanges(small, 64, 4, DEVICE, mode)()
+    bench._exchanges(small, 6, 4, DEVICE, mode)()
     late = modes.usual(mode, 50).codecs(49, 50) if encoded else {}
     assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(encoded) // 2)
     assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]

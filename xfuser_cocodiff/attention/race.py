@@ -29,7 +29,7 @@ class Race:
         trials: of the kinds; all of them run by the same schedule, or by what is nearest to it.
     """
 
-    def __init__(self, trials: Sequence[Trial]) -> None:
+    def __init__(self, trials: tuple[Trial, ...]) -> None:
         self.trials = trials
         self._has_mlp = any(trial.has_mlp for trial in trials)
         self._heats = _by_groups({schedule for trial in trials for schedule in trial.schedules})
@@ -46,10 +46,12 @@ class Race:
         self.is_over = False
         """Whether all kinds have their schedule."""
         self._next_heat()
+        self._take_turn()
 
     def begin_run(self) -> None:
         """A run begins, in whose steps as many layers may run as in no other."""
         self._calls, self._round = 0, []
+        self._take_turn()
 
     @property
     def is_ripe(self) -> bool:
@@ -71,7 +73,8 @@ class Race:
                 self._own.append(seconds)
             elif self._own:
                 self.cost_seconds += max(0.0, seconds - median(self._own))
-        self._run_by(self._best if self.is_ripe else self._order[len(self._round)])
+        if not self.is_ripe:
+            self._take_turn()
 
     def report(self) -> list[float]:
         """What this rank's steps have taken in a round that is ripe."""
@@ -88,8 +91,7 @@ class Race:
             self._end_round(seconds)
         if goes_on != self._goes_on:
             self._goes_on, self._round = goes_on, []
-        if not self.is_over:
-            self._run_by(self._order[len(self._round)] if goes_on else self._best)
+        self._take_turn()
 
     def _end_round(self, seconds: Sequence[float]) -> None:
         """Judge all that are still in the heat by what is known now; in the first round memory is new."""
@@ -146,9 +148,10 @@ class Race:
         for trial in self.trials:
             trial.chosen = trial.nearest(self._best)
 
-    def _run_by(self, schedule: Schedule) -> None:
+    def _take_turn(self) -> None:
+        """The next one runs, or the best where there is no time for others."""
         for trial in self.trials:
-            trial.run_by(schedule)
+            trial.run_by(self._order[len(self._round)] if self._goes_on else self._best)
 
 
 def _by_groups(schedules: Iterable[Schedule]) -> list[list[Schedule]]:

@@ -1,4 +1,5 @@
-"""Kernels against a copy on the same device: how near they come to its bandwidth, and what they are beside a layer."""
+"""Kernels against a copy on the same device: how near they come to its bandwidth, what they are beside a layer, and
+what a layer's exchanges take of the host, which does nothing but call where values are few."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ CODED = ("balanced", "fast")
 STEPS = 50
 """Of the run that layers are taken from."""
 SEED = 0
+HOST_TOKENS = 2
+"""Of a rank: so few that exchanges take what the host takes to call for them."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
     Returns:
         The record: for each row `seconds`, `bytes_per_second` and their ratio to the copy's, each a list of repeats;
         for each case and mode what encoding Q, K, V and O adds to attention and projections of the layer: all that the
-        device does in exchanges by codecs, less the same in exact ones.
+        device does in exchanges by codecs, less the same in exact ones; and for each mode what the exchanges of a layer
+        take of the host.
     """
     rows, layers = [], []
     for name, resolution in cases:
@@ -70,7 +74,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
         works = _works(workload, resolution, degree, device)
         copy = _copy(works[0].nbytes, device)
         layer = [_Work("layer", _layer(workload, resolution, degree, device), 0)]
-        layer += [_Work(mode, _exchanges(workload, resolution, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+        layer += _by_modes(workload, _tokens(workload, resolution, degree), degree, device)
         seconds = _in_turns([copy, *works, *layer], repeats)
         for work in works:
             speeds = [work.nbytes / taken for taken in seconds[work.name]]
@@ -82,8 +86,11 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             shares = [(encoded - exact) / whole for encoded, exact, whole in turns]
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
+    first = cases[0][0]
+    calls = _in_turns(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats)
     record = {**host.header(), "device": _name(device), "kernels": kernels.used(device), "degree": degree}
-    return {**record, "rows": rows, "layers": layers}
+    on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
+    return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
 
 
 def show(record: dict[str, Any]) -> None:
@@ -109,13 +116,19 @@ def show(record: dict[str, Any]) -> None:
             f"{median(layer['share']):.1%} ({min(layer['share']):.1%} to {max(layer['share']):.1%}) to a layer's "
             f"projections and attention ({1e3 * median(layer['layer_seconds']):.2f} ms)"
         )
+    for calls in record["host_calls"]:
+        low, middle, high = (1e3 * pick(calls["seconds"]) for pick in (min, median, max))
+        console.print(
+            f"{calls['model']}: the exchanges of a layer take the host {middle:.2f} ms ({low:.2f} to {high:.2f}) in mode "
+            f"{calls['mode']}, with {HOST_TOKENS} tokens a rank and nobody to wait for"
+        )
 
 
 def _works(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Work]:
     """The kernels on what a rank puts on slow axes of one of Q, K, V and O."""
     torch.manual_seed(SEED)
     groups, heads = degree // PLACES, workload.moved_heads // degree
-    tokens, dim = -(-workload.tokens(resolution) // degree), workload.head_dim
+    tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
     # Tokens outside of heads, as exchanges along fast axes leave them.
     values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
@@ -142,6 +155,11 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     ]
 
 
+def _tokens(workload: Workload, resolution: int, degree: int) -> int:
+    """Of a rank."""
+    return -(-workload.tokens(resolution) // degree)
+
+
 def _copy(nbytes: int, device: torch.device) -> _Work:
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -151,7 +169,7 @@ def _copy(nbytes: int, device: torch.device) -> _Work:
 def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
     """Attention over all tokens of a rank's heads, and the projections of a rank's tokens."""
     tokens = workload.tokens(resolution)
-    own, heads = -(-tokens // degree), workload.moved_heads // degree
+    own, heads = _tokens(workload, resolution, degree), workload.moved_heads // degree
     q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
     hidden = torch.randn(own, workload.width, device=device).bfloat16()
     square = torch.randn(workload.width, workload.width, device=device).bfloat16()
@@ -181,15 +199,17 @@ def _still(lane: Lane, **axes: int) -> Mesh:
     return Mesh(topology, _Still(dict.fromkeys(plan.stages), lane.device), Policy(lambda nbytes: plan), lane)
 
 
-def _exchanges(
-    workload: Workload, resolution: int, degree: int, device: torch.device, mode: str
-) -> Callable[[], object]:
-    """All exchanges of a layer, as in the later steps of a long run in a mode."""
+def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Work]:
+    """The exchanges of a layer, in each mode."""
+    return [_Work(mode, _exchanges(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+
+
+def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.device, mode: str) -> Callable[[], object]:
+    """All exchanges of a layer of which a rank has so many tokens, as in the later steps of a long run in a mode."""
     torch.manual_seed(SEED)
     lane, near = Lane(device), {"gpu": degree // PLACES} if degree > PLACES else {}
     mesh, fast = _still(lane, node=PLACES, **near), _still(lane, **near) if near else None
     way = SlowWay((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
-    tokens = -(-workload.tokens(resolution) // degree)
     query, key, value = (
         torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )

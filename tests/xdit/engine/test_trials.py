@@ -139,6 +139,21 @@ def test_layers_that_come_up_later_have_a_race_of_their_own(clock: Clock) -> Non
     assert (small.chosen, large.chosen) == (Schedule(True), Schedule())
 
 
+def test_a_step_in_which_a_part_of_the_layers_ran_says_nothing(clock: Clock) -> None:
+    links = Links(clock, pieces=0, seconds=0)
+    double, single = Trial([Schedule(), Schedule(True)]), Trial([Schedule(), Schedule(True)])
+    tried, _ = made(clock, links, [double, single])
+    tried.begin_run(60)
+    for step in range(60):
+        is_cached = step % 3 == 2  # but for its first layers
+        double.ran()
+        if not is_cached:
+            single.ran()
+        clock.now += (1.0 + 2.0 * double.schedule.v_first) if is_cached else 8.0 - double.schedule.v_first
+        tried.end_step()
+    assert double.chosen == single.chosen == Schedule(True)
+
+
 def test_a_slow_first_step_says_nothing_of_the_others(clock: Clock) -> None:
     links = Links(clock, pieces=9, seconds=0.2)
     tried, _ = made(clock, links)

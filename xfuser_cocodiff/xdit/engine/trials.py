@@ -108,7 +108,7 @@ class Trials:
         if self._is_due(race, plans):
             estimates = self._agree(race, plans)
             if race and race.is_over:
-                self._races = {}
+                del self._races[race.trials]
                 self._asks = True
                 self._found()
             if unknown := self._unknown:
@@ -124,9 +124,11 @@ class Trials:
         self._clock = time.perf_counter()
 
     def _race(self) -> Race | None:
-        """That of the kinds of layers that have run in this step, as far as they have no schedule yet."""
+        """That of the kinds of layers that have run in this step, as far as they have no schedule yet; none where a
+        part of them ran that are in a race already, as where the rest is cached."""
         ran = tuple(trial for trial in self._open if trial.calls)
-        if ran and ran not in self._races:
+        is_part = any(set(ran) < set(known) for known in self._races)
+        if ran and ran not in self._races and not is_part:
             self._races[ran] = Race(ran)
         return self._races.get(ran)
 
@@ -149,14 +151,15 @@ class Trials:
         """Take what steps have shown together with what other ranks have seen. What trials of plans take is agreed on
         too: Ulysses groups beside a ring know links of their own, and all must go on alike."""
         began = time.perf_counter()
-        costs = self._own_seconds + (race.cost_seconds if race else 0.0)
+        raced = race.cost_seconds if race else 0.0
         report = race.report() if race else []
         estimates = [_estimates(mesh, size) for mesh, size in plans]
-        agreed = iter(self._mean([median(self._step_seconds or [0.0]), costs, *report, *chain(*estimates)]))
-        step, cost = next(agreed), next(agreed)
-        self.allowance.learn(step, self._steps, cost)
+        known = median(self._step_seconds or [0.0]), self._own_seconds, raced
+        agreed = iter(self._mean([*known, *report, *chain(*estimates)]))
+        step, own, raced = islice(agreed, len(known))
+        self.allowance.learn(step, self._steps, own + raced)
         if self._has_probed:
-            self._piece_seconds, self._has_probed = max(self._piece_seconds, cost), False
+            self._piece_seconds, self._has_probed = max(self._piece_seconds, own), False
         if race:
             race.decide(list(islice(agreed, len(report))), self.allowance.left > 0)
             race.cost_seconds = 0.0
