@@ -74,6 +74,7 @@ def send_to_heads(
     label: Label,
     head_group: HeadGroup = ALL_HEADS,
     layer_codecs: LayerCodecs | None = None,
+    is_awaited: bool = False,
 ) -> Handle[list[torch.Tensor]]:
     """Start to bring tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
 
@@ -83,6 +84,7 @@ def send_to_heads(
         label: what they are; with an encoding, a letter for each.
         head_group: of the heads that each rank gets.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
     """
     if layer_codecs:
         plan = Plan.hierarchical(mesh.topology)
@@ -93,7 +95,7 @@ def send_to_heads(
             for tensor, count in zip(tensors, heads, strict=True)
         ]
         targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
-        return exchange.send(pieces, targets, mesh, layer_codecs, label, head_group, results)
+        return exchange.send(pieces, targets, mesh, layer_codecs, label, head_group, results, is_awaited)
     plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
     pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
     message = _pack(pieces, plan)
@@ -101,7 +103,7 @@ def send_to_heads(
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
         return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
 
-    return mesh.post(message, plan, label, merge)
+    return mesh.post(message, plan, label, merge, is_awaited)
 
 
 def send_to_sequence(
@@ -111,6 +113,7 @@ def send_to_sequence(
     label: Label,
     head_group: HeadGroup,
     layer_codecs: LayerCodecs | None = None,
+    is_awaited: bool = False,
 ) -> Handle[None]:
     """Start to bring a head group back, from (B, H/P/head_group.count, S, D) to its place in `target`.
 
@@ -121,13 +124,18 @@ def send_to_sequence(
         label: what it is.
         head_group: which one.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
     """
     plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
-        return exchange.send([piece], [place], mesh, layer_codecs, label, head_group, None)
+        return exchange.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_awaited)
     message = _pack([piece], plan)
-    return mesh.post(message, plan, label, lambda received: kernels.move(place, _unpack(received, [piece], plan)[0]))
+
+    def place_it(received: torch.Tensor) -> None:
+        kernels.move(place, _unpack(received, [piece], plan)[0])
+
+    return mesh.post(message, plan, label, place_it, is_awaited)
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:

@@ -58,6 +58,7 @@ def ulysses_attention(
     if groups == 1 and layer_codecs is None and beside is None:
         return _at_once(query, key, value, attend, mesh, layer, early)
     head_groups = [HeadGroup(index, groups) for index in range(groups)]
+    computes = beside_what if beside else None
     coming: list[Handle[list[torch.Tensor]]] = []
     going: list[Handle[None]] = []
     result = None
@@ -65,8 +66,9 @@ def ulysses_attention(
         for head_group in head_groups:  # all of them now, so that the links never run dry
             with_value = early is None or head_group.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
-            coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs))
-        if beside and beside_what == BESIDE_QKV:
+            is_awaited = groups == 1 and with_value and computes != BESIDE_QKV
+            coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs, is_awaited))
+        if beside and computes == BESIDE_QKV:
             beside()
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for head_group, handle in zip(head_groups, coming, strict=True):
@@ -76,8 +78,10 @@ def ulysses_attention(
             if result is None:
                 tokens = attended.shape[SEQUENCE] // mesh.topology.size  # of which Q may have come without some
                 result = attended.new_empty(*query.shape[:SEQUENCE], tokens, attended.shape[-1])
-            going.append(send_to_sequence(attended, result, mesh, Label("o", layer), head_group, layer_codecs))
-        if beside and beside_what == BESIDE_O:
+            is_awaited = groups == 1 and computes != BESIDE_O
+            label = Label("o", layer)
+            going.append(send_to_sequence(attended, result, mesh, label, head_group, layer_codecs, is_awaited))
+        if beside and computes == BESIDE_O:
             beside()
         for sending in going:
             sending.wait()

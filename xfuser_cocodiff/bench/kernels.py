@@ -119,8 +119,8 @@ def show(record: dict[str, Any]) -> None:
     for calls in record["host_calls"]:
         low, middle, high = (1e3 * pick(calls["seconds"]) for pick in (min, median, max))
         console.print(
-            f"{calls['model']}: the exchanges of a layer take the host {middle:.2f} ms ({low:.2f} to {high:.2f}) in mode "
-            f"{calls['mode']}, with {HOST_TOKENS} tokens a rank and nobody to wait for"
+            f"{calls['model']}: the exchanges of a layer take the host {middle:.2f} ms ({low:.2f} to {high:.2f}) in "
+            f"mode {calls['mode']}, with {HOST_TOKENS} tokens a rank and nobody to wait for"
         )
 
 

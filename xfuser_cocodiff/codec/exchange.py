@@ -43,6 +43,7 @@ def send(
     label: Label,
     head_group: HeadGroup,
     result: T,
+    is_awaited: bool = False,
 ) -> Handle[T]:
     """Start an exchange.
 
@@ -54,6 +55,7 @@ def send(
         label: what it is: a letter for each piece, which is q, k, v or o.
         head_group: of the heads.
         result: what waiting returns.
+        is_awaited: whether the caller waits for it next.
     """
     way, names = layer_codecs.way, label.what
     split = [way.split(piece) for piece in pieces]
@@ -66,7 +68,7 @@ def send(
         under_way = _encoded(split, names, layer_codecs, head_group)
         plan = way.slow.policy.choose(under_way.sent.message.nbytes)
         message = under_way.sent.message.view(*plan.shape, -1)
-        return way.slow.post(message, plan, label, lambda received: end(under_way, received))
+        return way.slow.post(message, plan, label, lambda received: end(under_way, received), is_awaited)
     span = mesh.traffic.span(label, pieces[0].device)
 
     def travel() -> tuple[_UnderWay, torch.Tensor]:
@@ -74,7 +76,7 @@ def send(
             under_way = _encoded(_along_fast_axes(split, way), names, layer_codecs, head_group)
             return under_way, _along_slow_axes(under_way.sent.message, way)
 
-    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds)
+    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds, is_awaited)
 
 
 def _along_fast_axes(split: list[torch.Tensor], way: SlowWay) -> list[torch.Tensor]:

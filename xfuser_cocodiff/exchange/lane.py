@@ -107,6 +107,7 @@ class Lane:
         work: Callable[[], Any],
         finish: Callable[[Any], T] | None = None,
         holds: Callable[[], AbstractContextManager] = nullcontext,
+        is_awaited: bool = False,
     ) -> Handle[T]:
         """Run work behind the caller's back, under the caller's inference and gradient modes.
 
@@ -115,7 +116,11 @@ class Lane:
             work: what to run.
             finish: what the caller runs on the result when it has waited.
             holds: context of its wait.
+            is_awaited: whether the caller waits for it next, and computes nothing meanwhile: then a thread would only
+                cost time, and it runs in the caller's.
         """
+        if is_awaited and (self._stream is None or self.staged):
+            return Handle(name, lambda: self.run(work), finish, holds)
         queue = self._on_stream(work)
         if self._stream is not None and not self.staged:
             queued = queue()

@@ -86,7 +86,12 @@ class Mesh:
         return replace(self, stages=stages, lane=whole.lane)
 
     def post(
-        self, message: torch.Tensor, plan: Plan, label: Label, finish: Callable[[torch.Tensor], Any]
+        self,
+        message: torch.Tensor,
+        plan: Plan,
+        label: Label,
+        finish: Callable[[torch.Tensor], Any],
+        is_awaited: bool = False,
     ) -> Handle[Any]:
         """Start :meth:`all_to_all` and return at once, where that can be.
 
@@ -95,14 +100,15 @@ class Mesh:
             plan: how.
             label: what it is.
             finish: what to make of the result once it was waited for.
+            is_awaited: whether the caller waits for it next.
         """
         span = self.traffic.span(label, message.device)
         if len(plan.stages) > 1 or self.stages.staged or self._sees_ends(message):
-            return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds)
+            return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds, is_awaited)
         # One stage needs nobody to carry it on, and need not wait for those before it.
         if span.taken:  # somebody has to see when it ends
             flight = self.stages.start(message, plan, 0)
-            return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds)
+            return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds, is_awaited)
         with span.travels():
             flight = self.stages.start(message, plan, 0)
         return Handle(str(label), lambda: self.stages.finish(flight), finish, span.holds)
