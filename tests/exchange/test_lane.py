@@ -37,6 +37,17 @@ def test_work_that_is_run_waits_for_what_was_started() -> None:
     assert lane.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
 
 
+def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
+    lane, order = Lane(), []
+    first = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    lane.start("second", lambda: order.append("second"), is_awaited=True).wait()
+    first.wait()
+    assert order == ["first", "second"]
+    assert lane.start("third", threading.get_ident, is_awaited=True).wait() == threading.get_ident()
+    lane.start("fourth", lambda: order.append("fourth"), is_awaited=True).abandon()
+    assert order[-1] == "fourth", "peers take part in it"
+
+
 def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
     handle = Lane().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
     assert handle.wait() == (3, threading.get_ident())

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 
 from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.attention import schedule
 from xfuser_cocodiff.codec.codecs import Codec
 from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.kernels.layout import merged
@@ -508,6 +510,35 @@ def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mod
     late = modes.usual(mode, 50).codecs(49, 50) if encoded else {}
     assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(encoded) // 2)
     assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]
+
+
+@pytest.mark.parametrize("beside", ["", *schedule.BESIDE])
+@pytest.mark.parametrize("mode", ["exact", "balanced"])
+def test_only_what_travels_while_something_is_computed_takes_a_thread(
+    monkeypatch: pytest.MonkeyPatch, mode: str, beside: str
+) -> None:
+    from xfuser_cocodiff.bench import kernels as bench
+    from xfuser_cocodiff.exchange import lane
+    from xfuser_cocodiff.simulation.workloads import Workload
+
+    started, attend = [], bench.ulysses_attention
+
+    def attended(*given: object, **named: object) -> torch.Tensor:
+        others = {"beside": lambda: None, "beside_what": beside} if beside else {}
+        return attend(*given, **named, **others)
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, *given: object) -> object:
+            started.append(1)
+            return super().submit(*given)
+
+    monkeypatch.setattr(bench, "ulysses_attention", attended)
+    monkeypatch.setattr(lane, "ThreadPoolExecutor", Executor)
+    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+    call = bench._exchanges(small, 6, 4, torch.device("cpu"), mode)
+    started.clear()
+    call()
+    assert len(started) == (1 if beside else 0)
 
 
 class Once:
