@@ -117,9 +117,9 @@ class Lane:
             finish: what the caller runs on the result when it has waited.
             holds: context of its wait.
             is_awaited: whether the caller waits for it next, and computes nothing meanwhile: then a thread would only
-                cost time, and it runs in the caller's, when it is waited for.
+                cost time, and without a stream it runs in the caller's, when it is waited for.
         """
-        if is_awaited and (self._stream is None or self.staged):
+        if is_awaited and self._stream is None:
             return Handle(name, lambda: self.run(work), finish, holds)
         queue = self._on_stream(work)
         if self._stream is not None and not self.staged:
