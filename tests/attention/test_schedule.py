@@ -26,7 +26,7 @@ def test_a_kind_runs_by_what_is_nearest_to_a_schedule_for_all(
     trial = Trial(schedules, has_mlp)
     trial.run_by(wanted)
     assert trial.nearest(wanted) == nearest
-    assert trial.schedule == nearest or trial.chosen
+    assert trial.schedule == nearest
 
 
 def test_where_there_is_no_choice_it_is_made() -> None:

@@ -115,11 +115,11 @@ def test_schedules_race_by_whole_steps_while_links_are_measured(clock: Clock) ->
 
 def test_what_raced_by_other_plans_races_anew(clock: Clock) -> None:
     """V first looked slow as long as nothing was known of the links, and is the faster one once they are."""
-    links = Links(clock, pieces=5, seconds=0.01)
+    links = Links(clock, pieces=9, seconds=0.01)
     trial = Trial([Schedule(), Schedule(True)])
     tried, _ = made(clock, links, [trial])
     tried.begin_run(50)
-    for _ in range(40):
+    for _ in range(50):
         trial.ran()
         clock.now += (9.0 if links.left else 7.0) if trial.schedule.v_first else 8.0
         tried.end_step()
@@ -145,7 +145,7 @@ def test_a_step_in_which_a_part_of_the_layers_ran_says_nothing(clock: Clock) -> 
     tried, _ = made(clock, links, [double, single])
     tried.begin_run(60)
     for step in range(60):
-        is_cached = step % 3 == 2  # but for its first layers
+        is_cached = step % 3 > 0  # but for its first layers
         double.ran()
         if not is_cached:
             single.ran()
