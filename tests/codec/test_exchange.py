@@ -1,6 +1,7 @@
 """The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -88,14 +89,16 @@ def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | N
     return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over)
 
 
-def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool) -> None:
+def carry(
+    rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool, at_once: bool
+) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
     mesh, way = way_of(topology, slow)
     pairs, wires, account = Pairs(topology, slow), {}, Account()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
-            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step, at_once=at_once
         )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
@@ -114,9 +117,8 @@ def carry(rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o:
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
-        assert set(mesh.traffic.sent_bytes) == {
-            "+".join(name for name in reversed(moving) if (name in slow) is far) for far in (True, False)
-        }
+        near, far = ("+".join(name for name in reversed(moving) if (name in slow) is far) for far in (False, True))
+        assert set(mesh.traffic.sent_bytes) == ({near, *moving} if at_once else {near, far})
     assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
     assert account.repeated == 0
     if codec.bits:
@@ -137,14 +139,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("topology", "slow", "codec", "codec_of_o", "v_first"),
-    in_turn(CASES, [True, False]),
+    ("topology", "slow", "codec", "codec_of_o", "how"),
+    in_turn(CASES, itertools.product(["V first", "together"], ["at once", "in stages"])),
     ids=str,
 )
 def test_far_ranks_get_what_a_codec_of_their_own_would_give(
-    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, how: tuple[str, str]
 ) -> None:
-    ranks.run(carry, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, v_first)
+    size, (order, way) = 8 if topology == "2x2x2" else 4, how
+    ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", way == "at once")
 
 
 def carry_by_triton(rank: int, *case: object) -> None:
@@ -172,17 +175,17 @@ def test_kernels_of_triton_code_what_lies_among_other_values(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:
     """Without the copies that PyTorch's make first."""
-    ranks.run(carry_by_triton, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, True)
+    ranks.run(carry_by_triton, 8 if topology == "2x2x2" else 4, topology, slow, codec, codec_of_o, True, False)
 
 
-def spoil(rank: int, bad: float) -> list[int]:
+def spoil(rank: int, bad: float, at_once: bool) -> list[int]:
     """A value that is not finite, at one rank in one step."""
     topology, size = Topology.parse("2x2", 4), 4
     mesh, way = way_of(topology, ("node",))
     wires, account, codec = {}, Account(), Codec(2, 0.5)
     repeated = []
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=at_once)
         tensor = whole("v", step)
         if step == 2:
             tensor[0, 15, 3, 1] = bad  # of rank 0, for rank 3
@@ -191,17 +194,17 @@ def spoil(rank: int, bad: float) -> list[int]:
         ).wait()
         repeated.append(account.repeated)
         wanted = cut(tensor, 1, size, rank)
-        if step in (0, 2) and (step == 0 or rank % 2 == 1):  # rank 1 puts it on the slow axis, to rank 3
+        if step == 0 or (step == 2 and (at_once or rank % 2 == 1)):  # in stages rank 1 sends it across, to rank 3
             assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert step == 2 or found.isfinite().all()
     return repeated
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float) -> None:
-    found = ranks.run(spoil, 4, bad)
+@pytest.mark.parametrize(("bad", "at_once"), [(float("nan"), False), (float("inf"), True)])
+def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float, at_once: bool) -> None:
+    found = ranks.run(spoil, 4, bad, at_once)
     assert found[1] == found[3] == [0, 0, 1, 1, 1]
-    assert found[0] == found[2] == [0, 0, 0, 0, 0]
+    assert found[0] == found[2] == (found[1] if at_once else [0, 0, 0, 0, 0])  # at once everybody hears of it
 
 
 def give_up(rank: int, how: str) -> None:

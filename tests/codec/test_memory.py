@@ -57,7 +57,9 @@ class Run:
     def __init__(self, budget: float | None, layers: int, branches: int = 1) -> None:
         self.said: list[str] = []
         lane = SimpleNamespace(device=torch.device("cpu"))
-        way = SimpleNamespace(places=PLACES, slow=SimpleNamespace(lane=lane), fast=None)
+        way = SimpleNamespace(
+            places=PLACES, slow=SimpleNamespace(lane=lane), fast=None, goes_at_once=lambda message_bytes: False
+        )
         self.runtime = Runtime(way, "balanced", None, None, list, budget=budget, say=self.said.append)
         self.layers, self.branches = layers, branches
 

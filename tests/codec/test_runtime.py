@@ -15,11 +15,18 @@ from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 
 SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
-WAY = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cpu"))))
+
+
+def way_on(device: str) -> SimpleNamespace:
+    """Slow axes with two places."""
+    lane = SimpleNamespace(device=torch.device(device))
+    return SimpleNamespace(
+        places=2, slow=SimpleNamespace(lane=lane), goes_at_once=lambda message_bytes: message_bytes > 128
+    )
 
 
 def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
-    return Runtime(WAY, mode, changes, max_error, lambda values: values)
+    return Runtime(way_on("cpu"), mode, changes, max_error, lambda values: values)
 
 
 def loss(lacking: float, wanted: float) -> Loss:
@@ -100,7 +107,7 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
 
 def test_the_bound_is_agreed() -> None:
     """Another rank's error counts as one's own."""
-    one = Runtime(WAY, "balanced", None, 0.1, lambda values: [0.2, 0.0])
+    one = Runtime(way_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
     assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
@@ -110,7 +117,7 @@ def test_the_bound_is_agreed() -> None:
 
 def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
     """Nobody looks before a step has ended; then all ranks do."""
-    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    way = way_on("cuda")
     of_another_rank = [0.0]
     one = Runtime(way, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
     one.begin_run(50)
@@ -137,7 +144,7 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     if kind == kernels.TRITON and torch.accelerator.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
     monkeypatch.setattr(kernels, "_wanted", [kind])
-    way = SimpleNamespace(places=2, slow=SimpleNamespace(lane=SimpleNamespace(device=torch.device("cuda"))))
+    way = way_on("cuda")
     one, shape = Runtime(way, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
     one.begin_run(50)
     generator = torch.Generator().manual_seed(5)
@@ -168,7 +175,7 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
 
 def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
     said: list[str] = []
-    one = Runtime(WAY, "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
+    one = Runtime(way_on("cpu"), "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
     for _ in range(2):
         one.begin_run(3)
         for _ in range(3):
@@ -199,7 +206,7 @@ def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, an
 def test_a_budget_is_for_the_transformer_in_use() -> None:
     said: list[str] = []
     need = Need.of(SHARE, usual("balanced", 20), 2).full
-    one = Runtime(WAY, "balanced", None, None, list, budget=need, say=said.append)
+    one = Runtime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append)
     one.begin_run(20)
     for transformer in "aabb":
         assert not one.layer_codecs("attn", transformer, 0, SHARE, transformer).compact
@@ -215,4 +222,14 @@ def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
             layer_codecs = one.layer_codecs("attn", transformer, 0, SHARE, transformer)
             assert held(layer_codecs) == (ord(transformer) if step else None)
             hold(layer_codecs, ord(transformer))
+        one.end_step()
+
+
+def test_all_exchanges_of_a_layer_go_alike() -> None:
+    """As one of half of its bytes would, in every step: what both ends hold fits one way only."""
+    one = runtime()
+    one.begin_run(9)
+    for _ in range(2):
+        found = [one.layer_codecs(str(size), size, 0, SHARE._replace(values=size)).at_once for size in (64, 66)]
+        assert found == [False, True]
         one.end_step()

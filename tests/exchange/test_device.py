@@ -61,13 +61,13 @@ def make_tables() -> None:
     shifts = torch.zeros(8, dtype=torch.uint8, device=device())
     weights = {grid: torch.zeros(grid.per_byte, device=device()) for grid in quantise.GRIDS.values()}
     digits = {grid: torch.zeros(256, grid.per_byte, device=device()) for grid in quantise.GRIDS.values()}
-    shares = torch.zeros(1, dtype=torch.uint8, device=device()), torch.zeros(3, dtype=torch.uint8, device=device())
+    shares = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
     numbers = torch.zeros(64, 256, dtype=torch.int64, device=device())
     quantise.scale_table, quantise._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantise._digits = lambda grid, _: digits[grid]
     quantise._maxima = lambda _: (maxima, scales, scales)
     codecs._shifts = lambda _: shifts
-    codecs._on_all_links = lambda share, links, _: shares[links > 1]
+    codecs._on_all_links = lambda share, links, _: shares[links]
     codecs._odd_numbers = lambda heads, dim, _: numbers[:heads, :dim]
 
 
@@ -77,6 +77,11 @@ def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane |
     groups = {stage: SimpleNamespace(size=lambda: topology.size, rank=lambda: 0) for stage in made.stages}
     stages = Stages(groups, device(), staged)
     return Mesh(topology, stages, Policy(lambda nbytes: made), lane or Lane(device(), staged))
+
+
+ONCE = "node, at once"
+SLOW = ["node", "all", ONCE]
+"""Which axes are slow, and how coded exchanges go."""
 
 
 def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:
@@ -120,25 +125,29 @@ def encoded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
         with Device(late) as made, made.by_triton() if fused else nullcontext():
             make_tables()
             mesh, way = way_of(slow, staged)
-            run(mesh, 1, v_first, steps_of(way, codec))
+            run(mesh, 1, v_first, steps_of(way, codec, slow == ONCE))
         assert (made.recorded > 0) is staged
 
 
-def steps_of(way: SlowWay, codec: Codec) -> Iterator[LayerCodecs]:
+def steps_of(way: SlowWay, codec: Codec, at_once: bool) -> Iterator[LayerCodecs]:
     """Of one layer, step by step."""
     wires, account = {}, Account()
     for step in range(STEPS):
-        yield LayerCodecs(way, dict.fromkeys("qkvo", codec if step else EXACT), wires, account, step)
+        codecs_of = dict.fromkeys("qkvo", codec if step else EXACT)
+        yield LayerCodecs(way, codecs_of, wires, account, step, at_once=at_once)
         if step == 1:  # a budget that turned out to be too small
             for wire in wires.values():
-                wire.squeeze(way)
+                wire.squeeze(way.fast.lane if way.fast and not at_once else None)
 
 
 @pytest.mark.parametrize(
     ("slow", "codec", "fused"),
     slow_but(
-        [("node", "bits", True), ("all", "drift", True), ("node", "change", False), ("all", "random", False)],
-        itertools.product(["node", "all"], CODECS, BOTH),
+        [
+            *[("node", "bits", True), ("all", "drift", True), ("node", "change", False), ("all", "random", False)],
+            *[(ONCE, "drift", True), (ONCE, "bits", False)],
+        ],
+        itertools.product(SLOW, CODECS, BOTH),
     ),
 )
 def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
@@ -273,7 +282,8 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
         query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
         wires: dict = {}
         for step in range(4):
-            layer_codecs = LayerCodecs(way, codecs_of if step else dict.fromkeys("qkvo", EXACT), wires, Account(), step)
+            now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
+            layer_codecs = LayerCodecs(way, now, wires, Account(), step, at_once=slow == ONCE)
             made.launched.clear()
             early = send_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
             ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
@@ -283,7 +293,7 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
         return kernels, made.launched.total() - kernels
 
 
-@pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(["node", "all"], BOTH, [1.0, 0.5])))
+@pytest.mark.parametrize(("slow", "v_first", "share"), pairwise(itertools.product(SLOW, BOTH, [1.0, 0.5])))
 def test_a_coded_layer_takes_few_launches(slow: str, v_first: bool, share: float) -> None:
     [(kernels, others)] = ranks.run(launches, 1, slow, v_first, share)
     # An encoder, what sums up for it, and a decoder for each tensor, and the scores of V.

@@ -65,15 +65,17 @@ def rounding(convert):
 
 
 class Case:
-    """Values, and what both ends hold, for P places of which one may be the rank's own."""
+    """Values, and what both ends hold, for P places of which some may be the rank's own."""
 
-    def __init__(self, dtype: torch.dtype, here: int | None, places: int = 3, dim: int = 16, tokens: int = 11) -> None:
+    def __init__(
+        self, dtype: torch.dtype, here: range | None, places: int = 3, dim: int = 16, tokens: int = 11
+    ) -> None:
         generator = torch.Generator().manual_seed(dim + tokens)
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
-        self.here, links = here, places - (here is not None)
+        self.here, links = here, places - len(here or ())
         # Tokens outside of heads: as they lie in the tensors that models pass.
         self.values = draw(places, 2, tokens, 3, dim).transpose(2, 3)
         self.held = draw(links, 2, 3, tokens, dim)
@@ -112,7 +114,7 @@ class Case:
         wide = torch.full((len(values), -(-size // 8) * 8 + 16), 0xA5, dtype=torch.uint8, device=DEVICE)
         encoded = kernel.encode(values, *how, wide[:, 8 : 8 + size], self.here, tells)
         assert (wide[:, :8] == 0xA5).all() and (wide[:, 8 + size :] == 0xA5).all()
-        assert self.here is None or (wide[self.here] == 0xA5).all()
+        assert all((wide[place] == 0xA5).all() for place in self.here or ())
         return wide[:, 8 : 8 + size], encoded
 
 
@@ -136,15 +138,17 @@ def same_but_for_scales(case: Case, ours: Pair, theirs: Pair, rows: int, bits: i
 
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
+FIRST, SECOND, MIDDLE = range(1), range(1, 2), range(1, 3)
+HERE = None, FIRST, SECOND, MIDDLE
 
 
 @pytest.mark.parametrize(
     ("dtype", "here", "bits", "active", "predictor", "tells"),
-    pairwise(itertools.product(DTYPES, (None, 0, 1), (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))),
+    pairwise(itertools.product(DTYPES, HERE, (None, *GRIDS), (None, 5), (0.0, 0.5), (False, True))),
     ids=str,
 )
 def test_coding_equals_the_reference(one_pass, dtype, here, bits, active, predictor, tells) -> None:
-    case = Case(dtype, here)
+    case = Case(dtype, here, places=3 + (here == MIDDLE))
     is_exact = bits is None and active is None
     tells = tells and not is_exact
     known = None if is_exact else case.known(predictor), bits, case.active(active)
@@ -182,32 +186,32 @@ def test_coding_equals_the_reference(one_pass, dtype, here, bits, active, predic
     ),
 )
 def test_any_head_dim_and_any_number_of_tokens(one_pass, dim, tokens, bits) -> None:
-    case = Case(torch.float32, 1, dim=dim, tokens=tokens)
+    case = Case(torch.float32, SECOND, dim=dim, tokens=tokens)
     known = case.known(0.5), bits, None
     ours, theirs = case.encoded(one_pass, *known), case.encoded(reference, *known)
     same_but_for_scales(case, ours, theirs, case.rows(bits), bits)
-    assert torch.equal(one_pass.decode(ours[0], *known, case.target, 1), ours[1].held)
-    found, wanted = (each.scores(case.values, known[0], 1) for each in (one_pass, reference))
+    assert torch.equal(one_pass.decode(ours[0], *known, case.target, SECOND), ours[1].held)
+    found, wanted = (each.scores(case.values, known[0], SECOND) for each in (one_pass, reference))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [None, 2])
 def test_no_token_may_be_active(one_pass, bits) -> None:
-    case = Case(torch.bfloat16, 1)
+    case = Case(torch.bfloat16, SECOND)
     known = case.known(0.5), bits, case.active(0)
     for kernel in (one_pass, reference):
         payload, encoded = case.encoded(kernel, *known)
         assert payload.numel() == 0 and torch.equal(encoded.held, reference.expected(known[0]))
-        assert torch.equal(kernel.decode(payload, *known, case.target, 1), encoded.held)
+        assert torch.equal(kernel.decode(payload, *known, case.target, SECOND), encoded.held)
 
 
 def test_values_land_between_any_strides(one_pass) -> None:
-    case = Case(torch.bfloat16, 0)
+    case = Case(torch.bfloat16, FIRST)
     known = case.known(0.5), 2, None
     payload, encoded = case.encoded(reference, *known)
     for kernel in (one_pass, reference):
         across = torch.zeros(case.target.transpose(3, 4).shape, dtype=torch.bfloat16, device=DEVICE).transpose(3, 4)
-        kernel.decode(payload, *known, across, 0)
+        kernel.decode(payload, *known, across, FIRST)
         assert torch.equal(across[1:], encoded.held) and not across[0].any()
 
 
@@ -225,7 +229,9 @@ def test_what_is_not_finite_spoils_its_row_alone_and_is_counted(one_pass, bad, b
 
 @pytest.mark.parametrize(
     ("dtype", "here", "bad"),
-    in_turn(itertools.product([torch.float32, torch.bfloat16], [None, 0]), [float("nan"), float("inf"), -float("inf")]),
+    in_turn(
+        itertools.product([torch.float32, torch.bfloat16], [None, FIRST]), [float("nan"), float("inf"), -float("inf")]
+    ),
 )
 def test_what_is_sent_as_it_is_leaves_a_reference_that_is_finite(one_pass, bad, here, dtype) -> None:
     case = Case(dtype, here)
@@ -374,7 +380,7 @@ def test_each_value_is_read_once_and_written_once(
     fused, monkeypatch: pytest.MonkeyPatch, bits: int | None, active: int | None
 ) -> None:
     """Which is all that a kernel for bandwidth can do; the bytes are those that the bench counts."""
-    case, accesses = Case(torch.float32, here=1), Accesses(monkeypatch)
+    case, accesses = Case(torch.float32, here=SECOND), Accesses(monkeypatch)
     known = None if bits is active is None else case.known(0.5), bits, case.active(active)
     size, unused = case.held.numel(), (0, 0)
     expected = [(size, size) if bits or active else unused, unused]
@@ -557,7 +563,7 @@ def test_numba_s_kernels_in_threads_do_what_one_does(monkeypatch: pytest.MonkeyP
         pytest.skip("values of these tests are on the GPU, and Numba's kernels are for CPUs")
     from xfuser_cocodiff.kernels import compiled
 
-    case, found = Case(torch.float32, 1, tokens=12), []
+    case, found = Case(torch.float32, SECOND, tokens=12), []
     monkeypatch.setattr(compiled, "_PAYS", 16)
     for threads in (1, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -603,14 +609,14 @@ def test_what_is_known_of_other_values_is_not_read() -> None:
 def test_another_default_dtype_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from xfuser_cocodiff.kernels import compiled, quantise
 
-    case, found = Case(torch.float32, 0), []
+    case, found = Case(torch.float32, FIRST), []
     for dtype in (torch.float32, torch.bfloat16):
         for table in (quantise.scale_table, quantise._maxima, quantise._weights, quantise._digits):
             table.cache_clear()
         torch.set_default_dtype(dtype)
         try:
             payload, encoded = case.encoded(compiled, case.known(0.5), 2, None)
-            found.append([payload, *encoded, compiled.scores(case.values, case.known(0.5), 0)])
+            found.append([payload, *encoded, compiled.scores(case.values, case.known(0.5), FIRST)])
         finally:
             torch.set_default_dtype(torch.float32)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from xfuser_cocodiff.machine import planner
@@ -112,6 +113,33 @@ def test_small_messages_go_by_axis_and_large_ones_flat() -> None:
     machine = profile_of([4, 3, 2], [1e7, 1e7, 1e7], latency=1e-4, launch=1e-5)
     assert str(planner.choose(machine, 1000)) != "flat"
     assert str(planner.choose(machine, 10_000_000)) == "flat"
+
+
+def test_coded_exchanges_take_all_axes_at_once_where_that_saves_more_than_its_messages_cost() -> None:
+    """12 MB, two nodes of two GPUs. In stages: 6 MB along the GPUs, then 0.6 MB across, two messages. At once: 0.6 MB
+    across beside 3 MB along the GPUs, four messages."""
+    for latency, at_once in ((0.0, True), (0.05, True), (0.2, False)):
+        machine = profile_of([2, 2], [1e6, 1e7], latency, launch=1e-3)
+        machine = dataclasses.replace(machine, codec_bytes_per_second=1e7)  # so that nodes alone are slow
+        took = [planner.exchange_seconds(machine, MESSAGE, 0.1 * MESSAGE, way) for way in (False, True)]
+        coding = MESSAGE / 2 / 1e7
+        assert took == pytest.approx([0.6 + 0.6 + 2 * latency + coding, 0.6 + 0.3 + 4 * latency + coding], rel=0.01)
+        assert planner.goes_at_once(machine, MESSAGE) == at_once
+        assert not planner.goes_at_once(machine, MESSAGE, []) and not planner.goes_at_once(machine, 0, ["node"])
+        assert not planner.goes_at_once(machine, MESSAGE, ["node", "gpu"])  # both are the same then
+
+
+@given(machines, st.integers(2**24, 2**30))
+def test_both_ways_of_a_coded_exchange_send_as_much_along_slow_axes(machine: Profile, message: int) -> None:
+    *slow, fast = (axis.name for axis in machine.topology.axes)
+    ways = [planner.legs(machine, message, 0.1 * message, at_once, slow) for at_once in (False, True)]
+    assume(all(leg.plan.is_flat for way in ways for leg in way))  # else axes hand on what others brought
+    in_stages, at_once = (
+        sum((Counter(leg.plan.sent_bytes(leg.message_bytes)) for leg in way), Counter()) for way in ways
+    )
+    assert [at_once[axis] for axis in slow] == pytest.approx([in_stages[axis] for axis in slow])
+    places = machine.topology.shape[0] * machine.topology.shape[1]
+    assert at_once[fast] == pytest.approx(in_stages[fast] * (1 + 0.1) / places)  # what stays, and what is coded
 
 
 def test_direct_sends_are_used_where_they_are_faster() -> None:

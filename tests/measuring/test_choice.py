@@ -18,6 +18,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.measuring import choice, plan_trial, planned, stopwatch
 from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.settings.config import CocoDiffConfig
 
 CPU = torch.device("cpu")
 # A collective costs next to nothing to start and each message a lot, so that small messages go by axis.
@@ -182,8 +183,6 @@ def test_a_traced_exchange_equals_an_eager_one() -> None:
 
 def other_slow_axes(rank: int) -> tuple[list[str], str]:
     """Slow axes where each half of the ranks has found another profile, as beside a ring."""
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
     config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced")
@@ -203,3 +202,18 @@ def test_an_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
     found = ranks.run(other_slow_axes, 8)
     assert len({str(alone) for alone, _ in found}) == 2
     assert all(way == found[0][1] for _, way in found)
+
+
+def ways(rank: int) -> list[list[bool]]:
+    """Whether small and large coded exchanges take all axes at once, where plans are found and where one is given."""
+    profile = profile_of([2, 2], [1e6, 1e7], latency=1e-3, launch=1e-4)
+    found = []
+    for plan in (None, Plan.hierarchical(profile.topology)):
+        config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
+        way = planned.planned_mesh(dist.group.WORLD, config, CPU, Findings({}, profile)).way
+        found.append([way.goes_at_once(size) for size in (1000, 1_000_000)])
+    return found
+
+
+def test_coded_exchanges_take_the_way_that_the_planner_finds_faster() -> None:
+    assert ranks.run(ways, 4) == [[[False, True], [False, False]]] * 4

@@ -134,7 +134,7 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
     shares = torch.full((len(held),), SHARES // 2, dtype=torch.uint8, device=device)
     known = Known(held, held + 0.1 * torch.randn_like(held), shares)
-    target, here = torch.empty_like(values), 0
+    target, here = torch.empty_like(values), range(1)
     count = int(SHARE * tokens)
     mask = torch.zeros(*held.shape[:2], tokens, dtype=torch.uint8, device=device)
     active = Active(mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count)

@@ -201,7 +201,7 @@ class Reference:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: int | None = None) -> Active:
+def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: range | None = None) -> Active:
     """The active tokens of each group.
 
     Args:
@@ -209,12 +209,12 @@ def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, 
         reference: of the sender.
         codec: says how many, and by which score.
         seed: for choices by chance.
-        here: the place among P that is the rank's own, see :mod:`kernels`.
+        here: the places among P that are the rank's own, see :mod:`kernels`.
     """
     tokens = values.shape[TOKENS]
     if codec.score == RANDOM:
         generator = torch.Generator().manual_seed(seed)
-        links = len(values) if here is None else len(values) - 1
+        links = rows.others(len(values), here)
         # From pinned memory, so that the host need not wait for its copy.
         scores = torch.rand(tokens, generator=generator, pin_memory=devices.of(values.device.type).queues)
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
@@ -245,7 +245,7 @@ def encode(
     codec: Codec,
     active: Active | None,
     payload: torch.Tensor,
-    here: int | None = None,
+    here: range | None = None,
 ) -> Loss | None:
     """Write what is sent for values, and bring the sender's reference to what the receiver makes of it.
 
@@ -255,7 +255,7 @@ def encode(
         codec: how.
         active: tokens that are sent, where not all are.
         payload: where to write, see :mod:`kernels`.
-        here: the place among P that is the rank's own, see there.
+        here: the places among P that are the rank's own, see there.
 
     Returns:
         What the receiver lacks; None where it gets everything.
@@ -282,7 +282,7 @@ def decode(
     codec: Codec,
     active: Active | None,
     target: torch.Tensor,
-    here: int | None = None,
+    here: range | None = None,
 ) -> None:
     """Write values from what was sent, and bring the receiver's reference to them.
 
@@ -292,7 +292,7 @@ def decode(
         codec: how.
         active: tokens that were sent, where not all were.
         target: for the values, (P, G, H, T, D), of any strides.
-        here: the place among P that is the rank's own, and is not written; see :mod:`kernels`.
+        here: the places among P that are the rank's own, and are not written; see :mod:`kernels`.
     """
     if codec.is_silent:
         reference.stay(codec)
@@ -303,10 +303,10 @@ def decode(
     reference.advance(held, bool(codec.predictor))
 
 
-def _known(codec: Codec, reference: Reference, like: torch.Tensor, here: int | None) -> Known | None:
+def _known(codec: Codec, reference: Reference, like: torch.Tensor, here: range | None) -> Known | None:
     """What both ends know before values like these."""
     if codec.begins:
-        return Known(like.new_zeros(len(like) - (here is not None), *like.shape[1:]))
+        return Known(like.new_zeros(rows.others(len(like), here), *like.shape[1:]))
     return None if codec.is_exact else reference.known(codec.predictor)
 
 
@@ -335,13 +335,13 @@ def first_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     return (before == now).all(1).all(0).cumprod(0).sum()
 
 
-def pack_choice(active: Active, room: torch.Tensor, here: int | None = None) -> None:
-    """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own place `here`."""
+def pack_choice(active: Active, room: torch.Tensor, here: range | None = None) -> None:
+    """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own places `here`."""
     bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
     rows.put_away(room, bits.sum(-1, dtype=torch.uint8).flatten(1), here)
 
 
-def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: int | None = None) -> Active:
+def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: range | None = None) -> Active:
     """The inverse of :func:`pack_choice`; asks the device for nothing that the host would have to wait for."""
     packed = rows.away(room, here).unflatten(1, (groups, -1, 1))
     return Active((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)

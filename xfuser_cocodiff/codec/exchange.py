@@ -1,15 +1,21 @@
-"""The exchange by codecs: exact along fast axes, encoded along slow ones.
+"""The exchange by codecs: exact along fast axes, encoded along slow ones, in one of two ways.
 
-What a rank holds for others goes along the fast axes first, as it is. What then has to cross slow ones is encoded once,
-by the rank that puts it there, forwarded as it is through further slow axes, and decoded where it arrives. So
-references live at the two ends of the slow way: one for each place on the slow axes that is not the rank's own.
+In stages, what a rank holds for others goes along the fast axes first, as it is. What then has to cross slow ones is
+encoded once, by the rank that puts it there, forwarded as it is through further slow axes, and decoded where it
+arrives. So few messages cross slow axes, and all values cross the fast ones.
+
+At once, what a rank holds for other places on slow axes is encoded where it is, and goes to its rank along all axes;
+beside it, what stays at the place goes along the fast ones, as it is. So little crosses the fast axes, and nothing
+waits for that; but there are as many messages as ranks.
+
+Either way references live at the two ends of a link: one for each place, or one for each rank, that is elsewhere.
 
 Sizes in shapes: S places on slow axes, F on fast ones; n heads, s tokens and D head dim of what one rank holds for
-another; B batch.
+another; B batch. P places of which codecs know, G groups of tokens at each: S and F * B in stages, S * F and B at once.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -23,16 +29,80 @@ from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.machine.plan import Plan
 
 T = TypeVar("T")
+
+
+class _Parcel(NamedTuple):
+    """A message that goes through a mesh."""
+
+    mesh: Mesh
+    message: torch.Tensor
+    """(*plan.shape, payload), indexed by destination."""
+    plan: Plan
+
+    def begin(self) -> Callable[[], torch.Tensor]:
+        """See :meth:`Mesh.begin`."""
+        return self.mesh.begin(self.message, self.plan)
 
 
 class _UnderWay(NamedTuple):
     """An exchange between its encoding and its end."""
 
-    split: list[torch.Tensor]
-    """(S, F, B, n, s, D) each."""
+    values: list[torch.Tensor]
+    """(P, G, n, s, D) each."""
     sent: Sent
+    ends: Ends
+
+
+class _Exchange(NamedTuple):
+    """What an exchange is of."""
+
+    targets: Sequence[torch.Tensor]
+    mesh: Mesh
+    layer_codecs: LayerCodecs
+    label: Label
+    head_group: HeadGroup
+    is_awaited: bool
+
+    @property
+    def way(self) -> SlowWay:
+        """The axes, as the layer's codecs know them."""
+        return self.layer_codecs.way
+
+    def encoded(self, values: list[torch.Tensor], ends: Ends) -> _UnderWay:
+        """Encode what goes to other places."""
+        names, layer_codecs = self.label.what, self.layer_codecs
+        return _UnderWay(values, messages.encoded(values, names, layer_codecs, self.head_group, ends), ends)
+
+    def receive(
+        self,
+        under_way: _UnderWay,
+        received: torch.Tensor,
+        near: Sequence[torch.Tensor],
+        carry: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Write to the targets what has come.
+
+        Args:
+            under_way: what was sent.
+            received: messages of other places, uint8 (P, bytes).
+            near: tensors of this rank's own places, as they are.
+            carry: exchanges messages (P, bytes) once more, where some rank asks for that.
+        """
+        names, layer_codecs, head_group = self.label.what, self.layer_codecs, self.head_group
+        values, sent, ends = under_way
+        landings = [self.way.landing(target, ends.places) for target in self.targets]
+        for (landing, _), own in zip(landings, near, strict=True):
+            kernels.move(landing[ends.here.start : ends.here.stop], own)
+        if messages.asks_again(received):
+            sent = messages.repeated(values, names, layer_codecs, head_group, ends)
+            received = self.mesh.lane.run(lambda: carry(sent.message))
+        messages.decode(received, sent, [landing for landing, _ in landings], names, layer_codecs, head_group, ends)
+        for (landing, is_target), target in zip(landings, self.targets, strict=True):
+            if not is_target:
+                kernels.move(target, self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))
 
 
 def send(
@@ -57,74 +127,96 @@ def send(
         result: what waiting returns.
         is_awaited: whether the caller waits for it next.
     """
-    way, names = layer_codecs.way, label.what
+    way, exchange = layer_codecs.way, _Exchange(targets, mesh, layer_codecs, label, head_group, is_awaited)
     split = [way.split(piece) for piece in pieces]
+    if way.fast is None or layer_codecs.at_once:
+        return _at_once(split, exchange, result)
+    return _in_stages(split, exchange, result)
 
-    def end(under_way: _UnderWay, received: torch.Tensor) -> T:
-        _receive(received, under_way, targets, names, layer_codecs, head_group)
+
+def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+    """Send (S, F, B, n, s, D) to all ranks, encoded or not."""
+    way, mesh, label = exchange.way, exchange.mesh, exchange.label
+    ends = Ends(way.places * way.near, range(way.here * way.near, (way.here + 1) * way.near))
+    under_way = exchange.encoded([piece.flatten(0, 1) for piece in split], ends)
+    far, stays = _to_all(under_way.sent.message, way, mesh), [piece[way.here] for piece in split]
+
+    def carry(message: torch.Tensor) -> torch.Tensor:
+        return _by_place(_to_all(message, way, mesh).begin()(), way)
+
+    def end(received: torch.Tensor, near: list[torch.Tensor]) -> T:
+        exchange.receive(under_way, _by_place(received, way), near, carry)
         return result
 
     if way.fast is None:
-        under_way = _encoded(split, names, layer_codecs, head_group)
-        plan = way.slow.policy.choose(under_way.sent.message.nbytes)
-        message = under_way.sent.message.view(*plan.shape, -1)
-        return way.slow.post(message, plan, label, lambda received: end(under_way, received), is_awaited)
-    span = mesh.traffic.span(label, pieces[0].device)
+        return mesh.post(*far[1:], label, lambda received: end(received, stays), exchange.is_awaited)
+    near, span = _along(_packed(stays), way.fast), mesh.traffic.span(label, split[0].device)
+
+    def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with span.travels():
+            first, second = far.begin(), near.begin()
+            return first(), _unpacked(second(), stays)
+
+    # In the lane, even where both have one stage: others may have a stage among the same ranks, and keep their order.
+    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds, exchange.is_awaited)
+
+
+def _to_all(message: torch.Tensor, way: SlowWay, mesh: Mesh) -> _Parcel:
+    """Messages (S * F, bytes) as they go to their ranks."""
+    plan = mesh.policy.choose(message.nbytes)
+    by_rank = way.joined(message.unflatten(0, (way.places, way.near)))
+    return _Parcel(mesh, by_rank.reshape(*plan.shape, -1), plan)
+
+
+def _by_place(received: torch.Tensor, way: SlowWay) -> torch.Tensor:
+    """The inverse."""
+    return way.split(received.reshape(*way.shape, -1)).flatten(0, 1)
+
+
+def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+    """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
+    way, mesh = exchange.way, exchange.mesh
+    ends = Ends(way.places, range(way.here, way.here + 1))
+    span = mesh.traffic.span(exchange.label, split[0].device)
+
+    def carry(message: torch.Tensor) -> torch.Tensor:
+        return _along(message, way.slow).begin()().reshape(way.places, -1)
 
     def travel() -> tuple[_UnderWay, torch.Tensor]:
         with span.travels():
-            under_way = _encoded(_along_fast_axes(split, way), names, layer_codecs, head_group)
-            return under_way, _along_slow_axes(under_way.sent.message, way)
+            turned = [piece.transpose(0, 1) for piece in split]
+            found = _unpacked(_along(_packed(turned), way.fast).begin()(), turned)
+            under_way = exchange.encoded([piece.transpose(0, 1).flatten(1, 2) for piece in found], ends)
+            return under_way, carry(under_way.sent.message)
 
-    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds, is_awaited)
+    def end(arrived: tuple[_UnderWay, torch.Tensor]) -> T:
+        under_way, received = arrived
+        exchange.receive(under_way, received, [each[way.here, None] for each in under_way.values], carry)
+        return result
 
-
-def _along_fast_axes(split: list[torch.Tensor], way: SlowWay) -> list[torch.Tensor]:
-    """Exchange (S, F, B, n, s, D) along F, as it is."""
-    turned = [piece.transpose(0, 1) for piece in split]
-    sizes = [math.prod(piece.shape[1:]) for piece in turned]
-    message = turned[0].new_empty(len(turned[0]), sum(sizes))
-    for room, piece in zip(message.split(sizes, 1), turned, strict=True):
-        kernels.move(room.unflatten(1, piece.shape[1:]), piece)
-    plan = way.fast.policy.choose(message.nbytes)
-    parts = way.fast.all_to_all(message.view(*plan.shape, -1), plan).reshape(message.shape).split(sizes, 1)
-    return [found.unflatten(1, piece.shape[1:]).transpose(0, 1) for found, piece in zip(parts, turned, strict=True)]
+    return mesh.lane.start(str(exchange.label), travel, end, span.holds, exchange.is_awaited)
 
 
-def _along_slow_axes(message: torch.Tensor, way: SlowWay) -> torch.Tensor:
-    plan = way.slow.policy.choose(message.nbytes)
-    return way.slow.all_to_all(message.view(*plan.shape, -1), plan)
+def _along(message: torch.Tensor, mesh: Mesh) -> _Parcel:
+    """A message (ranks, n) along the axes of a mesh."""
+    plan = mesh.policy.choose(message.nbytes)
+    return _Parcel(mesh, message.view(*plan.shape, -1), plan)
 
 
-def _encoded(split: list[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup) -> _UnderWay:
-    """Encode what goes to other places on the slow axes."""
-    values = [piece.flatten(1, 2) for piece in split]  # (S, F * B, n, s, D)
-    return _UnderWay(split, messages.encoded(values, names, layer_codecs, head_group, _ends(layer_codecs.way)))
+def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors (F, ...) in one message (F, n)."""
+    sizes = _sizes(parts)
+    message = parts[0].new_empty(len(parts[0]), sum(sizes))
+    for room, part in zip(message.split(sizes, 1), parts, strict=True):
+        kernels.move(room.unflatten(1, part.shape[1:]), part)
+    return message
 
 
-def _ends(way: SlowWay) -> Ends:
-    return Ends(way.places, way.here)
+def _unpacked(message: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The inverse, of a message whose ranks may be many dims; views."""
+    parts = message.reshape(len(like[0]), -1).split(_sizes(like), 1)
+    return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, like, strict=True)]
 
 
-def _receive(
-    received: torch.Tensor,
-    under_way: _UnderWay,
-    targets: Sequence[torch.Tensor],
-    names: str,
-    layer_codecs: LayerCodecs,
-    head_group: HeadGroup,
-) -> None:
-    """Write to the targets what came from other places and what came from this rank's own."""
-    way, (split, sent) = layer_codecs.way, under_way
-    received, ends = received.reshape(way.places, -1), _ends(way)
-    landings = [way.landing(target) for target in targets]
-    for (landing, _), piece in zip(landings, split, strict=True):
-        kernels.move(landing[way.here], piece[way.here].flatten(0, 1))
-    if messages.asks_again(received):
-        values = [piece.flatten(1, 2) for piece in split]
-        sent = messages.repeated(values, names, layer_codecs, head_group, ends)
-        received = way.slow.lane.run(lambda: _along_slow_axes(sent.message, way)).reshape(way.places, -1)
-    messages.decode(received, sent, [landing for landing, _ in landings], names, layer_codecs, head_group, ends)
-    for (landing, is_target), target, piece in zip(landings, targets, split, strict=True):
-        if not is_target:
-            kernels.move(target, way.joined(landing.view(piece.shape)))
+def _sizes(parts: list[torch.Tensor]) -> list[int]:
+    return [math.prod(part.shape[1:]) for part in parts]

@@ -119,7 +119,7 @@ def _decoded(
     layer_codecs: LayerCodecs,
 ) -> torch.Tensor:
     """What the ranks hold that this one meets on slow axes, (S - 1, n), of which it has got what was encoded."""
-    giving, taking = Ends(1, copies=way.places - 1), Ends(way.places, way.here)
+    giving, taking = Ends(1, copies=way.places - 1), Ends(way.places, range(way.here, way.here + 1))
     values = [tensor[None] for tensor in tensors]
     sent = messages.encoded(values, names, layer_codecs, head_group, giving)
     received = _along(sent.message[0], way.slow)
@@ -130,4 +130,4 @@ def _decoded(
     blocks = tensors[0].new_empty(way.places, sum(sizes))
     landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(blocks.split(sizes, 1), tensors, strict=True)]
     messages.decode(received, sent, landings, names, layer_codecs, head_group, taking)
-    return rows.away(blocks, way.here)
+    return rows.away(blocks, taking.here)

@@ -14,6 +14,7 @@ from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT, Codec, Loss, Reference
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.lane import Lane
 from xfuser_cocodiff.kernels.rows import Active
 
 
@@ -75,14 +76,14 @@ class Wire:
         still = self.still.sent.nbytes + self.still.received.nbytes if self.still else 0
         return self.sent.nbytes + self.received.nbytes + still
 
-    def squeeze(self, way: SlowWay | None = None) -> None:
+    def squeeze(self, lane: Lane | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
 
         Args:
-            way: which they are for, in a Ulysses group; None elsewhere.
+            lane: in which, and on whose stream, values are encoded; None where their exchanges are started.
         """
-        if way and way.fast:  # then values are encoded in the lane, and on its stream, where there is one
-            way.fast.lane.start("squeezing references", self.sent.squeeze).wait()
+        if lane:
+            lane.start("squeezing references", self.sent.squeeze).wait()
         else:
             self.sent.squeeze()
         self.received.squeeze()
@@ -129,6 +130,8 @@ class LayerCodecs:
     """Whether references are kept in 8 bits."""
     anew: Codec = EXACT
     """For what has no reference; needs none."""
+    at_once: bool = False
+    """How its exchanges go, see :mod:`exchange`; what is held fits one way only."""
     choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
     """Active tokens that V and O have chosen at this step."""
 
@@ -170,7 +173,7 @@ def active_for(
     head_group: HeadGroup,
     values: torch.Tensor,
     codec: Codec,
-    here: int | None = None,
+    here: range | None = None,
 ) -> Active | None:
     """The tokens that are sent: a choice made here, or V's; None where it is all of them, or none."""
     if not codec.chooses:

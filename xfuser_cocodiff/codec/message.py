@@ -27,22 +27,22 @@ class Ends(NamedTuple):
     """Where values go to, or come from."""
 
     places: int
-    here: int | None = None
-    """The rank's own, which is left out."""
+    here: range | None = None
+    """The rank's own, which are left out."""
     copies: int = 1
     """How often what is encoded for a place travels."""
 
     @property
     def others(self) -> int:
         """Places that are not the rank's own."""
-        return self.places - (self.here is not None)
+        return rows.others(self.places, self.here)
 
 
 class Sent(NamedTuple):
     """What is known of an exchange between its encoding and its end."""
 
     message: torch.Tensor
-    """uint8 (P, bytes); nothing is written for this rank's own place."""
+    """uint8 (P, bytes); nothing but the flag is written for this rank's own places."""
     codecs: list[Codec]
     still: list[Still | None]
     """Of each tensor, tokens that are not sent."""
@@ -127,7 +127,7 @@ def decode(
     head_group: HeadGroup,
     ends: Ends,
 ) -> None:
-    """Write what other places have encoded, but for the rank's own place.
+    """Write what other places have encoded, but for the rank's own places.
 
     Args:
         received: messages, uint8 (P, bytes).

@@ -22,6 +22,9 @@ from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.machine import device as devices
 
+_EXCHANGES = 2
+"""Of a layer: of Q, K and V, and of O. How they go is asked for one of a middle size."""
+
 
 @dataclass
 class _State:
@@ -32,6 +35,8 @@ class _State:
     need: Need
     is_exact: bool
     """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
+    at_once: bool
+    """How its exchanges go, see :mod:`exchange`."""
     wires: dict = field(default_factory=dict)
     ring_wires: dict = field(default_factory=dict)
     account: Account = field(default_factory=Account)
@@ -258,7 +263,7 @@ class Runtime:
             codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
         else:
             codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
-        return LayerCodecs(way, codecs, wires, state.account, self.step, self._budget.compact, anew)
+        return LayerCodecs(way, codecs, wires, state.account, self.step, self._budget.compact, anew, state.at_once)
 
     @property
     def _defers(self) -> bool:
@@ -294,7 +299,8 @@ class Runtime:
             is_exact = not self._budget.suffices(need)
         if not is_exact:
             self._budget.take(need)
-        return _State(layer, transformer, need, is_exact)
+        at_once = self._way is not None and self._way.goes_at_once(share.values // _EXCHANGES * share.value_bytes)
+        return _State(layer, transformer, need, is_exact, at_once)
 
     def _leave_others(self) -> None:
         """Another transformer is called for the first time. Those that had no call at this step have done their part;
@@ -312,8 +318,9 @@ class Runtime:
         if not self._budget.compact:
             self._budget.compact = True
             for state in self._states.values():
+                in_lane = self._way and self._way.fast and not state.at_once
                 for wire in state.wires.values():
-                    wire.squeeze(self._way)
+                    wire.squeeze(self._way.fast.lane if in_lane else None)
                 for wire in state.ring_wires.values():  # whose both ends are used in the lane
                     self._ring_way.slow.lane.start("squeezing references", wire.squeeze).wait()
 

@@ -30,6 +30,8 @@ class SlowWay:
     slow: Mesh
     fast: Mesh | None
     """None where all axes are slow."""
+    goes_at_once: Callable[[int], bool] = lambda message_bytes: False
+    """Whether a message of so many bytes goes everywhere at once, rather than in stages, see :mod:`exchange`."""
 
     @classmethod
     def over(
@@ -77,6 +79,11 @@ class SlowWay:
         return math.prod(self.shape[dim] for dim in self.slow_dims)
 
     @functools.cached_property
+    def near(self) -> int:
+        """Places on the fast axes."""
+        return math.prod(self.shape) // self.places
+
+    @functools.cached_property
     def others(self) -> list[int]:
         """Those that are not this rank's own."""
         return [place for place in range(self.places) if place != self.here]
@@ -94,18 +101,19 @@ class SlowWay:
         return numbers.reshape(self.places, -1).tolist()
 
     def split(self, piece: torch.Tensor) -> torch.Tensor:
-        """(*shape, B, n, s, D) as (S, F, B, n, s, D)."""
+        """(*shape, ...) as (S, F, ...)."""
         levels = len(self.shape)
         ordered = piece.permute(*self._order, *range(levels, piece.ndim))
         slow = len(self.slow_dims)
         return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
 
-    def landing(self, target: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D), and whether that is the target itself rather than room
-        of its own: axes that interleave cannot be seen as one."""
+    def landing(self, target: torch.Tensor, places: int) -> tuple[torch.Tensor, bool]:
+        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D) for S places, or as (S * F, B, n, s, D) for as many as
+        there are ranks, and whether that is the target itself rather than room of its own: axes that interleave cannot
+        be seen as one."""
         levels = len(self.shape)
         ordered = target.permute(*self._order, *range(levels, target.ndim))
-        shape = self.places, math.prod(target.shape[: levels + 1]) // self.places, *target.shape[levels + 1 :]
+        shape = places, math.prod(target.shape[: levels + 1]) // places, *target.shape[levels + 1 :]
         try:
             return ordered.view(shape), True
         except RuntimeError:

@@ -137,11 +137,23 @@ class Mesh:
         Returns:
             The same shape, indexed by source; a view whose memory order is that of the last stage.
         """
+        return self.begin(buffer, plan)()
+
+    def begin(self, buffer: torch.Tensor, plan: Plan) -> Callable[[], torch.Tensor]:
+        """Start the first stage of :meth:`all_to_all`; what is returned carries it to its end. So two of them are under
+        way beside each other."""
         if plan.chunks > 1:
-            return self._pipelined(buffer, plan)
-        for number, room in enumerate(self.stages.rooms(buffer, plan)):
-            buffer = self.stages.finish(self.stages.start(buffer, plan, number, room))
-        return buffer
+            return lambda: self._pipelined(buffer, plan)
+        rooms = self.stages.rooms(buffer, plan)
+        first = self.stages.start(buffer, plan, 0, rooms[0])
+
+        def go_on() -> torch.Tensor:
+            arrived = self.stages.finish(first)
+            for number, room in enumerate(rooms[1:], 1):
+                arrived = self.stages.finish(self.stages.start(arrived, plan, number, room))
+            return arrived
+
+        return go_on
 
     def gather_plan(self, block_bytes: int) -> Plan:
         """How an all-gather of blocks of so many bytes runs: by the policy, or else along one axis after the other, the

@@ -7,8 +7,8 @@ CPUs: both read and write each tensor once. What one end of a link encodes, the 
 set it uses: the encoder alone finds scales, in sums whose order sets differ in.
 
 Sizes in shapes: P places on slow axes, L of them on other ends of links, G groups of tokens, H heads, T tokens, D head
-dim. Where a tensor has P places, `here` says which of them is the rank's own and left out, and L is P - 1; with None
-there is no such place, and L is P.
+dim. Where a tensor has P places, `here` says which of them are the rank's own and left out: some that follow each
+other. L is the number of the others, and P where `here` is None.
 """
 
 import functools
@@ -111,7 +111,7 @@ def _kernels(device: torch.device) -> ModuleType:
     return importlib.import_module(f"{__name__}.{_MODULES[used(device)]}")
 
 
-def scores(values: torch.Tensor, known: Known, here: int | None = None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Known, here: range | None = None) -> torch.Tensor:
     """How far each token is from what is expected of it: sum of squares over heads and dims, float32 (L, G, T).
 
     Args:
@@ -128,7 +128,7 @@ def encode(
     bits: float | None,
     active: Active | None,
     payload: torch.Tensor,
-    here: int | None = None,
+    here: range | None = None,
     tells: bool = False,
 ) -> Encoded:
     """Encode values by their difference to what is expected of them.
@@ -138,7 +138,7 @@ def encode(
         known: to both ends; None sends all values as they are, and holds zeros for those that are not finite.
         bits: one of quantise.GRIDS; None sends the values themselves.
         active: tokens that are sent; None stands for all.
-        payload: uint8 (P, n), written but for the rank's own place: levels of all rows, then their scales; values as
+        payload: uint8 (P, n), written but for the rank's own places: levels of all rows, then their scales; values as
             they are where bits is None. Its rows may lie apart, and begin at a multiple of the size of a value.
         here: see above.
         tells: whether rows.TOLD bytes more have the share of the last change that is expected again.
@@ -152,7 +152,7 @@ def decode(
     bits: float | None,
     active: Active | None,
     target: torch.Tensor,
-    here: int | None = None,
+    here: range | None = None,
     tells: bool = False,
 ) -> torch.Tensor:
     """What the receiver holds from now on, (L, G, H, T, D).
@@ -162,7 +162,7 @@ def decode(
         known: as the sender has it, but for the shares where it tells them.
         bits: as it was encoded.
         active: the sender's.
-        target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own place.
+        target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own places.
         here: see above.
         tells: whether the sender does.
     """

@@ -16,7 +16,7 @@ import torch
 
 from xfuser_cocodiff.kernels import loops, quantise, reference
 from xfuser_cocodiff.kernels.loops import Form
-from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, sampled
+from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, others, sampled
 from xfuser_cocodiff.machine.device import CPU
 
 _KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -36,7 +36,7 @@ def prepare() -> None:
         decode(payload, known, 2, None, torch.empty_like(values), None)
 
 
-def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
     """See the package."""
     if values.dtype not in _KINDS:
         return reference.scores(values, known, here)
@@ -58,7 +58,7 @@ def encode(
     bits: float | None,
     active: Active | None,
     payload: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> Encoded:
     """See the package."""
@@ -89,7 +89,7 @@ def decode(
     bits: float | None,
     active: Active | None,
     target: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> torch.Tensor:
     """See the package."""
@@ -106,16 +106,16 @@ def decode(
     return now
 
 
-def _check(values: torch.Tensor, known: Known, here: int | None) -> None:
+def _check(values: torch.Tensor, known: Known, here: range | None) -> None:
     """That what is known is of these values, and lies as it should: nobody would see it from addresses."""
-    shape = len(values) - (here is not None), *values.shape[1:]
+    shape = others(len(values), here), *values.shape[1:]
     for held in (known.held, *([] if known.before is None else [known.before])):
         assert held.shape == shape and held.dtype == values.dtype and held.is_contiguous(), (held.shape, shape)
 
 
 def _form(
     values: torch.Tensor,
-    here: int | None,
+    here: range | None,
     bits: float | None,
     active: Active | None,
     payload: torch.Tensor | None = None,
@@ -123,9 +123,9 @@ def _form(
 ) -> Form:
     """Of values (P, G, H, T, D) for a codec; with no bits, of which nothing is encoded."""
     places, groups, heads, tokens, dim = values.shape
-    skipped = places if here is None else here
+    own = range(places, places) if here is None else here
     by_place, by_group, by_head, by_token, _ = values.stride()
-    known = groups, heads, tokens, dim, skipped, by_place, by_group, by_head, by_token
+    known = groups, heads, tokens, dim, own.start, len(own), by_place, by_group, by_head, by_token
     if bits is None or payload is None:
         return Form(*known, 1, tokens, 0, 1, 0.0, 0, 0, 0)
     if payload.stride(-1) != 1:

@@ -99,7 +99,7 @@ def _restored(level, width, base, middle: tl.constexpr):
 @triton.jit
 def _scores_kernel(
     values, held, before, shares, found,
-    groups, heads, tokens, here, stride_place, stride_group, stride_head, stride_token,
+    groups, heads, tokens, here, here_count, stride_place, stride_group, stride_head, stride_token,
     dim: tl.constexpr, block_dim: tl.constexpr, block_tokens: tl.constexpr, predicts: tl.constexpr,
 ):  # fmt: skip
     """One program for some tokens of one group of one link, over all heads."""
@@ -107,7 +107,7 @@ def _scores_kernel(
     pair = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * block_tokens + tl.arange(0, block_tokens)
     link, group = pair // groups, pair % groups
-    place = link + (link >= here)
+    place = link + (link >= here) * here_count
     inside = (token < tokens)[:, None] & (column < dim)[None, :]
     share = tl.load(shares + link) if predicts else 0
     total = tl.zeros([block_tokens], tl.float32)
@@ -130,7 +130,7 @@ def _finite(values):
 @triton.jit
 def _encode_kernel(
     values, held, before, shares, numbers, table, payload, now, sums,
-    groups, heads, tokens, active, here,
+    groups, heads, tokens, active, here, here_count,
     stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, told_at, root, sample,
     dim: tl.constexpr, together: tl.constexpr, levels: tl.constexpr, per: tl.constexpr, width_of: tl.constexpr,
     by_maximum: tl.constexpr, room: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
@@ -141,7 +141,7 @@ def _encode_kernel(
     column, _, digit, exists = _columns(together * dim, per, room, block)
     valid = row < tokens // together
     inside = valid[:, None] & exists[None, :]
-    place = link + (link >= here)
+    place = link + (link >= here) * here_count
     token, inner = _tokens(row, column, dim, together)
     start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
     own = (of_head.to(tl.int64) * tokens + row * together)[:, None] * dim + column[None, :]
@@ -233,7 +233,7 @@ def _sums_kernel(sums, totals, again, links, programs, predicts: tl.constexpr, b
 @triton.jit
 def _decode_kernel(
     payload, held, before, shares, numbers, table, now, target,
-    groups, heads, tokens, active, here,
+    groups, heads, tokens, active, here, here_count,
     stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, told_at,
     dim: tl.constexpr, together: tl.constexpr, levels: tl.constexpr, per: tl.constexpr, width_of: tl.constexpr,
     room: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
@@ -245,7 +245,7 @@ def _decode_kernel(
     valid = row < tokens // together
     inside = valid[:, None] & exists[None, :]
     own = (of_head.to(tl.int64) * tokens + row * together)[:, None] * dim + column[None, :]
-    place = link + (link >= here)
+    place = link + (link >= here) * here_count
     far = payload + place.to(tl.int64) * stride_payload
     if is_known:
         if tells:
@@ -304,7 +304,7 @@ def _move_kernel(
     tl.store(target + there[:, None] + column[None, :], value, mask=inside)
 
 
-def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
     """See the package."""
     values, held = _rows_of(values), known.held
     links, groups, heads, tokens, dim = held.shape
@@ -313,7 +313,7 @@ def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor
     block = max(1, min(64, _VALUES // block_dim))
     _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
         values, held, _or(known.before, held), _or(known.shares, held), found,
-        groups, heads, tokens, _skipped(here, links), *values.stride()[:4],
+        groups, heads, tokens, *_skipped(here, links), *values.stride()[:4],
         dim, block_dim, block, known.before is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return found
@@ -325,13 +325,13 @@ def encode(
     bits: float | None,
     active: Active | None,
     payload: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> Encoded:
     """See the package."""
     values = _rows_of(values)
     places, *sizes = values.shape
-    links = places - (here is not None)
+    links = rows.others(places, here)
     now = values.new_empty(links, *sizes)
     form, grid = _Form.of(now.shape, bits, active, payload, values.dtype), _grid(bits)
     held, before, shares = known or (None, None, None)
@@ -340,7 +340,7 @@ def encode(
     _encode_kernel[form.grid](
         values, _or(held, now), _or(before, now), _or(shares, now), _or(active and active.numbers, now),
         quantise.scale_table(values.device), form.payload, now, _or(sums, now),
-        *sizes[:3], form.active, _skipped(here, links), *values.stride()[:4], form.payload.stride(0),
+        *sizes[:3], form.active, *_skipped(here, links), *values.stride()[:4], form.payload.stride(0),
         form.scales_at, form.told_at, root, sampled(sizes[2]),
         sizes[-1], form.together, grid.levels, grid.per_byte, grid.width, grid.by_maximum,
         form.room, form.block, form.block_rows, known is not None, before is not None, active is not None, tells,
@@ -360,20 +360,20 @@ def decode(
     bits: float | None,
     active: Active | None,
     target: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> torch.Tensor:
     """See the package."""
     landing = target if target.stride(-1) == 1 else torch.empty_like(target, memory_format=torch.contiguous_format)
     places, *sizes = target.shape
-    links = places - (here is not None)
+    links = rows.others(places, here)
     now = target.new_empty(links, *sizes)
     form, grid = _Form.of(now.shape, bits, active, payload, target.dtype), _grid(bits)
     held, before, shares = known or (None, None, None)
     _decode_kernel[form.grid](
         form.payload, _or(held, now), _or(before, now), _or(shares, now), _or(active and active.numbers, now),
         quantise.scale_table(target.device), now, landing,
-        *sizes[:3], form.active, _skipped(here, links), *landing.stride()[:4], form.payload.stride(0),
+        *sizes[:3], form.active, *_skipped(here, links), *landing.stride()[:4], form.payload.stride(0),
         form.scales_at, form.told_at,
         sizes[-1], form.together, grid.levels, grid.per_byte, grid.width,
         form.room, form.block, form.block_rows, known is not None, before is not None, active is not None, tells,
@@ -461,8 +461,9 @@ def _rows_of(values: torch.Tensor) -> torch.Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _skipped(here: int | None, links: int) -> int:
-    return links if here is None else here
+def _skipped(here: range | None, links: int) -> tuple[int, int]:
+    """The first of the places that are the rank's own, and their number."""
+    return (links, 0) if here is None else (here.start, len(here))
 
 
 def _or(given: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:

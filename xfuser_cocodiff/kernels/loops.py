@@ -263,8 +263,10 @@ class Form(NamedTuple):
     heads: int
     tokens: int
     dim: int
-    skipped: int
-    """The place that is the rank's own, or L where there is none."""
+    here: int
+    """The first place that is the rank's own, or L where there is none."""
+    here_count: int
+    """Of such places, which follow each other."""
     by_place: int
     by_group: int
     by_head: int
@@ -291,7 +293,7 @@ def _head(form, each):
     payload begin."""
     pair, head = each // form.heads, each % form.heads
     link, group = pair // form.groups, pair % form.groups
-    place = link + (1 if link >= form.skipped else 0)
+    place = link + (form.here_count if link >= form.here else 0)
     start = place * form.by_place + group * form.by_group + head * form.by_head
     return link, group, head, start, place * form.by_payload
 

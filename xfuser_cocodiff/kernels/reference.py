@@ -18,7 +18,7 @@ def expected(known: Known) -> torch.Tensor:
     return (known.held - known.before).mul_(shares).add_(known.held)
 
 
-def scores(values: torch.Tensor, known: Known, here: int | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
     """See the package."""
     return (away(values, here) - expected(known)).float().square_().sum((2, 4))
 
@@ -29,7 +29,7 @@ def encode(
     bits: float | None,
     active: Active | None,
     payload: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> Encoded:
     """See the package."""
@@ -61,7 +61,7 @@ def decode(
     bits: float | None,
     active: Active | None,
     target: torch.Tensor,
-    here: int | None,
+    here: range | None,
     tells: bool = False,
 ) -> torch.Tensor:
     """See the package."""

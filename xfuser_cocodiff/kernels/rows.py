@@ -71,11 +71,17 @@ class Encoded(NamedTuple):
     """How much of the last change came again on each link, uint8 (L), see SHARES; None where that is not known."""
 
 
-def away(values: torch.Tensor, here: int | None) -> torch.Tensor:
+def others(places: int, here: range | None) -> int:
+    """How many places are not the rank's own."""
+    return places - len(here or ())
+
+
+def away(values: torch.Tensor, here: range | None) -> torch.Tensor:
     """Values of all places but `here`: a view where they follow each other, else a copy."""
-    if here is None or 0 < here < len(values) - 1:
-        return values if here is None else torch.cat([values[:here], values[here + 1 :]])
-    return values[:-1] if here else values[1:]
+    if here is None:
+        return values
+    before, after = values[: here.start], values[here.stop :]
+    return torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
 
 
 def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -84,12 +90,12 @@ def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return payload.view(dtype) if payload.shape[1] else payload.new_empty(payload.shape, dtype=dtype)
 
 
-def put_away(target: torch.Tensor, values: torch.Tensor, here: int | None) -> None:
+def put_away(target: torch.Tensor, values: torch.Tensor, here: range | None) -> None:
     """The inverse of :func:`away`: write values to all places but `here`."""
     if here is None:
         target.copy_(values)
         return
-    if here > 0:
-        target[:here].copy_(values[:here])
-    if here < len(values):
-        target[here + 1 :].copy_(values[here:])
+    if here.start > 0:
+        target[: here.start].copy_(values[: here.start])
+    if here.start < len(values):
+        target[here.stop :].copy_(values[here.start :])

@@ -4,7 +4,7 @@ The same model predicts for a measured machine and, in `cocodiff simulate`, for 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from xfuser_cocodiff.machine.topology import Topology
 MARGIN = 0.08
 """Share of its time that a plan must promise to save for every stage beyond the first one, and for chunks: predictions
 have errors of this order, and more so the more parts they add up."""
+CODED = 0.1
+"""About what codecs leave of a message."""
 DIRECT_MARGIN = 0.05
 """The same for direct sends in place of a collective."""
 
@@ -97,32 +99,63 @@ class Leg(NamedTuple):
     """That a rank holds before it."""
 
 
-def legs(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
+def legs(
+    profile: Profile,
+    message_bytes: float,
+    payload_bytes: float | None = None,
+    at_once: bool = False,
+    slow_axes: Sequence[str] | None = None,
+) -> list[Leg]:
     """The way of an exchange, by the best plans.
 
-    As it is, it takes all axes at once. Coded, a message goes along the fast axes first, as it is; then what has to
-    cross slow ones is encoded, and goes along these.
+    As it is, it takes all axes at once. Coded in stages, it goes along the fast axes first, as it is; then what has to
+    cross slow ones is encoded, and goes along these. Coded at once, what is encoded goes along all axes, and what stays
+    where it is on slow ones goes along the fast ones, as it is, beside it.
 
     Args:
-        profile: the machine, which tells slow axes.
+        profile: the machine.
         message_bytes: what a rank holds before it, its own share included.
-        payload_bytes: the same of what goes along slow axes; None where everything travels as it is.
+        payload_bytes: the same of what is encoded; None where everything travels as it is.
+        at_once: how it goes where it is encoded, and some axes are fast.
+        slow_axes: their names; those that the profile tells when not given.
     """
-    slow, fast = (_along(profile, is_slow) for is_slow in (True, False))
+    names = profile.slow_axes if slow_axes is None else slow_axes
+    slow, fast = (_along(profile, names, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
-        return [Leg(profile, choose(profile, message_bytes), message_bytes)]
-    return [
-        Leg(part, choose(part, size), size) for part, size in ((fast, message_bytes), (slow, payload_bytes)) if part
-    ]
+        parts = [(profile, message_bytes)]
+    elif fast is None:
+        parts = [(slow, payload_bytes)]
+    elif at_once:
+        parts = [(profile, payload_bytes), (fast, message_bytes / slow.topology.size)]
+    else:
+        parts = [(fast, message_bytes), (slow, payload_bytes)]
+    return [Leg(part, choose(part, size), size) for part, size in parts]
 
 
-def exchange_seconds(profile: Profile, message_bytes: float, payload_bytes: float | None = None) -> float:
-    """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see above."""
-    way = legs(profile, message_bytes, payload_bytes)
-    moving = sum(seconds(*leg) for leg in way)
+def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str] | None = None) -> bool:
+    """Whether coded exchanges take all axes at once. That saves fast axes most of the bytes, and costs messages.
+
+    Args:
+        profile: the machine.
+        message_bytes: of a middle one among a layer's, which go alike: what both ends hold fits one way only.
+        slow_axes: their names; those that the profile tells when not given.
+    """
+    in_stages, at_once = (
+        sum(seconds(*leg) for leg in legs(profile, message_bytes, CODED * message_bytes, way, slow_axes))
+        for way in (False, True)
+    )
+    return at_once < (1 - MARGIN) * in_stages
+
+
+def exchange_seconds(
+    profile: Profile, message_bytes: float, payload_bytes: float | None = None, at_once: bool = False
+) -> float:
+    """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see
+    :func:`legs`."""
+    moving = sum(seconds(*leg) for leg in legs(profile, message_bytes, payload_bytes, at_once))
     if payload_bytes is None or not profile.slow_axes:
         return moving
-    places = way[-1].profile.topology.size
+    places = math.prod(axis.size for axis in profile.topology.axes if axis.name in profile.slow_axes)
     return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
 
 
@@ -179,7 +212,7 @@ def ring_legs(profile: Profile, block_bytes: float, payload_bytes: float | None 
     Coded, a block goes along the slow axes first. Along the fast ones goes what a rank has of its own, and what it has
     decoded.
     """
-    slow, fast = (_along(profile, is_slow) for is_slow in (True, False))
+    slow, fast = (_along(profile, profile.slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
         return [Leg(profile, choose_gather(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
@@ -189,9 +222,9 @@ def ring_legs(profile: Profile, block_bytes: float, payload_bytes: float | None 
     ]
 
 
-def _along(profile: Profile, is_slow: bool) -> Profile | None:
+def _along(profile: Profile, slow_axes: Sequence[str], is_slow: bool) -> Profile | None:
     """What is known of the axes that are slow, or of those that are not; None where none of them moves anything."""
-    axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in profile.slow_axes) == is_slow]
+    axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in slow_axes) == is_slow]
     return profile.along(Topology(tuple(axes))) if axes else None
 
 

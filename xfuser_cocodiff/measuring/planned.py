@@ -14,7 +14,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import DIRECT, Plan, candidates
-from xfuser_cocodiff.machine.planner import ahead_pays
+from xfuser_cocodiff.machine.planner import ahead_pays, goes_at_once
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring.choice import SIZES, Plans
@@ -127,7 +127,16 @@ def planned_mesh(
     if config.mode != EXACT and moves:
         slow = _slow_axes(profile, largest) if config.slow_axes is None else config.slow_axes
         way = SlowWay.over(group, mesh, slow, lambda group, topology: choosing(over(group, topology)))
+        way = way and replace(way, goes_at_once=functools.partial(_goes_at_once, mesh, slow))
     return Planned(mesh, way, probe, known, config.synchronous)
+
+
+def _goes_at_once(mesh: Mesh, slow_axes: list[str], message_bytes: int) -> bool:
+    """What :attr:`SlowWay.goes_at_once` is to be: the planner's word, where plans are left to it and it knows the
+    links. A plan of the settings is for exchanges as they are, and coded ones keep to stages."""
+    choose = mesh.policy.choose
+    profile = choose.profile if isinstance(choose, Plans) else None
+    return profile is not None and goes_at_once(profile, message_bytes, slow_axes)
 
 
 def _begun(probe: Probe, config: CocoDiffConfig, at_once: bool) -> Probe:

@@ -154,9 +154,10 @@ def _seconds(profile: Profile, split: Split, schedule: CodecSchedule | None) -> 
     one, total = math.prod(TYPICAL_SHAPE) * torch.bfloat16.itemsize, 0.0
     if split.ulysses > 1:
         part = profile.along(split.ulysses_topology(profile.topology))
+        at_once = schedule is not None and planner.goes_at_once(part, 2 * one)
         for names in ("qkv", "o"):
             payload = _payload_bytes(names, schedule) if schedule else None
-            total += planner.exchange_seconds(part, len(names) * one, payload)
+            total += planner.exchange_seconds(part, len(names) * one, payload, at_once)
     if split.ring > 1:
         part = profile.along(split.ring_topology(profile.topology))
         total += planner.ring_seconds(part, 2 * one, _payload_bytes("kv", schedule) if schedule else None)

@@ -147,6 +147,7 @@ class _Run:
         """Of a rank; some of them are of zeros where they do not divide."""
         self.group, self.ring = (of(case.topology) for of in (split.ulysses_topology, split.ring_topology))
         self._schedule = None if self._stock else modes.usual(mode, case.steps)
+        self._at_once = self._schedule is not None and self._goes_at_once()
         self._payloads = Counter(self._each_step())
 
     def _held(self, name: str, without_staying: bool = False) -> int:
@@ -161,6 +162,11 @@ class _Run:
         size = self._held(name, without_staying=is_exact)
         return self._case.profile_of(self.group, size), size
 
+    def _goes_at_once(self) -> bool:
+        """Whether coded exchanges take all axes at once; a middle one of two has as much as two tensors."""
+        middle = sum(self._held(name) for name in "qkvo") // 2
+        return self._split.ulysses > 1 and planner.goes_at_once(self._case.profile_of(self.group, middle), middle)
+
     @property
     def _ring_profile(self) -> Profile:
         return self._case.profile_of(self.ring, self._split.ring * self._block_bytes)
@@ -169,6 +175,11 @@ class _Run:
     def _places(self) -> int:
         """On slow axes of a Ulysses group."""
         return _places(self._case.profile_of(self.group, self._held("q"))) if self._split.ulysses > 1 else 1
+
+    @property
+    def _links(self) -> int:
+        """To which codecs send, this rank's own among them."""
+        return self._split.ulysses if self._at_once else self._places
 
     @property
     def _ring_places(self) -> int:
@@ -181,10 +192,10 @@ class _Run:
         return 2 * self._held("k")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """(L, G, H, T, D) of a tensor as codecs have it: one of its links, with all that comes along fast axes."""
+        """(L, G, H, T, D) of a tensor as codecs have it: one of its links, with all that goes by it."""
         case = self._case
         tokens = case.shard.of(name)
-        groups = self._split.ulysses // self._places * case.batch * case.workload.rows
+        groups = self._split.ulysses // self._links * case.batch * case.workload.rows
         return 1, groups, self._heads, tokens, case.workload.head_dim
 
     def _ring_payloads(self) -> list[float | None]:
@@ -204,7 +215,7 @@ class _Run:
             self._schedule.sent_bytes(names, [self.shape(name) for name in names], _DTYPE, self._case.steps)
             for names in parts
         ]
-        return zip(*([self._places * size for size in sizes] for sizes in sent), strict=True)
+        return zip(*([self._links * size for size in sizes] for sizes in sent), strict=True)
 
     def _mean(self, of: Callable[[tuple[int, int] | None], float]) -> float:
         """Over the steps of a run."""
@@ -214,14 +225,14 @@ class _Run:
         profile, size = self._message(name)
         if self._stock:
             return [planner.Leg(profile, Plan.flat(profile.topology), size)]
-        return planner.legs(profile, size, payloads and _part(name, payloads))
+        return planner.legs(profile, size, payloads and _part(name, payloads), self._at_once)
 
     def _exchange(self, name: str, payloads: tuple[int, int] | None) -> float:
         if self._split.ulysses == 1:
             return 0.0
         if self._stock:
             return sum(planner.seconds(*leg) for leg in self._legs(name, None))
-        return planner.exchange_seconds(*self._message(name), payloads and _part(name, payloads))
+        return planner.exchange_seconds(*self._message(name), payloads and _part(name, payloads), self._at_once)
 
     def sent_bytes(self) -> dict[str, float]:
         """By all-to-alls, along each axis."""
