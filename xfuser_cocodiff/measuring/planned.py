@@ -1,7 +1,7 @@
 """The mesh of an engine: how its exchanges come by their plans, and what is still to be found of its links."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import cast
@@ -131,7 +131,7 @@ def planned_mesh(
     return Planned(mesh, way, probe, known, config.synchronous)
 
 
-def _goes_at_once(mesh: Mesh, slow_axes: list[str], message_bytes: int) -> bool:
+def _goes_at_once(mesh: Mesh, slow_axes: Sequence[str], message_bytes: int) -> bool:
     """What :attr:`SlowWay.goes_at_once` is to be: the planner's word, where plans are left to it and it knows the
     links. A plan of the settings is for exchanges as they are, and coded ones keep to stages."""
     choose = mesh.policy.choose
