@@ -87,7 +87,7 @@ def send_to_heads(
         is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
     """
     if layer_codecs:
-        plan = Plan.hierarchical(mesh.topology)
+        plan = mesh.by_axes
         pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
         heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
         results = [
@@ -126,7 +126,7 @@ def send_to_sequence(
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
         is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
     """
-    plan = Plan.hierarchical(mesh.topology) if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
+    plan = mesh.by_axes if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
         return exchange.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_awaited)

@@ -207,14 +207,14 @@ def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
     """Tensors (F, ...) in one message (F, n)."""
     sizes = _sizes(parts)
     message = parts[0].new_empty(len(parts[0]), sum(sizes))
-    for room, part in zip(message.split(sizes, 1), parts, strict=True):
+    for room, part in zip(message.split_with_sizes(sizes, 1), parts, strict=True):
         kernels.move(room.unflatten(1, part.shape[1:]), part)
     return message
 
 
 def _unpacked(message: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """The inverse, of a message whose ranks may be many dims; views."""
-    parts = message.reshape(len(like[0]), -1).split(_sizes(like), 1)
+    parts = message.reshape(len(like[0]), -1).split_with_sizes(_sizes(like), 1)
     return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, like, strict=True)]
 
 

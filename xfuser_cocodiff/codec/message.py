@@ -202,7 +202,7 @@ def _sizes(values: Sequence[torch.Tensor], names: str, used: list[Codec], ends: 
 def _sections(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
     """The flag and the rooms of a message, as views."""
     with_gaps = [each for size in sizes for each in (size, codecs.aligned(size) - size)]
-    flag, *rooms = message.split(with_gaps, 1)[::2]
+    flag, *rooms = message.split_with_sizes(with_gaps, 1)[::2]
     return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
 
 

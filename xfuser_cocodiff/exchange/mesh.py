@@ -4,6 +4,7 @@ One collective per stage, each along its own dim of the buffer seen as (*plan.sh
 for bit in any order of the stages.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange import connections, roll_call
+from xfuser_cocodiff.exchange.connections import Connections
 from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
 from xfuser_cocodiff.exchange.lane import Handle, Lane
 from xfuser_cocodiff.exchange.policy import Policy
@@ -62,14 +64,22 @@ class Mesh:
         roll_call.attend()
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
+        connected: dict[Stage, Connections] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
             members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
             groups[stage] = subgroup(group, members)
             if timeout or groups[stage] is not group:
                 set_timeout(groups[stage], timeout or default_pg_timeout)
+            if devices.of(device.type).sends_directly and (found := connections.between(groups[stage])):
+                connected[stage] = found
         staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout or default_pg_timeout)
+        stages = Stages(groups, device, staged, timeout or default_pg_timeout, connections=connected)
         return cls(topology, stages, Policy(lambda message_bytes: plans[0]), Lane(device, staged))
+
+    @functools.cached_property
+    def by_axes(self) -> Plan:
+        """The plan of one stage per axis: how a buffer is seen that no plan has been chosen for."""
+        return Plan.hierarchical(self.topology)
 
     @property
     def traffic(self) -> Traffic:

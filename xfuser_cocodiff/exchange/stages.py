@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.exchange import connections, roll_call
+from xfuser_cocodiff.exchange.connections import Connections, Swap
 from xfuser_cocodiff.exchange.traffic import Traffic
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.device import CPU, is_captured
@@ -32,8 +33,9 @@ class Room(NamedTuple):
     """Where the shares of a stage of direct sends arrive."""
 
     received: torch.Tensor
-    receives: tuple[dist.Work, ...]
-    """Of each other rank, the one whose share comes last first: a thread that sleeps once for all is woken once."""
+    receives: tuple[dist.Work, ...] = ()
+    """Of each other rank, the one whose share comes last first: a thread that sleeps once for all is woken once. None
+    where shares are short: these are read when they are waited for."""
 
 
 class InFlight(NamedTuple):
@@ -49,7 +51,7 @@ class InFlight(NamedTuple):
     """Of what arrives, by source."""
     dim: int
     """To which the sources are moved."""
-    works: tuple[dist.Work, ...] = ()
+    works: tuple[dist.Work | Swap, ...] = ()
     """What to wait for; a functional collective is waited for through `received`."""
     began: torch.Event | None = None
     """When it might begin, where somebody wants to know."""
@@ -64,9 +66,11 @@ class Peers:
     here: int
     sources: tuple[int, ...]
     destinations: tuple[int, ...]
+    connections: Connections | None
+    """For short messages; where there are none, all go by the group."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Peers":
+    def of(cls, group: dist.ProcessGroup, connections: Connections | None = None) -> "Peers":
         """Those of a group."""
         size, here = group.size(), group.rank()
         away = range(1, size)
@@ -76,7 +80,12 @@ class Peers:
             here,
             tuple((here - distance) % size for distance in away),
             tuple((here + distance) % size for distance in away),
+            connections,
         )
+
+    def connections_for(self, share_bytes: int) -> Connections | None:
+        """Those that a share of so many bytes goes by, if it does."""
+        return self.connections if share_bytes <= connections.SHORT else None
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,8 @@ class Stages:
     """How long a direct send waits for its peer; the groups know it for their collectives."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     """Where all that moves is counted."""
+    connections: Mapping[Stage, Connections] = field(default_factory=dict)
+    """Of the groups whose ranks have some."""
     flat_name: str = FLAT
     """What the account calls all axes at once: the name of these where a larger topology has more."""
 
@@ -100,7 +111,7 @@ class Stages:
 
     @functools.cached_property
     def _peers(self) -> Mapping[Stage, Peers]:
-        return {stage: Peers.of(group) for stage, group in self.groups.items()}
+        return {stage: Peers.of(group, self.connections.get(stage)) for stage, group in self.groups.items()}
 
     @functools.cached_property
     def _host_waits(self) -> bool:
@@ -150,9 +161,13 @@ class Stages:
         peers, label = self._peers[plan.stages[number]], self._label(plan, number)
         with self.traffic.time(label, sent.device), roll_call.naming_the_lost(peers.group, label):
             outgoing = _on_host(sent) if self.staged else sent
-            self.traffic.count_block(label, peers.size, outgoing.nbytes // (1 if gathers else peers.size))
+            share_bytes = outgoing.nbytes // (1 if gathers else peers.size)
+            self.traffic.count_block(label, peers.size, share_bytes)
             began = self.traffic.begins(sent.device)
-            if plan.direct[number]:
+            if way := peers.connections_for(share_bytes):
+                received = room.received if room else self._empty(shape, outgoing)
+                works = (way.swap(outgoing, received, gathers),)
+            elif plan.direct[number]:
                 room = room or self._room(shape, outgoing, plan, number)
                 received, works = room.received, _swap(outgoing, room, peers, gathers)
             else:
@@ -165,6 +180,8 @@ class Stages:
         peers = self._peers[plan.stages[number]]
         with roll_call.naming_the_lost(peers.group, self._label(plan, number)):
             received = self._empty(shape, like)
+            if peers.connections_for(received.nbytes // peers.size):
+                return Room(received)
             places = received.view(peers.size, -1).unbind()
             receives = [peers.group.recv([places[rank]], rank, _TAG) for rank in peers.sources]
             return Room(received, tuple(receives[::-1]))

@@ -108,7 +108,12 @@ _MODULES = {TRITON: "fused", NUMBA: "compiled", TORCH: "reference"}
 
 
 def _kernels(device: torch.device) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{_MODULES[used(device)]}")
+    return _module(_MODULES[used(device)])
+
+
+@functools.cache  # asked for every tensor of an exchange
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def scores(values: torch.Tensor, known: Known, here: range | None = None) -> torch.Tensor:

@@ -80,7 +80,8 @@ def encode(
         payload.data_ptr(), now.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
     loops.total(sums.data_ptr(), links, groups * heads, totals.data_ptr(), _address(again))
-    return Encoded(now, totals[0], totals[1], again)
+    lacking, wanted = totals.unbind()
+    return Encoded(now, lacking, wanted, again)
 
 
 def decode(
@@ -108,7 +109,7 @@ def decode(
 
 def _check(values: torch.Tensor, known: Known, here: range | None) -> None:
     """That what is known is of these values, and lies as it should: nobody would see it from addresses."""
-    shape = others(len(values), here), *values.shape[1:]
+    shape = others(values.shape[0], here), *values.shape[1:]
     for held in (known.held, *([] if known.before is None else [known.before])):
         assert held.shape == shape and held.dtype == values.dtype and held.is_contiguous(), (held.shape, shape)
 
