@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+T = TypeVar("T")
 SHORT = 2**17
 """Bytes of a message up to which it goes this way: what systems are ready to keep for a connection while nobody reads.
 Of longer ones, the rest would wait for its sender to come back."""
@@ -226,17 +227,21 @@ def _connected(group: dist.ProcessGroup) -> Connections | None:
             own = Listener(address, port, secrets.token_bytes(16))
         except OSError:
             own = None
-        told: list[Listener | None] = [None] * size
-        dist.all_gather_object(told, own, group)
-        listeners = [each for each in told if each]
+        listeners = [each for each in _told_by_all(own, group) if each]
         if len(listeners) < size:
             return None
         made = Connections(here, _meet(door, listeners, here))
-    is_whole = torch.tensor(made.size == size, dtype=torch.int32)
-    dist.all_reduce(is_whole, dist.ReduceOp.MIN, group)
-    if not is_whole:
-        made.close()
-    return made if is_whole else None
+    if all(_told_by_all(made.size == size, group)):
+        return made
+    made.close()
+    return None
+
+
+def _told_by_all(what: T, group: dist.ProcessGroup) -> list[T]:
+    """What each rank of a group says, in one order."""
+    told: list[T] = [what] * group.size()
+    dist.all_gather_object(told, what, group)
+    return told
 
 
 def _listen(backlog: int) -> socket.socket:
