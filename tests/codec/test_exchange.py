@@ -21,9 +21,10 @@ from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.machine.topology import FLAT, Topology
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5
@@ -84,8 +85,11 @@ def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Co
 
 
 def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | None]:
-    plans = [Plan.hierarchical(topology)]
+    """A mesh whose messages go by one plan and another in turn, and its slow way."""
+    plans = [Plan.flat(topology), Plan.hierarchical(topology)]
+    turns = itertools.cycle(plans)
     mesh = Mesh.over(dist.group.WORLD, topology, plans)
+    mesh = dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
     return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over)
 
 
@@ -118,7 +122,7 @@ def carry(
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
         near, far = ("+".join(name for name in reversed(moving) if (name in slow) is far) for far in (False, True))
-        assert set(mesh.traffic.sent_bytes) == ({near, *moving} if at_once else {near, far})
+        assert set(mesh.traffic.sent_bytes) == ({FLAT, near, *moving} if at_once else {near, far})
     assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
     assert account.repeated == 0
     if codec.bits:

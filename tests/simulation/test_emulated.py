@@ -40,7 +40,7 @@ def simulated(change: dict[str, Any], of: str = "exact") -> float:
 @pytest.mark.parametrize("mode", ["stock", "exact", "balanced"])
 def test_faster_links_and_fewer_bytes_make_no_step_longer(mode: str) -> None:
     [scale] = [row["scale"] for row in record()["rows"] if row["mode"] == mode][:1]
-    times = [simulated({"scale": scale * factor}, mode) for factor in (0.25, 0.5, 1, 2, 4)]
+    times = [simulated({"scale": scale * factor}, mode) for factor in (0.1, 0.5, 1, 2, 4)]
     assert times == sorted(times, reverse=True) and times[0] > 1.2 * times[-1]
     shares = [simulated({"bytes_slow_fraction": share}, "balanced") for share in (0.01, 0.1, 0.5)]
     assert shares == sorted(shares)

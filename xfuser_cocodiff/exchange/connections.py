@@ -7,6 +7,7 @@ is sent and read when it is waited for; between the two, the kernel carries it.
 
 import fcntl
 import logging
+import math
 import os
 import secrets
 import select
@@ -170,7 +171,7 @@ class Connections:
             self._wakes[rank] = wakes
         if self._unsent:
             self._send_on(rank, seconds)
-        elif not self._polls[rank].poll(1000 * seconds):
+        elif not self._polls[rank].poll(_milliseconds(seconds)):
             raise TimeoutError(f"timed out: nothing came from rank {rank} of the group in {seconds:g} s")
 
     def _send_on(self, source: int | None, seconds: float) -> None:
@@ -180,7 +181,7 @@ class Connections:
         poll = select.poll()
         for rank in {*waiting, *([] if source is None else [source])}:
             poll.register(self._sockets[rank], select.POLLOUT * (rank in waiting) | select.POLLIN * (rank == source))
-        if waiting and not poll.poll(1000 * seconds):
+        if waiting and not poll.poll(_milliseconds(seconds)):
             raise TimeoutError(f"timed out: ranks {waiting} of the group took nothing in {seconds:g} s")
         with self._sending:
             for rank in waiting:
@@ -199,6 +200,11 @@ class Connections:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _milliseconds(seconds: float) -> int:
+    """As far as a poll can wait."""
+    return min(math.ceil(1000 * seconds), 2**31 - 1)
 
 
 def _parts(message: memoryview, count: int) -> list[memoryview]:

@@ -3,8 +3,8 @@
 Computation is what steps took there without communication; links are those that were asked for; the timeline and the
 cost model are those of machines on paper. What a cluster has not is that ranks share the cores of one machine: those
 that are through with what they compute send while others compute, and every message takes time from all of them.
-Figures for that, and for gloo, are fitted to measured steps: those of gloo and of what shows at a share of 0.8, and
-prove themselves at the others; that of a coded call at shares up to 0.92, and proves itself at 0.98.
+Figures for that, and for gloo, are fitted to measured steps: those of gloo and of what computation shows at a share of
+0.8, and prove themselves at the others; those of coded exchanges at shares up to 0.90, and prove themselves at 0.98.
 """
 
 import math
@@ -33,10 +33,11 @@ _MLP_PROJECTIONS = 8
 _COLLECTIVE, _DIRECT = 1.55, 1.07
 """How many times longer links take than their bytes do: gloo's collective has the two directions of one take turns."""
 _SHORT = 0.25
-"""Of the bytes: messages with less are over before they hide anything, and direct sends gain nothing by them."""
-_EXPOSED = 0.5
-"""Of computation, where long messages travel meanwhile: ranks that take turns on cores send while others compute."""
-CALL_SECONDS = 1.2e-3
+"""Of the bytes: with less, direct sends gain nothing."""
+_HIDDEN, _HIDING = 0.7, 0.5
+"""Of what links take, and at most of computation, the part that goes on at one time: ranks that take turns on cores
+send while others compute."""
+CALL_SECONDS = 1.4e-3
 """Of a core, that an exchange by codecs takes a rank."""
 
 
@@ -112,7 +113,8 @@ class _Emulated:
         moving = planner.seconds(profile, plan, size)
         v_first = any(schedule.startswith("V first") for schedule in row["schedules"].values())
         coding = (2 + v_first) * CALL_SECONDS * self._topology.size / self._cores if self._is_coded else 0.0
-        projection, attention = self._compute()
+        hiding = min(_HIDING, _HIDDEN * depth * 4 * moving / row["alone_seconds"])
+        projection, attention = self._compute(1 - hiding)
         tasks = layer_tasks(
             projection=projection,
             mlp_projections=_MLP_PROJECTIONS,
@@ -132,10 +134,10 @@ class _Emulated:
         """Of one of Q, K, V and O on a rank."""
         return self._tokens / self._topology.size * self._shape["width"] * _VALUE_BYTES
 
-    def _compute(self) -> tuple[float, float]:
-        """Seconds of a projection and of attention that show: of a step without communication, by their FLOPs."""
+    def _compute(self, exposed: float) -> tuple[float, float]:
+        """Seconds of a projection and of attention, of which a part shows: of a step without communication, by their
+        FLOPs."""
         projection, attention = 2 * self._shape["width"], 4 * self._tokens  # for each value
-        exposed = 1.0 if self._is_short else _EXPOSED
         layer = exposed * self._row["alone_seconds"] / self._shape["depth"]
         whole = (4 + _MLP_PROJECTIONS) * projection + attention
         return layer * projection / whole, layer * attention / whole
