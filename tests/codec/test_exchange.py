@@ -85,8 +85,9 @@ def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Co
 
 
 def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | None]:
-    """A mesh whose messages go by one plan and another in turn, and its slow way."""
-    plans = [Plan.flat(topology), Plan.hierarchical(topology)]
+    """A mesh whose messages go by one plan and another in turn, and its slow way. The last stage of one plan is among
+    the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it."""
+    plans = [Plan(topology, Plan.hierarchical(topology).stages[::-1]), Plan.flat(topology)]
     turns = itertools.cycle(plans)
     mesh = Mesh.over(dist.group.WORLD, topology, plans)
     mesh = dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
