@@ -3,8 +3,9 @@
 Computation is what steps took there without communication; links are those that were asked for; the timeline and the
 cost model are those of machines on paper. What a cluster has not is that ranks share the cores of one machine: those
 that are through with what they compute send while others compute, and every message takes time from all of them.
-Figures for that, and for gloo, are fitted to measured steps: those of gloo and of what computation shows at a share of
-0.8, and prove themselves at the others; those of coded exchanges at shares up to 0.90, and prove themselves at 0.98.
+Figures for that, and for gloo, are fitted to measured steps: those of gloo and of how much computation hides at most
+at a share of 0.8, and prove themselves at the others; those of what links hide and of a coded call at shares up to
+0.90, and prove themselves at 0.98.
 """
 
 import math
@@ -34,9 +35,9 @@ _COLLECTIVE, _DIRECT = 1.55, 1.07
 """How many times longer links take than their bytes do: gloo's collective has the two directions of one take turns."""
 _SHORT = 0.25
 """Of the bytes: with less, direct sends gain nothing."""
-_HIDDEN, _HIDING = 0.7, 0.5
-"""Of what links take, and at most of computation, the part that goes on at one time: ranks that take turns on cores
-send while others compute."""
+_HIDDEN_OF_LINKS, _MOST_OF_COMPUTATION = 0.7, 0.5
+"""What goes on at one time, since ranks that take turns on cores send while others compute: so much of what links take,
+and no more than so much of computation."""
 CALL_SECONDS = 1.4e-3
 """Of a core, that an exchange by codecs takes a rank."""
 
@@ -113,7 +114,7 @@ class _Emulated:
         moving = planner.seconds(profile, plan, size)
         v_first = any(schedule.startswith("V first") for schedule in row["schedules"].values())
         coding = (2 + v_first) * CALL_SECONDS * self._topology.size / self._cores if self._is_coded else 0.0
-        hiding = min(_HIDING, _HIDDEN * depth * 4 * moving / row["alone_seconds"])
+        hiding = min(_MOST_OF_COMPUTATION, _HIDDEN_OF_LINKS * depth * 4 * moving / row["alone_seconds"])
         projection, attention = self._compute(1 - hiding)
         tasks = layer_tasks(
             projection=projection,
