@@ -40,13 +40,14 @@ def check_arrival(rank: int) -> None:
         received = torch.empty(3, size, dtype=torch.uint8)
         made.swap(message(rank, size), received).wait()
         assert torch.equal(received, expected(size)), size
-    sizes = [BEYOND_BUFFERS, 5, 70_000]
+    sizes = [5, BEYOND_BUFFERS, 6, 70_000]
     sent = [message(rank, size, number) for number, size in enumerate(sizes)]
     received = [torch.empty_like(each) for each in sent]
     swaps = [made.swap(*pair) for pair in zip(sent, received, strict=True)]
-    waiting = threading.Thread(target=swaps[1].wait)
+    swaps[0].wait()  # while no rank can send what comes after it
+    waiting = threading.Thread(target=swaps[2].wait)
     waiting.start()
-    for index in (2, 0):
+    for index in (3, 1):
         swaps[index].wait()
     waiting.join()
     for number, size in enumerate(sizes):

@@ -65,7 +65,9 @@ class Swap:
 
     def __init__(self, connections: "Connections", rooms: Sequence[memoryview]) -> None:
         self._connections, self.rooms = connections, rooms
-        self.is_done = False
+        self.is_received = False
+        self.unsent: set[int] = set()
+        """Ranks whose message the kernel has not taken whole."""
 
     def wait(self, timeout: timedelta = default_pg_timeout) -> None:
         """Wait until all has come, and all that was sent may be written to again.
@@ -94,8 +96,8 @@ class Connections:
         self._sources = [(here - distance) % self.size for distance in reversed(away)]
         self._wakes = dict.fromkeys(sockets, 1)
         self._polls = {rank: select.poll() for rank in sockets}
-        self._unsent: dict[int, list[memoryview]] = {}
-        """By destination, what the kernel has not taken yet."""
+        self._unsent: dict[int, list[tuple[Swap, memoryview]]] = {}
+        """By destination, what the kernel has not taken yet, and whose it is."""
         self._swaps: deque[Swap] = deque()
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         for rank, connection in sockets.items():
@@ -124,7 +126,7 @@ class Connections:
             self._swaps.append(swap)
             try:
                 for rank in self._destinations:
-                    self._send(rank, shares[rank])
+                    self._send(rank, swap, shares[rank])
             except OSError as error:
                 raise self._broken(error) from error
         return swap
@@ -133,24 +135,28 @@ class Connections:
         """Wait for a swap, and for those before it, whose messages come first; see :meth:`Swap.wait`."""
         try:
             with self._receiving:
-                while not swap.is_done:
+                while not swap.is_received:
                     first = self._swaps[0]
                     for rank in self._sources:
                         self._receive(rank, first.rooms[rank], seconds)
                     self._swaps.popleft()
-                    first.is_done = True
-            while self._unsent:
+                    first.is_received = True
+            # Not for what later ones send: their readers may wait for that here too, and nobody would read.
+            while swap.unsent:
                 self._send_on(None, seconds)
         except OSError as error:
             raise self._broken(error) from error
 
-    def _send(self, rank: int, message: memoryview) -> None:
+    def _send(self, rank: int, swap: Swap, message: memoryview) -> None:
         """Give a message to the kernel, behind those that have to wait; what it does not take has to wait too."""
         if rank not in self._unsent:
             with suppress(BlockingIOError):
                 message = message[self._sockets[rank].send(message) :]
         if message:
-            self._unsent.setdefault(rank, []).append(message)
+            swap.unsent.add(rank)
+            self._unsent.setdefault(rank, []).append((swap, message))
+        else:
+            swap.unsent.discard(rank)
 
     def _receive(self, rank: int, room: memoryview, seconds: float) -> None:
         while room:
@@ -185,8 +191,8 @@ class Connections:
             raise TimeoutError(f"timed out: ranks {waiting} of the group took nothing in {seconds:g} s")
         with self._sending:
             for rank in waiting:
-                for message in self._unsent.pop(rank, ()):
-                    self._send(rank, message)
+                for swap, message in self._unsent.pop(rank, ()):
+                    self._send(rank, swap, message)
 
     def _broken(self, error: OSError) -> dist.DistNetworkError:
         """What to raise: of a message that came in part, nobody knows where the next one begins."""
