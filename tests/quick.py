@@ -27,15 +27,18 @@ def in_turn(cases: Iterable[tuple], values: Iterable) -> list:
 
 
 def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """All cases, of which so few are quick that every two values that stand in one case still meet in a quick one."""
+    """So few cases that every three values that stand in one case still meet, and every two in a quick one."""
     cases = list(cases)
-    return slow_but(set(_covering(cases)), cases)
+    quick = list(covering(cases, 2))
+    return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
 
 
-def _covering(cases: list[tuple[Hashable, ...]]) -> Iterator[tuple[Hashable, ...]]:
-    pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in cases}
-    missing = set().union(*pairs.values())
+def covering(cases: Iterable[tuple[Hashable, ...]], together: int) -> Iterator[tuple[Hashable, ...]]:
+    """So few cases that so many values that stand together in one case do so in one of these."""
+    cases = list(cases)
+    met = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
+    missing = set().union(*met.values())
     while missing:
-        case = max(cases, key=lambda case: len(pairs[case] & missing))
-        missing -= pairs[case]
+        case = max(cases, key=lambda case: len(met[case] & missing))
+        missing -= met[case]
         yield case

@@ -403,12 +403,10 @@ def test_help_is_quick_to_import() -> None:
 
 
 @pytest.mark.slow  # test_scripts has a real script, and the others have this command's parts
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_xdit_command_for_real(compiled: bool, tmp_path: Path, monkeypatch) -> None:
-    """A small FLUX.1 at degree 2: exact is bit-equal to stock, and every figure is there; of a compiled stock, whose
-    collectives nobody sees, those that can be had."""
-    if compiled and not shutil.which("g++"):
-        pytest.skip("Inductor needs a C++ compiler")
+@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
+def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch) -> None:
+    """A small FLUX.1 at degree 2, compiled: exact is bit-equal to stock, and every figure is there; of stock, whose
+    collectives nobody sees, those that can be had. test_emulate has it eager, and traced."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     folder = tmp_path / "hf/hub/models--black-forest-labs--FLUX.1-dev"
     flux1.pipeline().save_pretrained(folder / "snapshots" / ("0" * 40))
@@ -416,32 +414,25 @@ def test_the_xdit_command_for_real(compiled: bool, tmp_path: Path, monkeypatch) 
     (folder / "refs/main").write_text("0" * 40)
     for name, value in {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
-    line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 2 --prompt cat"
+    line = "--model FLUX.1-dev --ulysses_degree 2 --height 64 --width 64 --num_inference_steps 2 --prompt cat"
     out = tmp_path / "out"
-    options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on"
-    options += " --use_torch_compile" if compiled else ""
-    found = compare.compare([*line.split(), *options.split()], out, Console(quiet=True), compare.How(2, traced=True))
+    options = "--cocodiff_topology gpu=2 --cocodiff_a2a hierarchical --cocodiff_v_first on --use_torch_compile"
+    found = compare.compare([*line.split(), *options.split()], out, Console(quiet=True), compare.How(2))
     stock, exact = found["runs"]
     assert exact["latents"] == stock["latents"]
     assert exact["latents"]["bit_equal"]
     assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture0.png"}
     assert (stock["topology"], exact["topology"]) == (None, "gpu=2")
-    # 6 blocks; Q, K, V and O; 256 + 512 tokens of which each rank has half, and sends the half that is not its own.
-    sent = 6 * 4 * 768 // 2 * 128 // 2 * torch.bfloat16.itemsize
-    assert stock["bytes"] == (None if compiled else {"flat": sent})
+    # 6 blocks; Q, K, V and O; 64 + 512 tokens of which each rank has half, and sends the half that is not its own.
+    sent = 6 * 4 * 576 // 2 * 128 // 2 * torch.bfloat16.itemsize
+    assert stock["bytes"] is None
     assert exact["bytes"] == {"gpu": sent}
-    assert (stock["a2a_seconds"] is None) == compiled
+    assert stock["a2a_seconds"] is None
     for side in (stock, exact):
         assert len(side["step_seconds"]) == 2
         assert side["a2a_seconds"] is None or 0 < side["a2a_seconds"] < side["step_seconds_spread"]["max"]
         assert side["peak_memory_bytes"] > 10**8
-        events = json.loads(gzip.decompress((out / side["trace"]).read_bytes()))["traceEvents"]
-        ranges = {(event["pid"].partition(":")[0], event["name"]) for event in events if event["ph"] == "X"}
         assert side["overlap"] == {}  # which is what a device does
-        if side is stock and compiled:
-            continue
-        axis, exchange = ("flat", set()) if side is stock else ("gpu", {"cocodiff.v.exchange", "cocodiff.o.exchange"})
-        assert {(f"rank {rank}", name) for rank in range(2) for name in {f"cocodiff.{axis}", *exchange}} <= ranges
     layers = exact["a2a_by_layer"]
     assert [*layers][:3:2] == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
     assert all(0 <= layer["hidden_seconds"] <= layer["a2a_seconds"] for layer in layers.values())

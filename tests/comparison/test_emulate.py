@@ -1,5 +1,6 @@
 """`cocodiff compare --emulate`: which cluster a command gets, what is refused at once, and ranks on it."""
 
+import gzip
 import json
 import shlex
 import subprocess
@@ -193,13 +194,18 @@ def test_stock_on_a_cluster_is_taken_from_an_earlier_comparison(emulated: Callab
 def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on two nodes: exact is stock, bit for bit, and balanced codes what crosses."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    line = "--model FLUX.1-dev --ulysses_degree 2 --height 128 --width 128 --num_inference_steps 3 --prompt cat"
-    line += " --max_sequence_length 32 --seed 1 --warmup_calls 0 --cocodiff_slow_axes node"
-    how = compare.How(1, modes=("exact", "balanced"), emulated=Wish("ethernet"))
+    line = "--model FLUX.1-dev --ulysses_degree 2 --height 64 --width 64 --num_inference_steps 3 --prompt cat"
+    line += " --max_sequence_length 32 --seed 1 --warmup_calls 0 --cocodiff_slow_axes node --cocodiff_v_first on"
+    how = compare.How(1, modes=("exact", "balanced"), traced=True, emulated=Wish("ethernet"))
     stock, exact, balanced = compare.compare(line.split(), tmp_path, Console(quiet=True), how)["runs"]
     assert exact["latents"]["bit_equal"] and exact["topology"] == "node=2"
-    # Q, K, V and O of 6 blocks: 256 + 32 tokens of 8 heads of 16 values, a quarter of which goes to the other rank.
-    assert stock["bytes"] == {"flat": 6 * 4 * 288 * 128 * 2 // 4}
+    # Q, K, V and O of 6 blocks: 64 + 32 tokens of 8 heads of 16 values, a quarter of which goes to the other rank.
+    assert stock["bytes"] == {"flat": 6 * 4 * 96 * 128 * 2 // 4}
     assert exact["bytes"] == {"node": stock["bytes"]["flat"]}
     assert not balanced["latents"]["bit_equal"] and balanced["image"]["psnr_db"] > 25
     assert balanced["bytes"]["node"] < 0.7 * exact["bytes"]["node"]
+    exchanges = {"cocodiff.v.exchange", "cocodiff.o.exchange"}
+    for side, names in ((stock, {"cocodiff.flat"}), (exact, {"cocodiff.node", *exchanges})):
+        events = json.loads(gzip.decompress((tmp_path / side["trace"]).read_bytes()))["traceEvents"]
+        ranges = {(event["pid"].partition(":")[0], event["name"]) for event in events if event["ph"] == "X"}
+        assert {(f"rank {rank}", name) for rank in range(2) for name in names} <= ranges

@@ -154,7 +154,7 @@ def judge_others(rank: int, model: str) -> dict:
     from xfuser_cocodiff.settings.config import CocoDiffConfig
 
     config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"))
-    one = quality.Judge(model, config, seeds=2, steps=4, size=128, dtype=torch.bfloat16)
+    one = quality.Judge(model, config, seeds=2, steps=4, size=64, dtype=torch.bfloat16)
     assert one.inpaints
     rows = quality.rows(["balanced@bits=8;bits_o=8", "fast@bits=1;bits_o=1", "paper@warmup=4"], sweep=False)
     return quality.measure(one, rows, [], lambda what: None)[0]

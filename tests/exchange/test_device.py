@@ -13,7 +13,7 @@ import torch
 
 from tests import ranks
 from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
-from tests.quick import in_turn, pairwise, slow_but
+from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.codec import codecs, modes
@@ -115,7 +115,7 @@ def exact(rank: int, plan: str) -> None:
         assert staged or not made.recorded
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", slow_but(PLANS[1:], PLANS))
 def test_exact_exchanges_are_in_order(plan: str) -> None:
     ranks.run(exact, 1, plan)
 
@@ -143,11 +143,8 @@ def steps_of(way: SlowWay, codec: Codec, at_once: bool) -> Iterator[LayerCodecs]
 @pytest.mark.parametrize(
     ("slow", "codec", "fused"),
     slow_but(
-        [
-            *[("node", "bits", True), ("all", "drift", True), ("node", "change", False), ("all", "random", False)],
-            *[(ONCE, "drift", True), (ONCE, "bits", False)],
-        ],
-        itertools.product(SLOW, CODECS, BOTH),
+        [("node", "bits", True), ("all", "drift", True), ("node", "change", False), (ONCE, "drift", True)],
+        covering(itertools.product(SLOW, CODECS, (True, False)), 2),  # in this order the quick ones are among them
     ),
 )
 def test_coded_exchanges_are_in_order(slow: str, codec: str, fused: bool) -> None:
@@ -346,7 +343,8 @@ def test_coding_is_a_small_part_of_a_layer_by_the_bytes_that_it_touches(model: s
 
 WIDEST = 2**31 - 1, 65_535, 65_535
 """CUDA's limits to a grid."""
-TOKENS = {"HunyuanVideo, 129 frames": 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
+VIDEO = "HunyuanVideo, 129 frames"
+TOKENS = {VIDEO: 33 * 45 * 80 + 256, "Wan, 81 frames": 21 * 45 * 80}
 """At 720p, where a token is of four frames and 16 x 16 pixels."""
 
 
@@ -371,7 +369,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
     return found
 
 
-@pytest.mark.parametrize(("video", "heads"), in_turn([(video,) for video in TOKENS], [24, 40]))
+@pytest.mark.parametrize(("video", "heads"), slow_but([(VIDEO, 24)], itertools.product(TOKENS, [24, 40])))
 def test_grids_of_long_videos_lie_within_cudas_limits(video: str, heads: int) -> None:
     [found] = ranks.run(grids, 1, TOKENS[video], heads)
     assert {name for name, _ in found} == {f"_{name}_kernel" for name in ("scores", "encode", "sums", "decode", "move")}

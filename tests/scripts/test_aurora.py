@@ -209,7 +209,7 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
         2,
         AURORA_NODES="2",
         AURORA_MODELS="FLUX.1-dev:8",
-        AURORA_RESOLUTIONS="128",
+        AURORA_RESOLUTIONS="64",
         AURORA_MODES="exact fast",
         AURORA_STEPS="3",
         AURORA_SIZES="16KB",
@@ -228,4 +228,4 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
     assert exact["topology"] == fast["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
     assert not fast["bit_equal"] and fast["bytes_slow_fraction"] < 1
     assert exact["stock_step_seconds"] == fast["stock_step_seconds"]  # stock ran once
-    assert (job.out / "nodes-2/FLUX.1-dev-128/fast/report.html").exists()
+    assert (job.out / "nodes-2/FLUX.1-dev-64/fast/report.html").exists()

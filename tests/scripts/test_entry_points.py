@@ -18,7 +18,7 @@ PAGE = TESTS.parent / "docs/entry_points.md"
 SCRIPT = TESTS / "stock/flux_script.py"
 MODEL = "--model black-forest-labs/FLUX.1-dev"
 SMALL = (
-    f"{MODEL} --prompt cat --height 128 --width 128 --num_inference_steps 2 --max_sequence_length 32 --seed 5 "
+    f"{MODEL} --prompt cat --height 64 --width 64 --num_inference_steps 2 --max_sequence_length 32 --seed 5 "
     "--coco_path latents.safetensors"
 )
 FLAG = " --use_cocodiff"
@@ -70,11 +70,11 @@ def stock(hub: Path, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return run(tmp_path_factory.mktemp("stock") / "run", "torchrun", "", by_flag=False, **without)
 
 
-@pytest.mark.slow  # test_launcher has the variables that launchers set
+@pytest.mark.slow  # test_launcher has the variables that launchers set, and the fixture those of torchrun
 @pytest.mark.parametrize(
     ("heading", "stand_ins", "by_flag"),
-    [("torchrun", "", True), ("SLURM", "slurm", False), ("mpiexec", "open_mpi", True)],
-    ids=["torchrun", "srun", "mpiexec"],
+    [("SLURM", "slurm", False), ("mpiexec", "open_mpi", True)],
+    ids=["srun", "mpiexec"],
 )
 def test_two_nodes_are_found(stock: torch.Tensor, tmp_path: Path, heading: str, stand_ins: str, by_flag: bool) -> None:
     wanted = {"COCODIFF_RECORD": "record", "COCODIFF_MODE": "exact", "SLURM_JOB_NODELIST": "node[0-1]"}

@@ -22,9 +22,9 @@ SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", str(STEPS)
 class Approximating(Run):
     """xDiT's runner, with latents as the plugin's own clock sees them."""
 
-    def __init__(self, rank: int, world_size: int, model: str, *more: str) -> None:
+    def __init__(self, rank: int, world_size: int, model: str, *more: str, dtype: torch.dtype = torch.float32) -> None:
         arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
-        super().__init__(rank, world_size, arguments)
+        super().__init__(rank, world_size, arguments, dtype)
         del self.runner.model.pipe.scheduler.__dict__["step"]
         from xfuser_cocodiff.xdit.clock.run_clock import Clock
 
@@ -198,7 +198,6 @@ def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch
     from xfuser_cocodiff.machine.topology import Topology
 
     run = Approximating(rank, world_size, model)
-    run.runner.model.pipe.to(torch.float32)
     stock = run()
     virtual = Topology.parse("2x2") if world_size == 1 else None
     run.by("balanced", "2x2" if virtual is None else "flat", virtual=virtual, schedule="bits=2,bits_o=2")

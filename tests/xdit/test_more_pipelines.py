@@ -88,10 +88,10 @@ def check_coded(run: Run, anew: int) -> None:
     run.by("balanced", "2x1", schedule="bits=4,bits_o=4")
     run()
     reports = active().runtime.reports
-    shares = [report.sent_bytes / report.exact_bytes for report in reports]
-    assert len(shares) == STEPS
+    bits = [32 * report.sent_bytes / report.exact_bytes for report in reports]
+    assert len(bits) == STEPS
     assert all(report.error > 0 for report in reports)
-    assert (sum(share < 0.4 for share in shares), sum(0.5 < share < 0.6 for share in shares)) == (STEPS - anew, anew)
+    assert (sum(4 < each < 6.4 for each in bits), sum(8 < each < 9.6 for each in bits)) == (STEPS - anew, anew)
 
 
 @pytest.mark.parametrize("model", slow_but(["Wan2.2-T2V"], MODELS))

@@ -26,9 +26,10 @@ MODELS = {
 
 
 class Run:
-    """xDiT's runner on this rank, as the xdit command sets it up."""
+    """xDiT's runner on this rank, as the xdit command sets it up, but in fp32: processors that know no bf16 take three
+    times as long with it."""
 
-    def __init__(self, rank: int, world_size: int, arguments: list[str]) -> None:
+    def __init__(self, rank: int, world_size: int, arguments: list[str], dtype: torch.dtype = torch.float32) -> None:
         from xfuser.config import FlexibleArgumentParser, xFuserArgs
         from xfuser.core.distributed import init_distributed_environment
         from xfuser.runner import xFuserModelRunner
@@ -38,6 +39,8 @@ class Run:
         self.runner = xFuserModelRunner(values)
         self.inputs = self.runner.preprocess_args(values)
         self.runner.initialize(self.inputs)
+        if dtype != torch.bfloat16:  # in which xDiT loads it
+            self.runner.model.pipe.to(dtype)
         self.latents: torch.Tensor | None = None
         # Nobody looks at the picture, which takes as long as the latents.
         self.runner.model.pipe.vae.decode = lambda latents, **_: (latents[:, :3],)
@@ -108,8 +111,7 @@ def v_first(model: str) -> bool:
 
 
 def compare(rank: int, world_size: int, arguments: list[str], topologies: list[str], dtype: torch.dtype) -> None:
-    run = Run(rank, world_size, arguments)
-    run.runner.model.pipe.to(dtype)
+    run = Run(rank, world_size, arguments, dtype)
     stock = run()
     assert moved() == set()
     assert torch.isfinite(stock).all()
@@ -125,7 +127,7 @@ def compare(rank: int, world_size: int, arguments: list[str], topologies: list[s
     assert moved() == set()
 
 
-def check(model: str, degree: int, *more: str, world_size: int | None = None, dtype: Any = torch.bfloat16) -> None:
+def check(model: str, degree: int, *more: str, world_size: int | None = None, dtype: Any = torch.float32) -> None:
     arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
     world_size = world_size or degree
     ranks.run(compare, world_size, world_size, arguments, TOPOLOGIES[degree], dtype)
@@ -134,7 +136,9 @@ def check(model: str, degree: int, *more: str, world_size: int | None = None, dt
 @pytest.mark.parametrize(
     ("model", "degree"),
     slow_but(
-        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("SD3.5", 2), ("Qwen-Image", 2)], itertools.product(MODELS, [2, 4, 8])
+        # SD3.5's are compared where its two guidances are parted.
+        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("Qwen-Image", 2)],
+        itertools.product(MODELS, [2, 4, 8]),
     ),
 )
 def test_latents_equal_stock(model: str, degree: int) -> None:
@@ -148,14 +152,14 @@ def test_degrees_that_are_no_powers_of_two(degree: int) -> None:
 
 
 @pytest.mark.parametrize("model", slow_but(["FLUX.2-dev"], MODELS))
-def test_fp32(model: str) -> None:
-    check(model, 4, dtype=torch.float32)
+def test_bf16(model: str) -> None:
+    check(model, 4, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
 def test_batch_of_three(model: str) -> None:
     negative = ["--negative_prompt", "coins"] if model == "Qwen-Image" else []
-    check(model, 4, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)
+    check(model, 2, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)
 
 
 @pytest.mark.parametrize("degree", slow_but([2], [2, 4]))
@@ -164,7 +168,7 @@ def test_cfg_parallel(degree: int) -> None:
 
 
 def compare_stages(rank: int, world_size: int, arguments: list[str], topology: str) -> None:
-    run = Run(rank, world_size, arguments)
+    run = Run(rank, world_size, arguments, torch.bfloat16)  # which stages are told to receive
     run.use(None)
     run.runner.run(run.inputs)
     stock, run.latents = run.latents, None

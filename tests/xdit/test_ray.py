@@ -17,7 +17,7 @@ from xfuser_cocodiff.xdit.platform import ray_cluster
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [
-    *("--model", "black-forest-labs/FLUX.1-dev", "--prompt", "a photo of a cat", "--height", "128", "--width", "128"),
+    *("--model", "black-forest-labs/FLUX.1-dev", "--prompt", "a photo of a cat", "--height", "64", "--width", "64"),
     *("--num_inference_steps", "3", "--max_sequence_length", "32", "--seed", "5", "--ulysses_degree", "2"),
     *("--use_ray", "--ray_world_size", "2", "--coco_path", "picture.png"),
 ]

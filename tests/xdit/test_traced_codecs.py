@@ -11,7 +11,6 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import Approximating, decibels
-from tests.xdit.test_pipelines import MODELS
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -54,8 +53,14 @@ def eager_and_compiled(rank: int, model: str, how: str) -> dict[str, Any]:
     }
 
 
-CASES = [(model, how) for model in MODELS for how in ("whole", "in place", "blocks")]
-QUICK = [("FLUX.1-dev", "whole")]
+CASES = [
+    ("FLUX.1-dev", "whole"),
+    ("FLUX.1-dev", "blocks"),
+    ("FLUX.2-dev", "blocks"),
+    ("SD3.5", "in place"),
+    ("Qwen-Image", "whole"),
+]
+QUICK = CASES[:1]
 
 
 @pytest.mark.parametrize(("model", "how"), slow_but(QUICK, CASES))
@@ -77,7 +82,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
     run = Approximating(rank, 2, "FLUX.1-dev")
     run.by("balanced", "node=2")
     run()
-    room = run.runtime.reports[-1].reference_bytes // 3
+    room = run.runtime.reports[-1].reference_bytes // 6  # less than all take in 8 bits, a quarter of fp32
     error = torch.tensor(0.5 * max(report.error for report in run.runtime.reports))
     dist.all_reduce(error, dist.ReduceOp.MAX)
     found = []
@@ -88,7 +93,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
             run.by("balanced", "node=2", **bound)
             run()
             reports = run.runtime.reports
-            assert max(report.reference_bytes for report in reports) <= bound.get("memory_budget", 3 * room)
+            assert max(report.reference_bytes for report in reports) <= bound.get("memory_budget", 7 * room)
             found.append([(report.exact_layers, report.was_refresh) for report in reports])
     return found
 

@@ -322,7 +322,6 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     run = Approximating(
         rank, WORLD, "FLUX.1-dev", "--ulysses_degree", "1", "--ring_degree", "4", "--use_cocodiff", *flags
     )
-    run.runner.model.pipe.to(torch.float32)
     exact = run()
     sent = active().traffic.sent_bytes
     run.use(None)
@@ -338,7 +337,6 @@ def share(reports: list[Any]) -> float:
 def virtual_ring(rank: int) -> tuple[float, float]:
     """The same by one rank that stands for four."""
     run = Approximating(rank, 1, "FLUX.1-dev")
-    run.runner.model.pipe.to(torch.float32)
     stock = run()
     run.by("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
     return decibels(run(), stock), share(run.runtime.reports)
@@ -358,7 +356,6 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
     degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
     run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
-    run.runner.model.pipe.to(torch.float32)
     assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
     axis = "node" if placement == "inner" else "gpu"
     exact = run()
@@ -400,7 +397,6 @@ def wide(rank: int, ring: int, placement: str) -> tuple[torch.Tensor, float]:
     flags = [flag.replace(WHOLE, "node=2,gpu=4") for flag in flags]
     degrees = ["--ulysses_degree", str(8 // ring), "--ring_degree", str(ring)]
     run = Approximating(rank, 8, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
-    run.runner.model.pipe.to(torch.float32)
     exact = run()
     assert moved() == {"node", "gpu"}
     run.use(None)
@@ -435,7 +431,6 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
     arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
     run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
-    run.runner.model.pipe.to(torch.float32)
     place = rank % WORLD
     near, far = (
         [rank - place + first, rank - place + first + step] for first, step in ((place // 2 * 2, 1), (place % 2, 2))
