@@ -48,12 +48,12 @@ def _widened(builder, value):
 
 
 def _narrowed(builder, value):
-    """To bfloat16, to the nearest, and to an even one between two."""
+    """To bfloat16, to the nearest, and to an even one between two. What is no number stays none: made from bfloat16, or
+    by the processor, it has no bits below, of which more would overflow."""
     bits = builder.bitcast(value, _BITS)
     is_odd = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), is_odd), _BITS(16))
-    is_number = builder.fcmp_ordered("ord", value, value)
-    return builder.trunc(builder.select(is_number, rounded, _BITS(0x7FC0)), ir.IntType(16))
+    return builder.trunc(rounded, ir.IntType(16))
 
 
 _BITS, _REAL = ir.IntType(32), ir.FloatType()
@@ -111,12 +111,20 @@ def _as(context, kind, value):
 
 
 _BYTE, _INT, _FLOAT = np.uint8(0), np.int32(0), np.float32(0)
+_REAL_BYTES = 4
 
 
-@_compiled
-def _room(size):
-    """For the values of a row."""
-    return np.empty(size, np.float32)
+@intrinsic
+def _room(context, size):
+    """The address of so many bytes of the caller's stack, which it is not to ask for in a loop. Arrays are slower: an
+    index that may be negative makes scatters of stores, and each call counts who holds them."""
+
+    def generate(context, builder, signature, args):
+        room = builder.alloca(ir.IntType(8), args[0])
+        room.align = 64  # what a vector has at most
+        return builder.ptrtoint(room, context.get_value_type(types.intp))
+
+    return types.intp(size), generate
 
 
 @_compiled
@@ -125,27 +133,54 @@ def _hope(hoped, change, held, before, own, size, share, kind):
     if before:
         for i in range(size):
             now = _peek(held, own + i, kind)
-            change[i] = _as(kind, now - _peek(before, own + i, kind))
-            hoped[i] = _as(kind, _as(kind, change[i] * share) + now)
+            past = _as(kind, now - _peek(before, own + i, kind))
+            _poke(change, i, _FLOAT, past)
+            _poke(hoped, i, _FLOAT, _as(kind, _as(kind, past * share) + now))
     else:
         for i in range(size):
-            hoped[i] = _peek(held, own + i, kind)
+            _poke(hoped, i, _FLOAT, _peek(held, own + i, kind))
 
 
 @_compiled_in_any_order
-def _square(values, size):
+def _load(value, values, at, size, kind):
+    """Values of a token; returns the sum of their squares."""
     total = _ZERO
     for i in range(size):
-        total += values[i] * values[i]
+        one = _peek(values, at + i, kind)
+        _poke(value, i, _FLOAT, one)
+        total += one * one
     return total
 
 
 @_compiled_in_any_order
-def _came_again(values, at, held, own, change, first, size, kind):
+def _part(away, value, hoped, size, kind):
+    """What values of a row are away from others; returns the sum of its squares."""
+    total = _ZERO
+    for i in range(size):
+        one = _as(kind, _peek(value, i, _FLOAT) - _peek(hoped, i, _FLOAT))
+        _poke(away, i, _FLOAT, one)
+        total += one * one
+    return total
+
+
+@_compiled_in_any_order
+def _keep_row(now, own, value, made, size, kind):
+    """What the other end has of a row, into the reference; returns the sum of the squares of what that lacks."""
+    total = _ZERO
+    for i in range(size):
+        has = _peek(made, i, _FLOAT)
+        _keep(now, own + i, kind, has)
+        lacking = _as(kind, _peek(value, i, _FLOAT) - has)
+        total += lacking * lacking
+    return total
+
+
+@_compiled_in_any_order
+def _came_again(values, at, held, own, change, size, kind):
     """Sums of what a token has changed by, times what it had changed by before; and of the squares of that."""
     found, whole = _ZERO, _ZERO
     for i in range(size):
-        past = change[first + i]
+        past = _peek(change, i, _FLOAT)
         found += (_peek(values, at + i, kind) - _peek(held, own + i, kind)) * past
         whole += past * past
     return found, whole
@@ -155,17 +190,16 @@ def _came_again(values, at, held, own, change, first, size, kind):
 def _largest(values, size):
     found = _ZERO
     for i in range(size):
-        value = abs(values[i])
+        value = abs(_peek(values, i, _FLOAT))
         found = value if value > found else found
     return found
 
 
 @_compiled
-def _scale(difference, size, by_maximum, root):
-    """The code of a row's scale."""
-    square = _square(difference, size)
+def _scale(away, square, size, by_maximum, root):
+    """The code of a row's scale, of which the sum of the squares is known."""
     if by_maximum:
-        largest = _largest(difference, size)
+        largest = _largest(away, size)
         if not largest < _INFINITE or square != square:
             return _NOT_FINITE
         code = np.ceil(np.log2(largest / root) * _PER_OCTAVE) + _ORIGIN
@@ -182,33 +216,34 @@ def _quantise(digits, made, hoped, away, size, count, width, kind):
     half, last, shift = np.float32(count // 2), np.float32(count - 1), _HALF if count % 2 else _ZERO
     middle = np.float32((count - 1) / 2)
     for i in range(size):
-        level = np.floor(away[i] / width + shift)
+        level = np.floor(_peek(away, i, _FLOAT) / width + shift)
         level = (level if level == level else _ZERO) + half
         level = level if level > _ZERO else _ZERO
         level = level if level < last else last
-        digits[i] = np.uint8(level)
-        made[i] = _as(kind, (level - middle) * width + hoped[i])
+        _poke(digits, i, _BYTE, np.uint8(level))
+        _poke(made, i, _FLOAT, _as(kind, (level - middle) * width + _peek(hoped, i, _FLOAT)))
 
 
 @_compiled
 def _restore(made, digits, hoped, size, count, width, kind):
-    """The same of levels that have come."""
+    """The same of levels that have come. Not in place, which would be one value after the other."""
     middle = np.float32((count - 1) / 2)
     for i in range(size):
-        made[i] = _as(kind, (np.float32(digits[i]) - middle) * width + hoped[i])
+        level = np.float32(_peek(digits, i, _BYTE))
+        _poke(made, i, _FLOAT, _as(kind, (level - middle) * width + _peek(hoped, i, _FLOAT)))
 
 
 @_compiled(inline="always")
 def _pack(digits, size, payload, start, count, per):
     for place in range(size // per):
-        byte = digits[place * per + per - 1]
+        byte = _peek(digits, place * per + per - 1, _BYTE)
         for digit in range(per - 2, -1, -1):
-            byte = np.uint8(byte * np.uint8(count) + digits[place * per + digit])
+            byte = np.uint8(byte * np.uint8(count) + _peek(digits, place * per + digit, _BYTE))
         _poke(payload, start + place, _BYTE, byte)
     if size % per:
         byte = np.uint8(0)
         for i in range(size - 1, size // per * per - 1, -1):
-            byte = np.uint8(byte * np.uint8(count) + digits[i])
+            byte = np.uint8(byte * np.uint8(count) + _peek(digits, i, _BYTE))
         _poke(payload, start + size // per, _BYTE, byte)
 
 
@@ -234,7 +269,7 @@ def _unpack(digits, size, payload, start, count, per):
     for place in range(-(-size // per)):  # there is room for the digits of the last byte that stand for nothing
         byte = _peek(payload, start + place, _BYTE)
         for digit in range(per):
-            digits[place * per + digit] = byte % np.uint8(count)
+            _poke(digits, place * per + digit, _BYTE, np.uint8(byte % np.uint8(count)))
             byte = byte // np.uint8(count)
 
 
@@ -253,7 +288,7 @@ def _unpacked(digits, size, payload, start, count):
         _unpack(digits, size, payload, start, 16, 2)
     else:
         for i in range(size):
-            digits[i] = _peek(payload, start + i, _BYTE)
+            _poke(digits, i, _BYTE, _peek(payload, start + i, _BYTE))
 
 
 class Form(NamedTuple):
@@ -308,8 +343,9 @@ def encode(
     dim, tokens, together = form.dim, form.tokens, form.together
     size = together * dim
     taken, width_of = -(-size // form.per_byte), np.float32(form.width)
-    value, hoped, change, away, made = _room(size), _room(size), _room(size), _room(size), _room(size)
-    digits = np.empty(size, np.uint8)
+    real = size * _REAL_BYTES
+    value, hoped, change, away, made = _room(real), _room(real), _room(real), _room(real), _room(real)
+    digits = _room(size)
     for each in range(first, last):
         link, group, head, start, far = _head(form, each)
         share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
@@ -322,31 +358,22 @@ def encode(
             own = (each * tokens + row * together) * dim
             for i in range(together):
                 at = start + (row * together + i) * form.by_token
-                for j in range(dim):
-                    value[i * dim + j] = _peek(values, at + j, kind)
+                wanted += _load(value + i * dim * _REAL_BYTES, values, at, dim, kind)
             _hope(hoped, change, held, before, own, size, share, kind)
-            for i in range(size):
-                away[i] = _as(kind, value[i] - hoped[i])
             if slot >= 0:
-                code = _scale(away, size, by_maximum, root)
+                square = _part(away, value, hoped, size, kind)
+                code = _scale(away, square, size, by_maximum, root)
                 width = width_of * _peek(table, code, _FLOAT)
                 _quantise(digits, made, hoped, away, size, form.levels, width, kind)
                 line = (group * form.heads + head) * (form.active // together) + slot
                 _packed(digits, size, payload, far + line * taken, form.levels)
                 _poke(payload, far + form.scales_at + line, _BYTE, np.uint8(code))
-                for i in range(size):
-                    _keep(now, own + i, kind, made[i])
-                    away[i] = _as(kind, value[i] - made[i])
-            else:
-                for i in range(size):
-                    _keep(now, own + i, kind, hoped[i])
-            lacking += _square(away, size)
-            wanted += _square(value, size)
+            lacking += _keep_row(now, own, value, made if slot >= 0 else hoped, size, kind)
             for i in range(together if before else 0):
                 token = row * together + i
                 if token % sample == 0:
-                    at, past = start + token * form.by_token, own + i * dim
-                    more = _came_again(values, at, held, past, change, i * dim, dim, kind)
+                    at, past = start + token * form.by_token, change + i * dim * _REAL_BYTES
+                    more = _came_again(values, at, held, own + i * dim, past, dim, kind)
                     found, whole = found + more[0], whole + more[1]
         _poke(sums, 4 * each, 0.0, lacking)
         _poke(sums, 4 * each + 1, 0.0, wanted)
@@ -379,8 +406,8 @@ def decode(first, last, form, kind, payload, held, before, shares, numbers, tabl
     dim, tokens, together = form.dim, form.tokens, form.together
     size = together * dim
     taken, width_of = -(-size // form.per_byte), np.float32(form.width)
-    hoped, change = _room(size), _room(size)
-    digits = np.empty(taken * form.per_byte, np.uint8)
+    real = size * _REAL_BYTES
+    hoped, change, made, digits = _room(real), _room(real), _room(real), _room(taken * form.per_byte)
     for each in range(first, last):
         link, group, head, start, far = _head(form, each)
         told = _peek(payload, far + form.told_at, _BYTE) if form.told_at else _ZERO
@@ -393,20 +420,22 @@ def decode(first, last, form, kind, payload, held, before, shares, numbers, tabl
                 line = (group * form.heads + head) * (form.active // together) + slot
                 width = width_of * _peek(table, int(_peek(payload, far + form.scales_at + line, _BYTE)), _FLOAT)
                 _unpacked(digits, size, payload, far + line * taken, form.levels)
-                _restore(hoped, digits, hoped, size, form.levels, width, kind)
+                _restore(made, digits, hoped, size, form.levels, width, kind)
+            come = made if slot >= 0 else hoped
             for i in range(size):
-                _keep(now, own + i, kind, hoped[i])
+                _keep(now, own + i, kind, _peek(come, i, _FLOAT))
             for i in range(together):
                 at = start + (row * together + i) * form.by_token
                 for j in range(dim):
-                    _keep(target, at + j, kind, hoped[i * dim + j])
+                    _keep(target, at + j, kind, _peek(come, i * dim + j, _FLOAT))
 
 
 @_compiled
 def score(first, last, form, kind, values, held, before, shares, found):
     """Tokens of some groups, counted over links, over all heads."""
     dim, tokens = form.dim, form.tokens
-    hoped, change, away = _room(dim), _room(dim), _room(dim)
+    real = dim * _REAL_BYTES
+    value, hoped, change, away = _room(real), _room(real), _room(real), _room(real)
     for pair in range(first, last):
         for head in range(form.heads):
             each = pair * form.heads + head
@@ -415,7 +444,6 @@ def score(first, last, form, kind, values, held, before, shares, found):
             for token in range(tokens):
                 at = start + token * form.by_token
                 _hope(hoped, change, held, before, (each * tokens + token) * dim, dim, share, kind)
-                for i in range(dim):
-                    away[i] = _as(kind, _peek(values, at + i, kind) - hoped[i])
-                total = _square(away, dim) + (_peek(found, pair * tokens + token, _FLOAT) if head else _ZERO)
-                _poke(found, pair * tokens + token, _FLOAT, total)
+                _load(value, values, at, dim, kind)
+                total = _peek(found, pair * tokens + token, _FLOAT) if head else _ZERO
+                _poke(found, pair * tokens + token, _FLOAT, total + _part(away, value, hoped, dim, kind))
