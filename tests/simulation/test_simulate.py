@@ -178,6 +178,13 @@ def test_v_hides_behind_q_and_k_only() -> None:
         assert saved == pytest.approx(2 * 60 * min(2 * projection, exchange))
 
 
+def test_a_head_group_attends_while_the_next_comes_in_and_the_one_before_goes_back() -> None:
+    known = {"projection": 0.0, "mlp_projections": 0.0, "attention": 6.0, "exchanges": dict.fromkeys("vqko", 4.0)}
+    once, twice = (makespan(layer.layer_tasks(**known, v_first=False, head_groups=groups)) for groups in (1, 2))
+    assert once == 12 + 6 + 4
+    assert twice == 6 + 6 + 3 + 2  # half of Q, K and V, the other half, the second half of attention, that of O
+
+
 def test_a_machine_without_overlap_hides_nothing() -> None:
     blocking = dataclasses.replace(AURORA, overlaps=False)
     row = simulate(blocking, 4, QWEN, 1536, mode="exact+vfirst")

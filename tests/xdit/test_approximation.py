@@ -120,15 +120,15 @@ def test_a_budget_costs_little_quality_and_then_bytes() -> None:
 
 
 def alone(rank: int, prompt: str) -> torch.Tensor:
-    run = Approximating(rank, 4, "FLUX.1-dev")
-    run.by("fast", schedule="cached=0.5")
+    run = Approximating(rank, 2, "FLUX.1-dev")
+    run.by("fast", "node=2", schedule="cached=0.5")
     return run(prompt=prompt)
 
 
 def in_a_row(rank: int) -> list[torch.Tensor]:
     """Three runs, then one that is broken off, then another."""
-    run = Approximating(rank, 4, "FLUX.1-dev")
-    run.by("fast", schedule="cached=0.5")
+    run = Approximating(rank, 2, "FLUX.1-dev")
+    run.by("fast", "node=2", schedule="cached=0.5")
     found = [run(prompt=prompt) for prompt in ("a cat", "the moon", "a cat")]
     transformer, calls = run.runner.model.pipe.transformer, []
 
@@ -145,8 +145,8 @@ def in_a_row(rank: int) -> list[torch.Tensor]:
 
 
 def test_no_run_knows_of_another() -> None:
-    fresh = {prompt: ranks.run(alone, 4, prompt)[0] for prompt in ("a cat", "the moon")}
-    found = ranks.run(in_a_row, 4)[0]
+    fresh = {prompt: ranks.run(alone, 2, prompt)[0] for prompt in ("a cat", "the moon")}
+    found = ranks.run(in_a_row, 2)[0]
     assert not torch.equal(fresh["a cat"], fresh["the moon"])
     for latents, prompt in zip(found, ("a cat", "the moon", "a cat", "the moon"), strict=True):
         assert torch.equal(latents, fresh[prompt]), prompt

@@ -33,12 +33,12 @@ def figures(run: Approximating) -> list[tuple]:
     return [(report.sent_bytes, report.exact_bytes, report.errors) for report in run.runtime.reports]
 
 
-def eager_and_compiled(rank: int, model: str, how: str) -> dict[str, Any]:
+def eager_and_compiled(rank: int, world_size: int, model: str, how: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
-    run = Approximating(rank, 4, model)
+    run = Approximating(rank, world_size, model)
     stock = run()
-    run.by("balanced")
+    run.by("balanced", TOPOLOGIES[world_size])
     eager, expected = run(), figures(run)
     compile_transformer(run, how)
     latents, found = run(), figures(run)
@@ -53,19 +53,20 @@ def eager_and_compiled(rank: int, model: str, how: str) -> dict[str, Any]:
     }
 
 
+TOPOLOGIES = {2: "node=2", 4: "2x2"}
 CASES = [
-    ("FLUX.1-dev", "whole"),
-    ("FLUX.1-dev", "blocks"),
-    ("FLUX.2-dev", "blocks"),
-    ("SD3.5", "in place"),
-    ("Qwen-Image", "whole"),
+    ("FLUX.1-dev", "whole", 2),
+    ("FLUX.1-dev", "blocks", 4),
+    ("FLUX.2-dev", "blocks", 4),
+    ("SD3.5", "in place", 4),
+    ("Qwen-Image", "whole", 4),
 ]
 QUICK = CASES[:1]
 
 
-@pytest.mark.parametrize(("model", "how"), slow_but(QUICK, CASES))
-def test_a_graph_encodes_what_eager_mode_does(model: str, how: str) -> None:
-    for found in ranks.run(eager_and_compiled, 4, model, how):
+@pytest.mark.parametrize(("model", "how", "world_size"), slow_but(QUICK, CASES))
+def test_a_graph_encodes_what_eager_mode_does(model: str, how: str, world_size: int) -> None:
+    for found in ranks.run(eager_and_compiled, world_size, world_size, model, how):
         eager, compiled = found["near"]
         assert compiled == pytest.approx(eager, abs=0.5)
         for expected, step in zip(*found["alike"], strict=True):

@@ -5,10 +5,11 @@ cost model are those of machines on paper. What a cluster has not is that ranks 
 that are through with what they compute send while others compute, and every message takes time from all of them.
 Figures for that, and for gloo, are fitted to measured steps: those of gloo and of how much computation hides at most
 at a share of 0.8, and prove themselves at the others; those of what links hide and of a coded call at shares up to
-0.90, and prove themselves at 0.98.
+0.9, and prove themselves at 0.98; all of them at low resolution, and prove themselves at high.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -38,7 +39,8 @@ _SHORT = 0.25
 _HIDDEN_OF_LINKS, _MOST_OF_COMPUTATION = 0.7, 0.5
 """What goes on at one time, since ranks that take turns on cores send while others compute: so much of what links take,
 and no more than so much of computation."""
-CALL_SECONDS = 1.4e-3
+_HEAD_GROUPS = re.compile(r"(\d+) head group")
+CALL_SECONDS = 1.2e-3
 """Of a core, that an exchange by codecs takes a rank."""
 
 
@@ -112,7 +114,8 @@ class _Emulated:
         profile, size = self._profile(), self._message_bytes
         plan = Plan.flat(self._topology) if row["mode"] == STOCK or self._is_short else planner.choose(profile, size)
         moving = planner.seconds(profile, plan, size)
-        v_first = any(schedule.startswith("V first") for schedule in row["schedules"].values())
+        schedules = row["schedules"].values()
+        v_first = any(schedule.startswith("V first") for schedule in schedules)
         coding = (2 + v_first) * CALL_SECONDS * self._topology.size / self._cores if self._is_coded else 0.0
         hiding = min(_MOST_OF_COMPUTATION, _HIDDEN_OF_LINKS * depth * 4 * moving / row["alone_seconds"])
         projection, attention = self._compute(1 - hiding)
@@ -122,6 +125,7 @@ class _Emulated:
             attention=attention,
             exchanges=dict.fromkeys("qkvo", moving),
             v_first=v_first,
+            head_groups=max([1, *(int(found[1]) for found in map(_HEAD_GROUPS.search, schedules) if found)]),
         )
         return depth * (makespan(tasks) + coding)
 

@@ -87,6 +87,7 @@ def layer_tasks(
     attention: float,
     exchanges: Mapping[str, float],
     v_first: bool,
+    head_groups: int = 1,
     ring: int = 1,
     ring_seconds: float = 0.0,
 ) -> list[Task]:
@@ -98,24 +99,36 @@ def layer_tasks(
         attention: seconds of attention.
         exchanges: seconds for each of v, q, k and o.
         v_first: whether V's exchange starts before Q and K are projected.
+        head_groups: into how many heads are cut: while one attends, the next comes in and the one before goes back.
         ring: ring degree.
         ring_seconds: until K and V of the others in the ring are there, while the rank attends to its own.
     """
-    others = [
-        Task("attention to its own", COMPUTE, attention / ring, ("exchange k",)),
-        Task("ring", LINK, ring_seconds, ("exchange k",)),
-        Task("attention", COMPUTE, attention * (ring - 1) / ring, ("ring",)),
-    ]
-    return [
-        Task("project v", COMPUTE, projection),
-        Task("project q and k", COMPUTE, 2 * projection),
-        Task("exchange v", LINK, exchanges["v"], ("project v" if v_first else "project q and k",)),
-        Task("exchange q", LINK, exchanges["q"], ("project q and k",)),
-        Task("exchange k", LINK, exchanges["k"], ("project q and k",)),
-        *(others if ring > 1 else [Task("attention", COMPUTE, attention, ("exchange k",))]),
-        Task("exchange o", LINK, exchanges["o"], ("attention",)),
-        Task("project o and mlp", COMPUTE, (1 + mlp_projections) * projection, ("exchange o",)),
-    ]
+    part = 1 / head_groups
+
+    def come_in(group: int) -> list[Task]:
+        ready = "project v" if v_first and not group else "project q and k"
+        after = {"v": ready, "q": "project q and k", "k": "project q and k"}
+        return [Task(f"exchange {name} {group}", LINK, part * exchanges[name], (after[name],)) for name in "vqk"]
+
+    def attend(group: int) -> list[Task]:
+        own, behind = (f"{what} {group}" for what in ("attention", "ring"))
+        found = [Task(own, COMPUTE, part * attention / ring, (f"exchange k {group}",))]
+        if ring > 1:
+            found += [
+                Task(behind, LINK, part * ring_seconds, (f"exchange k {group}",)),
+                Task(own, COMPUTE, part * attention * (ring - 1) / ring, (behind,)),
+            ]
+        return found
+
+    def go_back(group: int) -> list[Task]:
+        return [Task(f"exchange o {group}", LINK, part * exchanges["o"], (f"attention {group}",))]
+
+    tasks = [Task("project v", COMPUTE, projection), Task("project q and k", COMPUTE, 2 * projection)]
+    for group in range(head_groups):
+        tasks += [*come_in(group), *(go_back(group - 1) if group else []), *attend(group)]
+    last = head_groups - 1
+    rest = (1 + mlp_projections) * projection
+    return [*tasks, *go_back(last), Task("project o and mlp", COMPUTE, rest, (f"exchange o {last}",))]
 
 
 def exchange_seconds(scenario: Scenario, plan: Plan, share: float = 1.0) -> float:
