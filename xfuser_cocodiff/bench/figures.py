@@ -139,15 +139,15 @@ _SPEED = tuple(
     Run(f"speed-{share}", (*_MODEL, "--share", str(share), "--mode", modes), minutes, _AURORA)
     for share, modes, minutes in (
         (0.65, _ALL_MODES, 7),
-        (0.8, _ALL_MODES, 8),
-        (0.91, _ALL_MODES, 12),
-        (0.97, "exact,balanced,fast", 25),  # the paper's mode alone would take as long again
+        (0.8, _ALL_MODES, 9),
+        (0.91, _ALL_MODES, 17),
+        (0.97, "exact,balanced,fast", 45),  # the paper's mode alone would take as long again
     )
 )
 _RESOLUTION = Run(
     "resolution",
     (*_FIVE, "--shape", "high-resolution", "--share", "0.65,0.8", "--mode", "exact,balanced,fast"),
-    20,
+    52,
     _AURORA,
 )
 _EQUAL = Run("equal", (*_MODEL, "--share", "0.2,0.5", "--mode", "exact,balanced"), 6, ("--preset", "flat"))
