@@ -5,7 +5,8 @@ cost model are those of machines on paper. What a cluster has not is that ranks 
 that are through with what they compute send while others compute, and every message takes time from all of them.
 Figures for that, and for gloo, are fitted to measured steps: those of gloo and of how much computation hides at most
 at a share of 0.8, and prove themselves at the others; those of what links hide and of a coded call at shares up to
-0.9, and prove themselves at 0.98; all of them at low resolution, and prove themselves at high.
+0.9, and prove themselves at 0.98; all of them at low resolution, and those that are not of codecs prove themselves at
+high.
 """
 
 import math
@@ -39,9 +40,10 @@ _SHORT = 0.25
 _HIDDEN_OF_LINKS, _MOST_OF_COMPUTATION = 0.7, 0.5
 """What goes on at one time, since ranks that take turns on cores send while others compute: so much of what links take,
 and no more than so much of computation."""
-_HEAD_GROUPS = re.compile(r"(\d+) head group")
 CALL_SECONDS = 1.2e-3
 """Of a core, that an exchange by codecs takes a rank."""
+_HEAD_GROUPS = re.compile(r"(\d+) head group")
+"""In the words of a record for a schedule."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class _Emulated:
             attention=attention,
             exchanges=dict.fromkeys("qkvo", moving),
             v_first=v_first,
-            head_groups=max([1, *(int(found[1]) for found in map(_HEAD_GROUPS.search, schedules) if found)]),
+            head_groups=max(map(int, _HEAD_GROUPS.findall(" ".join(schedules))), default=1),
         )
         return depth * (makespan(tasks) + coding)
 

@@ -106,19 +106,20 @@ def layer_tasks(
     part = 1 / head_groups
 
     def come_in(group: int) -> list[Task]:
-        ready = "project v" if v_first and not group else "project q and k"
-        after = {"v": ready, "q": "project q and k", "k": "project q and k"}
-        return [Task(f"exchange {name} {group}", LINK, part * exchanges[name], (after[name],)) for name in "vqk"]
+        projected = dict.fromkeys("vqk", "project q and k")
+        if v_first and group == 0:
+            projected["v"] = "project v"
+        return [Task(f"exchange {name} {group}", LINK, part * exchanges[name], (projected[name],)) for name in "vqk"]
 
     def attend(group: int) -> list[Task]:
-        own, behind = (f"{what} {group}" for what in ("attention", "ring"))
-        found = [Task(own, COMPUTE, part * attention / ring, (f"exchange k {group}",))]
-        if ring > 1:
-            found += [
-                Task(behind, LINK, part * ring_seconds, (f"exchange k {group}",)),
-                Task(own, COMPUTE, part * attention * (ring - 1) / ring, (behind,)),
-            ]
-        return found
+        seconds, there = part * attention, (f"exchange k {group}",)
+        if ring == 1:
+            return [Task(f"attention {group}", COMPUTE, seconds, there)]
+        return [
+            Task(f"attention to its own {group}", COMPUTE, seconds / ring, there),
+            Task(f"ring {group}", LINK, part * ring_seconds, there),
+            Task(f"attention {group}", COMPUTE, seconds * (ring - 1) / ring, (f"ring {group}",)),
+        ]
 
     def go_back(group: int) -> list[Task]:
         return [Task(f"exchange o {group}", LINK, part * exchanges["o"], (f"attention {group}",))]
