@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -88,6 +89,31 @@ def test_shares_and_shapes() -> None:
         model.Shape.named("huge", 8, **none)
     with pytest.raises(ValueError, match="--heads 6"):
         model.Shape.named("high-resolution", 4, **{**none, "heads": 6})
+
+
+@pytest.mark.parametrize(("asked", "had"), [(0.5, 0.5), (0.8, 0.8), (0.91, 0.91), (0.97, 0.94), (0.99, 0.94)])
+def test_links_become_as_slow_as_a_share_asks_or_as_helps(monkeypatch, asked: float, had: float) -> None:
+    """At scale 1, all-to-alls take 3 s and what else is sent 0.13 s: a share of 0.96 is the most there is."""
+    tried = []
+
+    def shape(scale: float, packet_seconds: float) -> SimpleNamespace:
+        tried.append(scale)
+        return SimpleNamespace(scale=scale, rates={"node": 10.0})
+
+    def seconds(*_: object) -> dict[str, float]:
+        alone = 0.5 + 0.13 / tried[-1]
+        return {"alone": alone, "stock": alone + 3 / tried[-1]}
+
+    monkeypatch.setattr(model.links, "shape", shape)
+    monkeypatch.setattr(model.links, "from_environment", lambda: SimpleNamespace(scale=1.0))
+    monkeypatch.setattr(model.dist, "barrier", lambda: None)
+    monkeypatch.setattr(model, "_seconds", seconds)
+    told = SimpleNamespace(advance=None, say=lambda what: None)
+    found = model._find_scale(asked, lambda: torch.empty(0), model.Contender(), told)
+    assert found.scale == tried[-1]
+    alone, whole = seconds().values()
+    assert 1 - alone / whole == pytest.approx(had, abs=0.02)
+    assert found.scale > 0.05, "links so slow only cost time"
 
 
 def stock(tensor: torch.Tensor) -> torch.Tensor:

@@ -336,22 +336,44 @@ def _seconds(works: Mapping[str, Callable[[], object]], after: Callable[[], obje
 
 def _find_scale(share: float, step: Step, stock: Contender, told: Teller) -> links.Cluster:
     """Shape the links so that stock's all-to-alls take a share of its step, as near as the machine allows."""
-    cluster = links.shape(links.from_environment().scale, _PACKET_SECONDS)
+    cluster, seen = links.shape(links.from_environment().scale, _PACKET_SECONDS), []
     dist.barrier()
     for _ in range(_ATTEMPTS):
         works = {"alone": _alone(step, Contender()), "stock": lambda: _run(step, stock)}
         alone, whole = _seconds(works, told.advance).values()
-        if abs(1 - alone / whole - share) < _CLOSE:
-            break
-        wanted = alone * share / (1 - share)  # computation stays, what is added to it goes with the links' speed
+        told.say(f"scale {cluster.scale:.3g}: stock's step takes {whole:.2f} s, {alone:.2f} s of it not in all-to-alls")
+        seen.append((cluster.scale, whole, alone))
+        share, scale = _towards(share, seen)
         slowest, fastest = min(cluster.rates.values()), max(cluster.rates.values())
-        added = max(whole - alone, 0.1 * wanted)
-        scale = min(max(cluster.scale * added / wanted, links.MIN_RATE / slowest), links.MAX_RATE / fastest)
-        if math.isclose(scale, cluster.scale, rel_tol=0.01):
+        scale = min(max(scale, links.MIN_RATE / slowest), links.MAX_RATE / fastest)
+        if abs(1 - alone / whole - share) < _CLOSE or math.isclose(scale, cluster.scale, rel_tol=0.01):
             break
         cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
     return cluster
+
+
+def _towards(share: float, seen: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The share of stock's step that its all-to-alls can take, as near as possible to a wanted one, and the scale of
+    links that makes it so.
+
+    Computation stays as it is, and what is sent goes with the speed of links: all-to-alls, and what comes together at
+    the end of a step, so that they never take all of it.
+
+    Args:
+        share: the wanted one.
+        seen: scales of links so far, and at each the seconds of a step, and of one without all-to-alls.
+    """
+    scale, whole, alone = seen[-1]
+    # Where links hardly count at all, they become slower by no more than ten times at once.
+    moving = scale * max(whole - alone, 0.1 * alone * share / (1 - share))
+    gathering = 0.0
+    if len(seen) > 1:
+        other_scale, _, other_alone = seen[-2]
+        gathering = (alone - other_alone) / (1 / scale - 1 / other_scale)
+        gathering = min(max(gathering, 0.0), 0.9 * alone * scale)
+    share = min(share, moving / (moving + gathering) - _CLOSE)
+    return share, (moving / share - moving - gathering) / (alone - gathering / scale)
 
 
 def _settled(step: Step, side: Contender, expected: torch.Tensor, told: Teller) -> bool:
