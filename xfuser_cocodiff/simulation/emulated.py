@@ -1,12 +1,10 @@
 """Holds the simulator against steps that `cocodiff bench model` has measured on an emulated cluster.
 
-Computation is what steps took there without communication; links are those that were asked for; the timeline and the
-cost model are those of machines on paper. What a cluster has not is that ranks share the cores of one machine: those
-that are through with what they compute send while others compute, and every message takes time from all of them.
-Figures for that, and for gloo, are fitted to measured steps: those of gloo and of how much computation hides at most
-at a share of 0.8, and prove themselves at the others; those of what links hide and of a coded call at shares up to
-0.9, and prove themselves at 0.98; all of them at low resolution, and those that are not of codecs prove themselves at
-high.
+Computation is what steps took there without all-to-alls, less what gloo takes to bring the output together; links are
+those that were asked for; the timeline and the cost model are those of machines on paper. What a cluster has not is
+that ranks share the cores of one machine: those that are through with what they compute send while others compute, and
+every message takes time from all of them. Figures for that, and for gloo, are fitted to measured steps: those of gloo
+to exact ones at a share of 0.8, and they prove themselves at the others; the rest to all of them.
 """
 
 import math
@@ -31,16 +29,16 @@ _VALUE_BYTES = 4
 """fp32."""
 _TEXT_TOKENS = 64
 """That the transformer of `bench model` has beside those of its shape, padded to divide by the ranks."""
+_OUTPUT_WIDTH = 64
+"""Of what comes together at the end of a step, for each token of the shape."""
 _MLP_PROJECTIONS = 8
 """The MLP of FLUX.1, in projections from width to width."""
 _COLLECTIVE, _DIRECT = 1.55, 1.07
 """How many times longer links take than their bytes do: gloo's collective has the two directions of one take turns."""
-_SHORT = 0.25
-"""Of the bytes: with less, direct sends gain nothing."""
-_HIDDEN_OF_LINKS, _MOST_OF_COMPUTATION = 0.7, 0.5
+_HIDDEN_OF_LINKS, _MOST_OF_COMPUTATION = 0.5, 0.5
 """What goes on at one time, since ranks that take turns on cores send while others compute: so much of what links take,
 and no more than so much of computation."""
-CALL_SECONDS = 1.2e-3
+CALL_SECONDS = 2.4e-3
 """Of a core, that an exchange by codecs takes a rank."""
 _HEAD_GROUPS = re.compile(r"(\d+) head group")
 """In the words of a record for a schedule."""
@@ -94,16 +92,14 @@ class _Emulated:
         self._shape, self._cores = record["shape"], record["host"]["cores"]
         self._rates = {axis: rate * row["scale"] * _MEGABIT for axis, rate in record["rates"].items()}
         self._is_coded = row["bytes_slow_fraction"] < 1
-        self._is_short = row["bytes_slow_fraction"] < _SHORT
+        self._computation = row["alone_seconds"] - self._gather(is_stocks=True)
 
-    def _profile(self) -> Profile:
+    def _profile(self, share: float) -> Profile:
         """Links that carry a share of the bytes take as long as ones that are as many times faster."""
-        links = tuple(
-            AxisLink(axis.name, 0.0, self._rate(axis.name, axis.size) / self._row["bytes_slow_fraction"])
-            for axis in self._topology.axes
-        )
+        axes = [(axis.name, self._rate(axis.name, axis.size)) for axis in self._topology.axes]
+        links = tuple(AxisLink(name, 0.0, rate / share) for name, rate in axes)
         found = Profile(self._topology, links, 0.0, math.inf, math.inf, _COLLECTIVE)
-        return found if self._is_short else replace(found, direct=replace(found, contention=_DIRECT))
+        return replace(found, direct=replace(found, contention=_DIRECT))
 
     def _rate(self, axis: str, size: int) -> float:
         """That a rank sends at to all others along an axis: it has a link to each, but one to all other nodes."""
@@ -113,13 +109,13 @@ class _Emulated:
     def step_seconds(self) -> float:
         """Of a step."""
         row, depth = self._row, self._shape["depth"]
-        profile, size = self._profile(), self._message_bytes
-        plan = Plan.flat(self._topology) if row["mode"] == STOCK or self._is_short else planner.choose(profile, size)
+        profile, size = self._profile(row["bytes_slow_fraction"]), self._message_bytes
+        plan = Plan.flat(self._topology) if row["mode"] == STOCK else planner.choose(profile, size)
         moving = planner.seconds(profile, plan, size)
         schedules = row["schedules"].values()
         v_first = any(schedule.startswith("V first") for schedule in schedules)
         coding = (2 + v_first) * CALL_SECONDS * self._topology.size / self._cores if self._is_coded else 0.0
-        hiding = min(_MOST_OF_COMPUTATION, _HIDDEN_OF_LINKS * depth * 4 * moving / row["alone_seconds"])
+        hiding = min(_MOST_OF_COMPUTATION, _HIDDEN_OF_LINKS * depth * 4 * moving / self._computation)
         projection, attention = self._compute(1 - hiding)
         tasks = layer_tasks(
             projection=projection,
@@ -129,7 +125,15 @@ class _Emulated:
             v_first=v_first,
             head_groups=max(map(int, _HEAD_GROUPS.findall(" ".join(schedules))), default=1),
         )
-        return depth * (makespan(tasks) + coding)
+        return depth * (makespan(tasks) + coding) + self._gather(row["mode"] == STOCK)
+
+    def _gather(self, is_stocks: bool) -> float:
+        """Seconds in which the output comes together: in gloo's ring, in which each link to a neighbour carries the
+        blocks of all ranks but one, or as the planner has it."""
+        profile, block = self._profile(1.0), self._shape["tokens"] / self._topology.size * _OUTPUT_WIDTH * _VALUE_BYTES
+        if is_stocks:
+            return (self._topology.size - 1) * block / min(link.bytes_per_second for link in profile.links)
+        return planner.gather_seconds(profile, planner.choose_gather(profile, block), block)
 
     @property
     def _tokens(self) -> int:
@@ -145,6 +149,6 @@ class _Emulated:
         """Seconds of a projection and of attention, of which a part shows: of a step without communication, by their
         FLOPs."""
         projection, attention = 2 * self._shape["width"], 4 * self._tokens  # for each value
-        layer = exposed * self._row["alone_seconds"] / self._shape["depth"]
+        layer = exposed * self._computation / self._shape["depth"]
         whole = (4 + _MLP_PROJECTIONS) * projection + attention
         return layer * projection / whole, layer * attention / whole
