@@ -25,17 +25,15 @@ def add_parser(subparsers: Any) -> None:
 def _add_all(subjects: Any) -> None:
     parser = subjects.add_parser(
         "all",
-        help="the tables of the README and of docs/, made anew",
+        help="the figures of the README and of docs/, made anew",
         description="Each run leaves a record; those that are there are not made again, so that what was broken off "
         "goes on. The machine should have nothing else to do, and nothing that is called an accelerator.",
         epilog="Exit status: 1 when a run failed.",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the records")
-    parser.add_argument(
-        "--only", metavar="TABLES", help="speed, resolution, equal, ring, compiled, quality, or some of these (all)"
-    )
+    parser.add_argument("--only", metavar="FIGURES", help="some, as speed,ring; --list says which there are (all)")
     parser.add_argument("--list", action="store_true", help="say what there is to do, and about how long it takes")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="put the tables into the documents of this checkout")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="put the figures into the documents of this checkout")
     parser.set_defaults(run=_all, parser=parser)
 
 
@@ -43,30 +41,32 @@ def _all(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench import figures
 
     try:
-        tables = figures.chosen(options.only)
+        wanted = figures.chosen(options.only)
     except ValueError as error:
         return fail(str(error))
     if options.list:
-        for table in tables:
-            missing = [run for run in table.runs if not run.record(options.out).exists()]
-            minutes = sum(run.minutes for run in missing)
-            left = f"{len(missing)} of {len(table.runs)} runs to do, about {minutes:.0f} minutes" if missing else "done"
-            print(f"{table.name} ({table.document}): {left}")
+        for figure in wanted:
+            print(f"{figure.name} ({figure.document}): {_to_do(figures.missing([figure], options.out))}")
+        print(f"in all: {_to_do(figures.missing(wanted, options.out))}")
         return 0
-    failed = figures.make(tables, options.out)
-    for table in tables:
-        text = figures.markdown(table, options.out)
-        if text is None:
+    failed = figures.make(wanted, options.out)
+    for figure in wanted:
+        if not figure.is_there(options.out):
             continue
-        print(f"{table.name}, for {table.document}:\n\n{text}\n")
+        print(f"{figure.name}, for {figure.document}:\n\n{figure.text(options.out)}\n")
         if options.into:
             try:
-                figures.put_into(options.into / table.document, table.name, text)
+                figure.put_into(options.into, options.out)
             except (OSError, ValueError) as error:
-                return fail(f"--into {options.into}: {table.document}: {error}")
+                return fail(f"--into {options.into}: {figure.document}: {error}")
     for run in failed:
         print(f"{run.name} failed; see {options.out / run.name}.log")
     return 1 if failed else 0
+
+
+def _to_do(runs: list[Any]) -> str:
+    minutes = sum(run.minutes for run in runs)
+    return f"{len(runs)} run{'s' * (len(runs) > 1)} to do, about {minutes:.0f} minutes" if runs else "done"
 
 
 def _add_import(subjects: Any) -> None:
