@@ -73,6 +73,15 @@ def test_what_stock_gathers_is_no_computation() -> None:
     assert of_stock - whole < ours < of_stock - 0.3 * whole, "the plugin gathers along the topology"
 
 
+def test_a_port_carries_all_that_a_rank_sends() -> None:
+    changed = record() | {"topology": "flat", "ranks": 8, "rates": {"flat": 16.0}}
+    changed["rows"] = [row | {"scale": 1.0} for row in changed["rows"] if row["mode"] == "stock"][:1]
+    [cell], [row] = emulated.held_against(changed), changed["rows"]
+    sent = 6 * 4 * 7 / 8 * (1088 / 8 * 512 * 4)  # of Q, K, V and O of six layers, what seven of eight ranks get
+    moving = 1.55 * sent / (16e6 / 8)
+    assert moving < cell.simulated < moving + row["alone_seconds"]
+
+
 def test_the_command_says_what_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert cli.main(["simulate", "--bench", str(MEASURED), "--json", str(out)]) == 0

@@ -218,7 +218,8 @@ def measure(
         rows += _compare(contenders, along, step, repeats, known, shape.message_bytes(topology.size), told)
     told.end()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
-    return {**host.header(), "topology": str(topology), "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
+    ranks = {"topology": str(topology), "ranks": topology.size}
+    return {**host.header(), **ranks, "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
 
 
 def _sent_share(reports: Sequence[StepReport]) -> float:

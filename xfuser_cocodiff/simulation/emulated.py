@@ -17,7 +17,7 @@ from typing import Any
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import AxisLink, Profile
-from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.machine.topology import FLAT, Topology
 from xfuser_cocodiff.simulation.layer import layer_tasks
 from xfuser_cocodiff.simulation.scenario import STOCK
 from xfuser_cocodiff.simulation.timeline import makespan
@@ -88,7 +88,7 @@ class _Emulated:
     """A mode on an emulated cluster, as a record has it."""
 
     def __init__(self, record: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        self._topology, self._row = Topology.parse(record["topology"]), row
+        self._topology, self._row = Topology.parse(record["topology"], record.get("ranks")), row
         self._shape, self._cores = record["shape"], record["host"]["cores"]
         self._rates = {axis: rate * row["scale"] * _MEGABIT for axis, rate in record["rates"].items()}
         self._is_coded = row["bytes_slow_fraction"] < 1
@@ -96,14 +96,18 @@ class _Emulated:
 
     def _profile(self, share: float) -> Profile:
         """Links that carry a share of the bytes take as long as ones that are as many times faster."""
-        axes = [(axis.name, self._rate(axis.name, axis.size)) for axis in self._topology.axes]
-        links = tuple(AxisLink(name, 0.0, rate / share) for name, rate in axes)
-        found = Profile(self._topology, links, 0.0, math.inf, math.inf, _COLLECTIVE)
-        return replace(found, direct=replace(found, contention=_DIRECT))
+
+        def known(times_longer: float) -> Profile:
+            axes = [(axis.name, self._rate(axis.name, axis.size)) for axis in self._topology.axes]
+            links = tuple(AxisLink(name, 0.0, rate / share / times_longer) for name, rate in axes)
+            return Profile(self._topology, links, 0.0, math.inf, math.inf)
+
+        return replace(known(_COLLECTIVE), direct=known(_DIRECT))
 
     def _rate(self, axis: str, size: int) -> float:
-        """That a rank sends at to all others along an axis: it has a link to each, but one to all other nodes."""
-        return self._rates[axis] * (1 if axis == "node" else max(1, size - 1))
+        """That a rank sends at to all others along an axis: it has a link to each, but one to all other nodes, and one
+        port where all links are alike."""
+        return self._rates[axis] * (1 if axis in ("node", FLAT) else max(1, size - 1))
 
     @property
     def step_seconds(self) -> float:
@@ -130,9 +134,10 @@ class _Emulated:
     def _gather(self, is_stocks: bool) -> float:
         """Seconds in which the output comes together: in gloo's ring, in which each link to a neighbour carries the
         blocks of all ranks but one, or as the planner has it."""
-        profile, block = self._profile(1.0), self._shape["tokens"] / self._topology.size * _OUTPUT_WIDTH * _VALUE_BYTES
+        block = self._shape["tokens"] / self._topology.size * _OUTPUT_WIDTH * _VALUE_BYTES
         if is_stocks:
-            return (self._topology.size - 1) * block / min(link.bytes_per_second for link in profile.links)
+            return (self._topology.size - 1) * block / min(self._rates.values())
+        profile = self._profile(1.0)
         return planner.gather_seconds(profile, planner.choose_gather(profile, block), block)
 
     @property
