@@ -163,7 +163,9 @@ def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
     """Predicted time in which every rank gets the blocks of all others: in each stage all that has come before goes to
     each rank of it.
 
-    A gather goes from neighbour to neighbour; what is known of contention is known of all-to-alls.
+    What is known of contention is known of all-to-alls. A collective goes from neighbour to neighbour. Gloo, which
+    alone has direct sends beside it, has one ring, in which the slowest link carries the blocks of all ranks but one;
+    others lay several, so that each axis carries what has to cross it.
 
     Args:
         profile: the machine.
@@ -173,9 +175,12 @@ def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
     direct = profile.direct and replace(profile.direct, contention=1.0)
     profile, seconds = replace(profile, contention=1.0, direct=direct), 0.0
     for stage, is_direct in zip(plan.stages, plan.direct, strict=True):
-        block_bytes *= math.prod(profile.topology.shape[dim] for dim in stage)
-        cost = stage_cost(profile, stage, block_bytes, is_direct)
-        seconds += cost.host + cost.wire
+        ranks = math.prod(profile.topology.shape[dim] for dim in stage)
+        cost = stage_cost(profile, stage, ranks * block_bytes, is_direct)
+        slowest = min(profile.links[dim].bytes_per_second for dim in stage)
+        is_one_ring = direct and not is_direct and len(stage) > 1
+        seconds += cost.host + ((ranks - 1) * block_bytes / slowest if is_one_ring else cost.wire)
+        block_bytes *= ranks
     return seconds
 
 
