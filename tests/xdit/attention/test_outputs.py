@@ -83,7 +83,7 @@ def test_each_block_crosses_a_slow_link_once(tmp_path: Path) -> None:
     [
         (None, {}),  # nothing is known yet
         slow(known("2x2x2", SLOW, FAST, FAST, direct=None), {}),  # on CPUs a part is not known
-        (known("2x2x2", FAST, SLOW, SLOW, direct=0.1), {}),  # one collective is the fastest way
+        (known("2x2x2", SLOW, SLOW, SLOW, direct=0.1), {}),  # one collective is the fastest way
         slow(None, {"cocodiff_a2a": "hierarchical"}),
     ],
 )
