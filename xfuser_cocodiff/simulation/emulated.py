@@ -133,7 +133,8 @@ class _Emulated:
 
     def _gather(self, is_stocks: bool) -> float:
         """Seconds in which the output comes together: in gloo's ring, in which each link to a neighbour carries the
-        blocks of all ranks but one, or as the planner has it."""
+        blocks of all ranks but one, or as the planner has it. The ring goes one way, so that no two directions of a
+        link take turns, as they do in gloo's all-to-all."""
         block = self._shape["tokens"] / self._topology.size * _OUTPUT_WIDTH * _VALUE_BYTES
         if is_stocks:
             return (self._topology.size - 1) * block / min(self._rates.values())
