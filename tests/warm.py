@@ -6,9 +6,13 @@ import importlib.util
 import os
 from unittest import mock
 
-from tests.small_transformers import FAMILIES
+gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the time
+
+from tests.small_transformers import FAMILIES  # noqa: E402
 
 for name in (
+    "pytest",  # and Hypothesis, which ranks have no use for but in importing the test that calls them
+    "hypothesis.strategies",
     "tests.ranks",
     *(f"tests.small_transformers.{family}" for family in FAMILIES),
     "xfuser_cocodiff.comparison.quality",
@@ -21,4 +25,5 @@ with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and
     importlib.import_module("xfuser.runner")
 
 gc.collect()
+gc.enable()
 gc.freeze()  # a collection in a rank would copy every page on which an object lies
