@@ -79,6 +79,15 @@ def plan_record(cluster: str, degree: int, mode: str) -> dict[str, Any]:
     }
 
 
+def kernels_record() -> dict[str, Any]:
+    """As `cocodiff bench kernels` leaves it."""
+    row = {"model": "flux.1-dev", "resolution": 1024, "kernel": "encode", "bytes": 5_000_000}
+    calls = [
+        {"mode": mode, "seconds": [1e-3 * number] * 3} for number, mode in enumerate(("exact", "balanced", "fast"), 1)
+    ]
+    return {"rows": [{**row, "bytes_per_second": [2e9] * 3, "ratio_to_copy": [0.5] * 3}], "host_calls": calls}
+
+
 def record_of(run: Run) -> dict[str, Any]:
     given = dict(zip(run.command, run.command[1:], strict=False))
     match run.command[:2]:
@@ -91,6 +100,8 @@ def record_of(run: Run) -> dict[str, Any]:
             return plan_record(given["--cluster"], int(given["--degree"]), given["--mode"])
         case _, "a2a":
             return a2a_record()
+        case _, "kernels":
+            return kernels_record()
     return model_record(float(given["--share"].split(",")[0]), given["--mode"], int(given.get("--ring", 1)))
 
 
@@ -114,6 +125,12 @@ def leave(run: Run, folder: Path) -> None:
         ("modes", 2 + 4, "| `exact` | 1 | equal | equal | 1 | equal | equal |"),
         ("worth", 2 + 4, "| together | 2.00 s (1.80 to 2.20) | 1.00 s (0.90 to 1.10) |"),
         ("small", 2 + 1, "| 4 KB | 100 ms (100 to 100) | 0.25 (0.25 to 0.25) by `flat*` | 0.50 (0.50 to 0.50) |"),
+        ("kernels", 2 + 1, "| flux.1-dev, 1024 px | encode | 5.00 MB | 2.0 | 0.50 |"),
+        (
+            "host-calls",
+            2 + 1,
+            "| exchanges of a layer | 1.00 ms (1.00 to 1.00) | 2.00 ms (2.00 to 2.00) | 3.00 ms (3.00 to 3.00) |",
+        ),
         ("ring-quality", 2 + 2, "| ring | 0.084, 47.9 dB | 0.084, 47.9 dB | 0.084, 47.9 dB | 0.084, 47.9 dB |"),
         ("rings-on-paper", 2 + 3, "| stock | 400.0 ms, 8 x 3 |  | 400.0 ms, 8 x 3 |  |"),
         ("ranks", 2 + 9, "| `aurora`, 12 tiles a node | 24 | 400.0 ms | 8 x 3 | 4 x 2 | 4.00 | 4.00 | 4.00 |"),
@@ -190,6 +207,7 @@ def test_a_document_without_a_place_for_a_figure_is_left_alone(tmp_path: Path) -
 def test_commands_are_such_as_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> None:
     seen = []
     monkeypatch.setattr(cli.bench, "_model", lambda options: seen.append(options) or 0)
+    monkeypatch.setattr(cli.bench, "_kernels", lambda options: seen.append(options) or 0)
     monkeypatch.setattr(cli.bench, "_a2a", lambda options: seen.append(options) or 0)
     for command in (cli.quality, cli.compare, cli.plan):
         monkeypatch.setattr(command, "run", lambda options: seen.append(options) or 0)

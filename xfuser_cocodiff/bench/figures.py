@@ -73,6 +73,8 @@ FIGURES = (
     Figure("rings-on-paper", "docs/ring.md", runs.RINGS_ON_PAPER, markdown.rings_on_paper),
     Figure("compiled", "docs/compiled_graphs.md", (runs.COMPILED,), markdown.compiled),
     Figure("quality", "docs/codecs.md", tuple(runs.QUALITY.values()), markdown.quality),
+    Figure("kernels", "docs/codecs.md", (runs.KERNELS,), markdown.kernels),
+    Figure("host-calls", "docs/codecs.md", (runs.KERNELS,), markdown.host_calls),
     Figure("frontier", "docs/frontier.png", (runs.FRONTIER,)),
     Figure("held", "docs/scale.md", (*runs.SPEED, runs.RESOLUTION), markdown.held),
     Figure("ranks", "docs/scale.md", runs.RANKS, markdown.ranks),
@@ -108,14 +110,14 @@ def make(figures: Sequence[Figure], folder: Path) -> list[Run]:
     to_do = missing(figures, folder)
     told = Teller(sys.stderr)
     told.foresee({run.name: (1, 60 * run.minutes) for run in to_do})
-    failed, loading = [], {}
-    if any(run.loads_models for run in to_do):  # on one core each
+    models = {"HF_HOME": str(folder / "models"), "HF_HUB_OFFLINE": "1"}
+    if any(run.loads_models for run in to_do):
         write_cache(folder / "models", MODELS)
-        models = {"HF_HOME": str(folder / "models"), "HF_HUB_OFFLINE": "1"}
-        loading = {**models, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    failed = []
     for run in to_do:
         told.begin(run.name, run.name)
-        environment = {**os.environ, **(loading if run.loads_models else {})}
+        alone = {} if run.cluster else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **alone, **(models if run.loads_models else {})}
         if _status(run.arguments(folder), environment, folder / f"{run.name}.log") or not run.is_done(folder):
             failed.append(run)
         told.advance()

@@ -5,7 +5,7 @@ from statistics import median
 
 from xfuser_cocodiff.bench import runs
 from xfuser_cocodiff.bench.runs import Record
-from xfuser_cocodiff.reporting.words import decibels, spread, time
+from xfuser_cocodiff.reporting.words import decibels, size, spread, time
 from xfuser_cocodiff.settings.options import EXACT
 from xfuser_cocodiff.simulation import emulated
 from xfuser_cocodiff.simulation.scenario import STOCK
@@ -80,11 +80,11 @@ def small(records: Sequence[Record]) -> list[str]:
     """Short exchanges of many ranks."""
     lines = []
     for record in records:
-        for size in dict.fromkeys(row["bytes_per_rank"] for row in record["rows"]):
-            rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
+        for nbytes in dict.fromkeys(row["bytes_per_rank"] for row in record["rows"]):
+            rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == nbytes}
             stock, auto, flat = (rows[name]["seconds"] for name in (STOCK, "auto", "flat"))
             taken = f"{_with_range(auto, stock)} by `{rows['auto']['plan']}`"
-            lines.append([f"{size / 1024:.0f} KB", spread(stock), taken, _with_range(flat, stock)])
+            lines.append([f"{nbytes / 1024:.0f} KB", spread(stock), taken, _with_range(flat, stock)])
     return _table(["of a rank", "stock", "`auto`, of stock's time", "`flat`"], lines)
 
 
@@ -134,6 +134,30 @@ def quality(records: Sequence[Record]) -> list[str]:
             for record in records
             for row in record["rows"]
         ),
+    )
+
+
+def kernels(records: Sequence[Record]) -> list[str]:
+    """What codes and moves values, against a copy."""
+    return _table(
+        ["of a rank's Q, K, V or O", "kernel", "touched", "GB/s", "of a copy's speed"],
+        (
+            [
+                *(f"{row['model']}, {row['resolution']} px", row["kernel"], size(row["bytes"])),
+                *(f"{median(row['bytes_per_second']) / 1e9:.1f}", f"{median(row['ratio_to_copy']):.2f}"),
+            ]
+            for record in records
+            for row in record["rows"]
+        ),
+    )
+
+
+def host_calls(records: Sequence[Record]) -> list[str]:
+    """What the exchanges of a layer take of the host."""
+    [record] = records
+    return _table(
+        ["", *_names(calls["mode"] for calls in record["host_calls"])],
+        [["exchanges of a layer", *(spread(calls["seconds"]) for calls in record["host_calls"])]],
     )
 
 

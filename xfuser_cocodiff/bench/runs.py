@@ -49,8 +49,8 @@ class Run:
         return "--model" in self.compared or self.command[0] == "quality"
 
 
-PICTURES, VIDEOS = MODELS = ("FLUX.1-dev", "Wan2.1-T2V")
-"""Small ones that are trained."""
+PICTURES, _ = MODELS = ("FLUX.1-dev", "Wan2.1-T2V")
+"""Small ones that are trained, the second for videos."""
 STEPS = (50, 20, 8, 4)
 DEGREES = (24, 96, 1536)
 CLUSTERS = {
@@ -135,6 +135,7 @@ QUALITY = {
     for model in MODELS
     for steps in STEPS
 }
+KERNELS = Run("kernels", ("bench", "kernels", "--repeats", "5"), 5)
 FRONTIER = Run("frontier", ("quality", "--model", PICTURES, "--sweep", "--no_inpainting"), 45, draws=True)
 _OF_A_RING = ("balanced", "fast", "balanced@bits=1.6;bits_o=1.6", "balanced@bits=1;bits_o=1")
 """Modes and codes; nothing else travels in a ring than K and V."""

@@ -17,7 +17,8 @@ def time(seconds: float | None) -> str:
 def spread(seconds: Sequence[float]) -> str:
     """The median of some durations, and behind it their range."""
     middle = median(seconds)
-    unit, factor, digits = ("s", 1, 2) if middle >= 1 else ("ms", 1000, 0 if middle >= 0.1 else 1)
+    unit, factor = ("s", 1) if middle >= 1 else ("ms", 1000)
+    digits = next((digits for digits, least in enumerate((100, 10)) if factor * middle >= least), 2)
     least, most = (f"{factor * pick(seconds):.{digits}f}" for pick in (min, max))
     return f"{factor * middle:.{digits}f} {unit}" + (f" ({least} to {most})" if len(seconds) > 1 else "")
 
