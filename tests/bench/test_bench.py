@@ -15,7 +15,9 @@ import torch.distributed as dist
 from tests import ranks
 from tests.machine.test_planner import profile_of
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.bench import a2a, model
+from xfuser_cocodiff.bench import a2a, link_speed, model
+from xfuser_cocodiff.bench.contender import Contender
+from xfuser_cocodiff.bench.transformer import Shape
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
@@ -82,13 +84,13 @@ def test_shares_and_shapes() -> None:
         with pytest.raises(ValueError, match="--share"):
             model.shares(text)
     none = dict.fromkeys(("width", "depth", "tokens", "heads"))
-    assert model.Shape.named("high-resolution", 8, **none) == model.Shape(512, 3, 4096, 32)
-    large = model.Shape.named("low-resolution", 24, **none)
+    assert Shape.named("high-resolution", 8, **none) == Shape(512, 3, 4096, 32)
+    large = Shape.named("low-resolution", 24, **none)
     assert (large.heads, large.tokens % 24, large.width % large.heads) == (24, 0, 0)
     with pytest.raises(ValueError, match="--shape 'huge'"):
-        model.Shape.named("huge", 8, **none)
+        Shape.named("huge", 8, **none)
     with pytest.raises(ValueError, match="--heads 6"):
-        model.Shape.named("high-resolution", 4, **{**none, "heads": 6})
+        Shape.named("high-resolution", 4, **{**none, "heads": 6})
 
 
 @pytest.mark.parametrize(("asked", "had"), [(0.5, 0.5), (0.8, 0.8), (0.91, 0.91), (0.97, 0.94), (0.99, 0.94)])
@@ -104,12 +106,12 @@ def test_links_become_as_slow_as_a_share_asks_or_as_helps(monkeypatch, asked: fl
         alone = 0.5 + 0.13 / tried[-1]
         return {"alone": alone, "stock": alone + 3 / tried[-1]}
 
-    monkeypatch.setattr(model.links, "shape", shape)
-    monkeypatch.setattr(model.links, "from_environment", lambda: SimpleNamespace(scale=1.0))
-    monkeypatch.setattr(model.dist, "barrier", lambda: None)
-    monkeypatch.setattr(model, "_seconds", seconds)
+    monkeypatch.setattr(link_speed.links, "shape", shape)
+    monkeypatch.setattr(link_speed.links, "from_environment", lambda: SimpleNamespace(scale=1.0))
+    monkeypatch.setattr(link_speed.dist, "barrier", lambda: None)
+    monkeypatch.setattr(link_speed, "seconds", seconds)
     told = SimpleNamespace(advance=None, say=lambda what: None)
-    found = model._find_scale(asked, lambda: torch.empty(0), model.Contender(), told)
+    found = link_speed.find(asked, lambda: torch.empty(0), Contender(), told)
     assert found.scale == tried[-1]
     alone, whole = seconds().values()
     assert 1 - alone / whole == pytest.approx(had, abs=0.02)

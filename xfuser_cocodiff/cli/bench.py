@@ -147,10 +147,11 @@ def _add_model(subjects: Any) -> None:
 
 def _model(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench import model
+    from xfuser_cocodiff.bench.transformer import Shape
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
         sizes = {name: getattr(options, name) for name in ("width", "depth", "tokens", "heads")}
-        shape = model.Shape.named(options.shape, topology.size, **sizes)
+        shape = Shape.named(options.shape, topology.size, **sizes)
         shares = model.shares(options.share)
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")

@@ -15,15 +15,15 @@ TEXT, IMAGE, WIDTH, DEPTH = 61, 64, 128, 3
 def start(text_tokens: int) -> tuple[object, torch.nn.Module, Callable[..., torch.Tensor]]:
     """The group, and a FLUX transformer and its step, with so much text."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    from xfuser_cocodiff.bench import model as bench
+    from xfuser_cocodiff.bench import transformer
     from xfuser_cocodiff.xdit.launching import world
 
     group, built, build = world.start(), [], world.flux_transformer
     with (
-        mock.patch.object(bench, "_text_tokens", lambda _: text_tokens),
+        mock.patch.object(transformer, "text_tokens", lambda _: text_tokens),
         mock.patch.object(world, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
     ):
-        step = bench._step(bench.Shape(WIDTH, DEPTH, IMAGE, 8))
+        step = transformer.step(transformer.Shape(WIDTH, DEPTH, IMAGE, 8))
     return group, built[0], step
 
 

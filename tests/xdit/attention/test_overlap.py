@@ -18,7 +18,7 @@ from xfuser_cocodiff.exchange.traffic import Label
 def start(rank: int, depth: int = 6) -> tuple:
     """A group of all ranks, and a step of a FLUX.1 with double and single blocks."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    from xfuser_cocodiff.bench import model
+    from xfuser_cocodiff.bench import transformer
     from xfuser_cocodiff.xdit.launching import world
 
     group = world.start()
@@ -27,7 +27,7 @@ def start(rank: int, depth: int = 6) -> tuple:
     with mock.patch.object(
         world, "flux_transformer", lambda *sizes: transformers.append(build(*sizes)) or transformers[0]
     ):
-        step = model._step(model.Shape(128, depth, 64, 8))
+        step = transformer.step(transformer.Shape(128, depth, 64, 8))
     return group, transformers[0], step
 
 

@@ -13,7 +13,7 @@ FLUX = "xFuserFlux1Transformer2DWrapper"
 def said(rank: int, text_tokens: int, model: str) -> list[str]:
     """In a step of a FLUX transformer."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    from xfuser_cocodiff.bench import model as bench
+    from xfuser_cocodiff.bench import transformer
     from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.xdit.engine import engine as engines
@@ -22,10 +22,10 @@ def said(rank: int, text_tokens: int, model: str) -> list[str]:
 
     group, notes = world.start(), []
     with (
-        mock.patch.object(bench, "_text_tokens", lambda _: text_tokens),
+        mock.patch.object(transformer, "text_tokens", lambda _: text_tokens),
         mock.patch.object(text, "note", notes.append),
     ):
-        step = bench._step(bench.Shape(128, 3, 64, 8))
+        step = transformer.step(transformer.Shape(128, 3, 64, 8))
         engine = engines.Engine(mesh=Mesh.over(group, Topology.flat(2)), model=model)
         world.use(engine)
         engine.runs.begin(3)

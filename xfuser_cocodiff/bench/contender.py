@@ -1,0 +1,154 @@
+"""The sides of `bench model`: stock, and modes of the plugin, each of which stands somewhere in a run of its own."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from xfuser_cocodiff.bench.transformer import Step
+from xfuser_cocodiff.codec.runtime import Runtime, StepReport
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import Profile
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.settings.options import OFF
+from xfuser_cocodiff.settings.placement import Ranks, Split
+from xfuser_cocodiff.xdit.engine import start
+from xfuser_cocodiff.xdit.engine.engine import Engine
+from xfuser_cocodiff.xdit.launching import world
+
+_RUN_STEPS = 50
+"""Of the runs that modes with a schedule are judged by."""
+_OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}
+_GOLDEN = 0.618
+"""Steps this share of a run apart cover it evenly, however many there are."""
+
+
+@dataclass
+class Contender:
+    """One side: stock, or a mode of the plugin."""
+
+    engine: Engine = field(default_factory=Engine)
+    """Stock's when not given."""
+    plan: Callable[[int], Plan] | None = None
+    """The plan for a message of so many bytes."""
+    messages: Counter[int] = field(default_factory=Counter)
+    """Exchanges of a step by their bytes, once it has run."""
+    a2a_seconds: list[float] = field(default_factory=list)
+    """Of each step so far."""
+    hidden_seconds: list[float] = field(default_factory=list)
+    """Of these, those behind which the rank computed."""
+    done: int = 0
+    """Steps so far."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """What codecs know of the run that its steps make."""
+        return self.engine.runtime
+
+    def run(self, step: Step, anew: bool = False) -> torch.Tensor:
+        """Run a step; if `anew`, the first one of a run."""
+        world.use(self.engine)
+        self.messages.clear()
+        self.engine.traffic.reset()
+        if self.runtime:
+            self._begin() if anew else self._go_on()
+        result = step(self.position)
+        self.engine.runs.end_step()
+        self.a2a_seconds.append(sum(self.engine.traffic.seconds.values()))
+        self.hidden_seconds.append(self.engine.traffic.hidden_seconds)
+        return result
+
+    def _begin(self) -> None:
+        """Stand at the first step of a new run."""
+        self.engine.runs.begin(_RUN_STEPS)
+        self.runtime.step, self.done = 0, 1
+
+    def _go_on(self) -> None:
+        """Stand at another step of a run: first at those that refresh, then all over the others."""
+        if self.done == 0:
+            self._begin()
+            return
+        encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
+        past = self.done - encoded[0]
+        self.runtime.step = self.done if past < 0 else encoded[round(past * _GOLDEN * len(encoded)) % len(encoded)]
+        self.done += 1
+
+    @property
+    def position(self) -> float:
+        """Where in a run it stands, from 0 to 1; somewhere in the middle where nothing depends on it."""
+        return self.runtime.step / _RUN_STEPS if self.runtime else 0.5
+
+    @property
+    def refresh_share(self) -> float:
+        """Of the steps of a run."""
+        if self.runtime is None:
+            return 0.0
+        return sum(map(self.runtime.schedule.is_refresh, range(_RUN_STEPS))) / _RUN_STEPS
+
+    @property
+    def bytes_slow_fraction(self) -> float:
+        """Of what a run would send on slow axes without codecs."""
+        refreshed, encoded = (
+            _sent_share([one for one in self.runtime.reports if one.was_refresh == refreshed] if self.runtime else [])
+            for refreshed in (True, False)
+        )
+        return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
+
+
+def settings_of(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
+    """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
+    main, *fixed = mode.split("@")
+    name, _, plan = main.partition("/")
+    options = dict(option.partition("=")[::2] for option in fixed)
+    try:
+        if unknown := options.keys() - _OPTIONS:
+            raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
+        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
+        values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
+        return resolve(values, {}, Ranks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
+    except ValueError as error:
+        raise ValueError(f"--mode {mode!r}: {error}") from None
+
+
+def over(config: CocoDiffConfig, profile: Profile) -> Contender:
+    """A side that runs over a mesh and counts its messages."""
+    group, around = world.groups()
+    if around.size() > 1:
+        config = replace(config, ring_profile=profile.along(config.ring_topology))
+    known = Findings({}, along(profile, Split(group.size(), around.size())))
+    engine = start.engine_over(group, config, known, around=around if around.size() > 1 else None)
+    engine.trials.allowance.share = math.inf
+    plan, messages = engine.mesh.policy.choose, Counter[int]()
+
+    def choose(message_bytes: int) -> Plan:
+        messages[message_bytes] += 1
+        return plan(message_bytes)
+
+    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=choose))
+    return Contender(engine, plan, messages)
+
+
+def along(profile: Profile, split: Split) -> Profile | None:
+    """What is known of the links of a Ulysses group, which a rank alone has none of."""
+    return profile.along(split.ulysses_topology(profile.topology)) if split.ulysses > 1 else None
+
+
+def without_sending(step: Step) -> Callable[[], object]:
+    """A step of stock without communication, on all ranks at once."""
+    stock = Contender()
+
+    def run() -> None:
+        with world.nothing_sent():
+            stock.run(step)
+
+    return run
+
+
+def _sent_share(reports: Sequence[StepReport]) -> float:
+    """Of what would be sent without codecs; all of it where nothing is known."""
+    exact = sum(report.exact_bytes for report in reports)
+    return sum(report.sent_bytes for report in reports) / exact if exact else 1.0
