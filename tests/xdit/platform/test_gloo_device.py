@@ -1,8 +1,13 @@
 """Groups of a process share one gloo device: one thread wakes for all, and no message is taken for another group's."""
 
+import functools
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -69,3 +74,27 @@ def make_one_elsewhere(rank: int) -> tuple[int, int]:
 
 def test_pytorch_has_its_own_way_again_without_the_plugin() -> None:
     assert ranks.run(make_one_elsewhere, 2) == [(1, 2), (1, 2)]
+
+
+def make_with(rank: int, **more: bool) -> list[tuple[bool, dict[str, bool]]]:
+    """Whether a backend is given options that name devices, and what else, where PyTorch gives more to it than here."""
+    from xfuser_cocodiff.xdit.platform import gloo_device
+
+    seen = []
+
+    class Later(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, *options: Any, **other: Any) -> None:
+            rest = [other.pop("timeout")] if "timeout" in other else options
+            seen.append((bool(options), other))
+            super().__init__(store, rank, size, *rest)
+
+    world = dist.group.WORLD._get_backend(torch.device("cpu"))
+    with mock.patch.object(dist, "ProcessGroupGloo", Later):
+        gloo_device._beside(world)(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60), **more)
+    return seen
+
+
+@pytest.mark.parametrize(("more", "shared"), [({}, True), ({"begins_later": True}, False)])
+def test_what_a_later_pytorch_asks_of_a_group_goes_before_its_device(more: dict[str, bool], shared: bool) -> None:
+    [seen] = ranks.run(functools.partial(make_with, **more), 1)
+    assert seen == [(shared, more)]

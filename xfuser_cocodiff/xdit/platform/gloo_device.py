@@ -49,10 +49,15 @@ def _beside(world: "dist.ProcessGroupGloo") -> "type[dist.ProcessGroupGloo]":
     """The backend of groups that have the devices of another one."""
 
     class OnTheSameDevices(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
             options = dist.ProcessGroupGloo._Options()
+            if not all(hasattr(options, name) for name in more):  # what an option cannot say counts for more
+                super().__init__(store, rank, size, timeout=timeout, **more)
+                return
             options._devices, options._threads = world.options._devices, world.options._threads
             options._timeout = timeout
+            for name, value in more.items():  # such as enable_reconfigure, which came with PyTorch 2.15
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     return OnTheSameDevices
