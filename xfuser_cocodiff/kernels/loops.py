@@ -59,9 +59,9 @@ def _narrowed(builder, value):
 _BITS, _REAL = ir.IntType(32), ir.FloatType()
 
 
-def _place(context, builder, kind, address, index):
+def _place(context, builder, kind, address, index, inbounds=True):
     pointer = builder.inttoptr(address, context.get_value_type(kind).as_pointer())
-    return builder.gep(pointer, [index], inbounds=True)
+    return builder.gep(pointer, [index], inbounds=inbounds)
 
 
 @intrinsic
@@ -112,10 +112,10 @@ def _as(context, kind, value):
 
 @intrinsic
 def _fetch(context, address, index, kind):
-    """Asks for the line of memory of a value, which need not be there."""
+    """Asks for the line of memory of a value; there may be no such value."""
 
     def generate(context, builder, signature, args):
-        flag, pointer = ir.IntType(32), _place(context, builder, kind, *args[:2])
+        flag, pointer = ir.IntType(32), _place(context, builder, kind, *args[:2], inbounds=False)
         form = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], form)
         builder.call(prefetch, [pointer, flag(0), flag(3), flag(1)])  # to read, to be kept, data
