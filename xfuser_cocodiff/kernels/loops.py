@@ -115,7 +115,7 @@ def _fetch(context, address, index, kind):
     """Asks for the line of memory of a value; there may be no such value."""
 
     def generate(context, builder, signature, args):
-        flag, pointer = ir.IntType(32), _place(context, builder, kind, *args[:2], inbounds=False)
+        flag, pointer = ir.IntType(32), _place(context, builder, kind, args[0], args[1], inbounds=False)
         form = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], form)
         builder.call(prefetch, [pointer, flag(0), flag(3), flag(1)])  # to read, to be kept, data

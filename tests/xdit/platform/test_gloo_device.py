@@ -98,3 +98,17 @@ def make_with(rank: int, **more: bool) -> list[tuple[bool, dict[str, bool]]]:
 def test_what_a_later_pytorch_asks_of_a_group_goes_before_its_device(more: dict[str, bool], shared: bool) -> None:
     [seen] = ranks.run(functools.partial(make_with, **more), 1)
     assert seen == [(shared, more)]
+
+
+def make_without_options(rank: int) -> int:
+    """What a group brings where PyTorch has other names for what devices are shared by."""
+    import xfuser  # noqa: F401
+
+    del dist.ProcessGroupGloo._Options
+    given = torch.ones(1)
+    dist.all_reduce(given, group=dist.new_group([0, 1]))
+    return int(given)
+
+
+def test_groups_are_made_where_private_names_have_moved() -> None:
+    assert ranks.run(make_without_options, 2) == [2, 2]

@@ -25,37 +25,40 @@ def patches() -> list[Patch]:
 def _sharing(new_group: Callable) -> Callable:
     @functools.wraps(new_group)
     def sharing(*args: Any, **kwargs: Any) -> Any:
-        world = _backend_of_world()
-        if world is None:
+        try:
+            backend = _beside_world()
+        except AttributeError:  # of the private names that this goes by; groups are worth more than their devices
+            backend = None
+        if backend is None:
             return new_group(*args, **kwargs)
         # It has no argument for a gloo group's device: the backend that it makes has to bring it.
-        with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", _beside(world)):
+        with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", backend):
             return new_group(*args, **kwargs)
 
     return sharing
 
 
-def _backend_of_world() -> "dist.ProcessGroupGloo | None":
-    """What carries the world's messages between CPUs, if that is gloo, as it is."""
+def _beside_world() -> "type[dist.ProcessGroupGloo] | None":
+    """The backend of groups that share the devices of the world, if gloo carries its messages between CPUs."""
     if not (dist.is_gloo_available() and dist.is_initialized()):
         return None
     if torch.device("cpu") not in dist.group.WORLD._device_types:
         return None
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return backend if isinstance(backend, dist.ProcessGroupGloo) else None
+    world = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return _beside(world) if isinstance(world, dist.ProcessGroupGloo) else None
 
 
 def _beside(world: "dist.ProcessGroupGloo") -> "type[dist.ProcessGroupGloo]":
     """The backend of groups that have the devices of another one."""
+    new_options, devices, threads = dist.ProcessGroupGloo._Options, world.options._devices, world.options._threads
 
     class OnTheSameDevices(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
-            options = dist.ProcessGroupGloo._Options()
+            options = new_options()
             if not all(hasattr(options, name) for name in more):  # what an option cannot say counts for more
                 super().__init__(store, rank, size, timeout=timeout, **more)
                 return
-            options._devices, options._threads = world.options._devices, world.options._threads
-            options._timeout = timeout
+            options._devices, options._threads, options._timeout = devices, threads, timeout
             for name, value in more.items():  # such as enable_reconfigure, which came with PyTorch 2.15
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
