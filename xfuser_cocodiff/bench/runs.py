@@ -136,7 +136,7 @@ QUALITY = {
     for steps in STEPS
 }
 KERNELS = Run("kernels", ("bench", "kernels", "--repeats", "5"), 5)
-FRONTIER = Run("frontier", ("quality", "--model", PICTURES, "--sweep", "--no_inpainting"), 45, draws=True)
+FRONTIER = Run("frontier", ("quality", "--model", PICTURES, "--sweep", "--no_inpainting"), 15, draws=True)
 _OF_A_RING = ("balanced", "fast", "balanced@bits=1.6;bits_o=1.6", "balanced@bits=1;bits_o=1")
 """Modes and codes; nothing else travels in a ring than K and V."""
 RING_QUALITY = tuple(

@@ -20,6 +20,7 @@ from xfuser_cocodiff.comparison import fidelity, film, inpainting, others
 from xfuser_cocodiff.comparison.picture import draw_sheet
 from xfuser_cocodiff.models import captions, slices, volumes
 from xfuser_cocodiff.reporting import host
+from xfuser_cocodiff.reporting.axes import fidelity_by_bytes
 from xfuser_cocodiff.reporting.words import NOTHING
 from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT, MODES
@@ -336,7 +337,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
         places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]
         marker, size = (".", 8) if own[0]["sweep"] else ("*", 15)
         axes.plot(*places, marker, markersize=size, label=series)
-    axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to stock, dB")
+    fidelity_by_bytes(axes, "stock")
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(file)
 

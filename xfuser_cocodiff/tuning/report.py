@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.codec.allotment import LETTERS
+from xfuser_cocodiff.reporting.axes import fidelity_by_bytes
 from xfuser_cocodiff.reporting.words import NOTHING
 from xfuser_cocodiff.tuning.tune import TUNED
 
@@ -55,6 +56,6 @@ def draw(record: Mapping[str, Any], file: Path) -> None:
     plot([evidence], "*", markersize=14, label=TUNED)
     for name, row in _checked(record).items():
         plot([row], "o", fillstyle="none", label=f"{name}, on other prompts")
-    axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to exact pictures, dB")
+    fidelity_by_bytes(axes, "exact pictures")
     axes.legend()
     figure.savefig(file)
