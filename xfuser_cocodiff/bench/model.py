@@ -133,11 +133,12 @@ def _seconds_of_exchanges(
             side.engine.traffic.timed = timed
         if timed:
             contest(runs, link_speed.TRIALS, device, told.advance)
-    a2a, hidden = (
-        {mode: mean(median(getattr(side, of)[-link_speed.TRIALS :]), device) for mode, side in contenders.items()}
-        for of in ("a2a_seconds", "hidden_seconds")
-    )
-    return a2a, hidden
+
+    def latest(seconds: Sequence[float]) -> float:
+        return mean(median(seconds[-link_speed.TRIALS :]), device)
+
+    a2a = {mode: latest(side.a2a_seconds) for mode, side in contenders.items()}
+    return a2a, {mode: latest(side.hidden_seconds) for mode, side in contenders.items()}
 
 
 def _compare(
@@ -168,13 +169,20 @@ def _compare(
     told.expect(0)
     rows = []
     for mode, side in contenders.items():
-        anew = side.refresh_share
-        pairs = zip(times_of_first[mode], times[mode], strict=True)
-        seconds = [anew * first + (1 - anew) * other for first, other in pairs]
-        row = {"alone_seconds": alone, "share": 1 - alone / median(times["stock"]), "mode": mode}
-        row |= {"step_seconds": seconds, "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True))}
-        row |= {"a2a_seconds": a2a[mode] or None, "bit_equal": equal[mode]}  # stock's in a graph are not seen
-        row |= {"hidden_share": min(1.0, hidden[mode] / a2a[mode]) if a2a[mode] else None}
+        share = side.refresh_share
+        seconds = [
+            share * anew + (1 - share) * own for anew, own in zip(times_of_first[mode], times[mode], strict=True)
+        ]
+        row = {
+            "alone_seconds": alone,
+            "share": 1 - alone / median(times["stock"]),
+            "mode": mode,
+            "step_seconds": seconds,
+            "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
+            "a2a_seconds": a2a[mode] or None,  # stock's in a graph are not seen
+            "bit_equal": equal[mode],
+            "hidden_share": min(1.0, hidden[mode] / a2a[mode]) if a2a[mode] else None,
+        }
         rows.append({**known, **row, **_of_side(side, profile, exact_bytes, alone)})
     return rows
 

@@ -149,15 +149,16 @@ def _room(context, size):
 @_compiled
 def _near(address, at, size, kind):
     """Have a row at hand soon."""
-    if address:
-        for i in range(0, size, _OF_A_LINE):
-            _fetch(address, at + i, kind)
+    for i in range(0, size, _OF_A_LINE):
+        _fetch(address, at + i, kind)
 
 
 @_compiled
 def _hope(hoped, change, held, before, own, size, share, kind):
     """What is expected of a row, and what it has changed by last."""
+    _near(held, own + _AHEAD * size, size, kind)
     if before:
+        _near(before, own + _AHEAD * size, size, kind)
         for i in range(size):
             now = _peek(held, own + i, kind)
             past = _as(kind, now - _peek(before, own + i, kind))
@@ -383,8 +384,6 @@ def encode(
         for row in range(tokens // together):
             slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
             own = (each * tokens + row * together) * dim
-            _near(held, own + _AHEAD * size, size, kind)
-            _near(before, own + _AHEAD * size, size, kind)
             for i in range(together):
                 at = start + (row * together + i) * form.by_token
                 _near(values, at + _AHEAD * together * form.by_token, dim, kind)
@@ -445,8 +444,6 @@ def decode(first, last, form, kind, payload, held, before, shares, numbers, tabl
         for row in range(tokens // together):
             slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
             own = (each * tokens + row * together) * dim
-            _near(held, own + _AHEAD * size, size, kind)
-            _near(before, own + _AHEAD * size, size, kind)
             _hope(hoped, change, held, before, own, size, share, kind)
             if slot >= 0:
                 line = (group * form.heads + head) * (form.active // together) + slot
@@ -475,11 +472,9 @@ def score(first, last, form, kind, values, held, before, shares, found):
             link, _, _, start, _ = _head(form, each)
             share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
             for token in range(tokens):
-                at, own = start + token * form.by_token, (each * tokens + token) * dim
+                at = start + token * form.by_token
                 _near(values, at + _AHEAD * form.by_token, dim, kind)
-                _near(held, own + _AHEAD * dim, dim, kind)
-                _near(before, own + _AHEAD * dim, dim, kind)
-                _hope(hoped, change, held, before, own, dim, share, kind)
+                _hope(hoped, change, held, before, (each * tokens + token) * dim, dim, share, kind)
                 _load(value, values, at, dim, kind)
                 total = _peek(found, pair * tokens + token, _FLOAT) if head else _ZERO
                 _poke(found, pair * tokens + token, _FLOAT, total + _part(away, value, hoped, dim, kind))

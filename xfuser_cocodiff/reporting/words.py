@@ -18,7 +18,7 @@ def spread(seconds: Sequence[float]) -> str:
     """The median of some durations, and behind it their range."""
     middle = median(seconds)
     unit, factor = ("s", 1) if middle >= 1 else ("ms", 1000)
-    digits = next((digits for digits, least in enumerate((100, 10)) if factor * middle >= least), 2)
+    digits = 0 if factor * middle >= 100 else 1 if factor * middle >= 10 else 2
     least, most = (f"{factor * pick(seconds):.{digits}f}" for pick in (min, max))
     return f"{factor * middle:.{digits}f} {unit}" + (f" ({least} to {most})" if len(seconds) > 1 else "")
 

@@ -55,11 +55,12 @@ def _beside(world: "dist.ProcessGroupGloo") -> "type[dist.ProcessGroupGloo]":
     class OnTheSameDevices(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
             options = new_options()
-            if not all(hasattr(options, name) for name in more):  # what an option cannot say counts for more
+            # More is asked since PyTorch 2.15, by names that options have too.
+            wanted = {"_devices": devices, "_threads": threads, "_timeout": timeout, **more}
+            if not all(hasattr(options, name) for name in wanted):  # what cannot be said counts for more than a device
                 super().__init__(store, rank, size, timeout=timeout, **more)
                 return
-            options._devices, options._threads, options._timeout = devices, threads, timeout
-            for name, value in more.items():  # such as enable_reconfigure, which came with PyTorch 2.15
+            for name, value in wanted.items():
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
