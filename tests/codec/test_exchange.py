@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -84,22 +84,39 @@ def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Co
     return torch.cat(parts, 1)
 
 
-def way_of(topology: Topology, slow: tuple[str, ...]) -> tuple[Mesh, SlowWay | None]:
+def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> tuple[Mesh, SlowWay | None]:
     """A mesh whose messages go by one plan and another in turn, and its slow way. The last stage of one plan is among
-    the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it."""
-    plans = [Plan(topology, Plan.hierarchical(topology).stages[::-1]), Plan.flat(topology)]
-    turns = itertools.cycle(plans)
-    mesh = Mesh.over(dist.group.WORLD, topology, plans)
-    mesh = dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
-    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over)
+    the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it. All stages may
+    be direct sends."""
+    stages = Plan.hierarchical(topology).stages
+    is_inner = topology.axes[-1].name in slow
+    plans = [Plan(topology, stages if is_inner else stages[::-1]), Plan.flat(topology)]
+
+    def over(group: dist.ProcessGroup, topology: Topology, plans: Sequence[Plan] = ()) -> Mesh:
+        plans = [*plans] or [Plan.flat(topology)]
+        if direct:
+            plans = [dataclasses.replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
+        turns = itertools.cycle(plans)
+        mesh = Mesh.over(group, topology, plans)
+        return dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
+
+    mesh = over(dist.group.WORLD, topology, plans)
+    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, over)
 
 
 def carry(
-    rank: int, text: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, v_first: bool, at_once: bool
+    rank: int,
+    text: str,
+    slow: tuple[str, ...],
+    codec: Codec,
+    codec_of_o: Codec,
+    v_first: bool,
+    at_once: bool,
+    direct: bool = False,
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
-    mesh, way = way_of(topology, slow)
+    mesh, way = way_of(topology, slow, direct)
     pairs, wires, account = Pairs(topology, slow), {}, Account()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
@@ -153,6 +170,13 @@ def test_far_ranks_get_what_a_codec_of_their_own_would_give(
 ) -> None:
     size, (order, way) = 8 if topology == "2x2x2" else 4, how
     ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", way == "at once")
+
+
+@pytest.mark.parametrize("slow", ["node", "gpu"])
+def test_direct_sends_that_are_under_way_beside_each_other_do_not_cross(slow: str) -> None:
+    """Where the slow axis is the inner one too: the second stage of what is encoded is among the same ranks as what
+    stays near, which starts before it."""
+    ranks.run(carry, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
 
 
 def carry_by_triton(rank: int, *case: object) -> None:

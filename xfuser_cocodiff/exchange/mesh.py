@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from xfuser_cocodiff.exchange import connections, roll_call
-from xfuser_cocodiff.exchange.connections import Connections
+from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
 from xfuser_cocodiff.exchange.lane import Handle, Lane
 from xfuser_cocodiff.exchange.policy import Policy
@@ -64,16 +63,13 @@ class Mesh:
         roll_call.attend()
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
-        connected: dict[Stage, Connections] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
             members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
             groups[stage] = subgroup(group, members)
             if timeout or groups[stage] is not group:
                 set_timeout(groups[stage], timeout or default_pg_timeout)
-            if devices.of(device.type).sends_directly and (found := connections.between(groups[stage])):
-                connected[stage] = found
         staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout or default_pg_timeout, connections=connected)
+        stages = Stages(groups, device, staged, timeout or default_pg_timeout)
         return cls(topology, stages, Policy(lambda message_bytes: plans[0]), Lane(device, staged))
 
     @functools.cached_property
@@ -154,13 +150,12 @@ class Mesh:
         way beside each other."""
         if plan.chunks > 1:
             return lambda: self._pipelined(buffer, plan)
-        rooms = self.stages.rooms(buffer, plan)
-        first = self.stages.start(buffer, plan, 0, rooms[0])
+        first = self.stages.start(buffer, plan, 0)
 
         def go_on() -> torch.Tensor:
             arrived = self.stages.finish(first)
-            for number, room in enumerate(rooms[1:], 1):
-                arrived = self.stages.finish(self.stages.start(arrived, plan, number, room))
+            for number in range(1, len(plan.stages)):
+                arrived = self.stages.finish(self.stages.start(arrived, plan, number))
             return arrived
 
         return go_on
@@ -183,8 +178,8 @@ class Mesh:
         Returns:
             Shape (*plan.shape, *block.shape), indexed by source; a view whose memory order is that of the last stage.
         """
-        for number, room in enumerate(self.stages.rooms(block, plan, gathers=True)):
-            block = self.stages.finish(self.stages.start_gather(block, plan, number, room))
+        for number in range(len(plan.stages)):
+            block = self.stages.finish(self.stages.start_gather(block, plan, number))
         levels = len(plan.dims)
         lies = [levels - 1 - plan.dims.index(dim) for dim in range(levels)]  # the last stage outermost
         return block.permute(*lies, *range(levels, block.ndim))

@@ -19,7 +19,7 @@ from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.xdit.patching import source
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platform import gloo_device, host_clock, long_context, pipefusion, ray_cluster
+from xfuser_cocodiff.xdit.platform import host_clock, long_context, pipefusion, ray_cluster
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
 _XDITS_OWN = ("xfuser.envs", "supports_usp")
@@ -210,7 +210,7 @@ def patches(platform: Platform) -> list[Patch]:
     if platform.device_type == "cuda":
         return [*_sharing(platform), *naming]
     if platform.device_type == "cpu":
-        naming += [*gloo_device.patches(), *ray_cluster.patches()]
+        naming += ray_cluster.patches()
     never = lambda original: lambda *_: False  # noqa: E731
     add = functools.partial(Patch, unless=_XDITS_OWN)
     return [
