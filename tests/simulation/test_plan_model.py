@@ -182,37 +182,6 @@ def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, 
         assert held == found.reference_bytes
 
 
-@pytest.mark.slow  # bytes of such text are tested of a transformer
-@pytest.mark.usefixtures("hub")
-def test_text_that_stays_is_sent_once_more_than_foreseen_while_it_is_looked_at() -> None:
-    """A run that follows others sends none of it."""
-    topology, split = Topology.named(node=2), Split(2, 1)
-    known = profile(str(topology), 1e3)
-    workload = dataclasses.replace(SMALL["FLUX.1-dev"], text_tokens=33)
-    case = outlook.Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
-    [of_stock], [foreseen] = (outlook.outlook(case, split, mode).sent_bytes.values() for mode in (STOCK, "exact"))
-    for sent, _ in ranks.run(moved_by_ranks, topology.size, "FLUX.1-dev", "exact", 33, split, topology):
-        calls_of_stock, rest = divmod(sum(sent.values()) - STEPS * foreseen, (of_stock - foreseen) / case.layer_calls)
-        assert 0 < calls_of_stock <= (STEPS - 1) * case.layer_calls and rest == 0
-
-
-@pytest.mark.parametrize(
-    ("model", "resolution", "degree", "stays"),
-    [
-        ("flux.1-dev", 1024, 24, 0.56),
-        ("flux.1-dev", 2304, 24, 0.28),
-        ("sd3.5-large", 1024, 8, 0.12),
-        ("sd3.5-large", 2304, 8, 0.03),
-        ("flux.1-dev", 1024, 8, 0.0),
-        ("qwen-image", 1024, 24, 0.0),
-    ],
-)
-def test_text_that_every_rank_has_stays_in_exact_mode(model: str, resolution: int, degree: int, stays: float) -> None:
-    case = wish(model, resolution, degree, cluster="dgx-h100").case()
-    travels, whole = (sum(case.message_bytes(name, without) for name in "qkvo") for without in (True, False))
-    assert 1 - travels / whole == pytest.approx(stays, abs=0.005)
-
-
 # Times.
 
 

@@ -76,8 +76,7 @@ def ulysses_attention(
             its_query, its_key, its_value = received if len(received) == 3 else (*received, *first_value)
             attended = attend(its_query, its_key, its_value, head_group)
             if result is None:
-                tokens = attended.shape[SEQUENCE] // mesh.topology.size  # of which Q may have come without some
-                result = attended.new_empty(*query.shape[:SEQUENCE], tokens, attended.shape[-1])
+                result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
             is_awaited = groups == 1 and computes != BESIDE_O
             label = Label("o", layer)
             going.append(send_to_sequence(attended, result, mesh, label, head_group, layer_codecs, is_awaited))

@@ -56,10 +56,9 @@ class Case:
         """Layers of a step, counted once for each call of guidance."""
         return self.workload.layers * self.workload.calls
 
-    def message_bytes(self, name: str, without_staying: bool = False) -> int:
-        """Bytes of one of q, k, v and o on a rank; or of what of it travels where text stays that every rank has."""
-        tokens = self.shard.of(name) - (self.shard.staying(name) if without_staying else 0)
-        return self.batch * self.workload.rows * tokens * self.workload.width * BYTES_PER_VALUE
+    def message_bytes(self, name: str) -> int:
+        """Bytes of one of q, k, v and o on a rank."""
+        return self.batch * self.workload.rows * self.shard.of(name) * self.workload.width * BYTES_PER_VALUE
 
     def seconds_of(self, flops: float) -> float:
         """Time for `flops` that a rank computes; none where nobody knows its speed."""
@@ -150,16 +149,13 @@ class _Run:
         self._at_once = self._schedule is not None and self._goes_at_once()
         self._payloads = Counter(self._each_step())
 
-    def _held(self, name: str, without_staying: bool = False) -> int:
+    def _held(self, name: str) -> int:
         """Bytes of one of q, k, v and o on a rank, with heads that are added."""
-        unpadded = self._case.message_bytes(name, without_staying)
-        return unpadded * self._heads * self._split.ulysses // self._case.workload.heads
+        return self._case.message_bytes(name) * self._heads * self._split.ulysses // self._case.workload.heads
 
     def _message(self, name: str) -> tuple[Profile, int]:
-        """What is known of the machine for an exchange of one of q, k, v and o, and its bytes on a rank. Stock sends
-        text that every rank has, and so do codecs, what changes in it."""
-        is_exact = not self._stock and (self._schedule is None or self._places * self._ring_places == 1)
-        size = self._held(name, without_staying=is_exact)
+        """What is known of the machine for an exchange of one of q, k, v and o, and its bytes on a rank."""
+        size = self._held(name)
         return self._case.profile_of(self.group, size), size
 
     def _goes_at_once(self) -> bool:

@@ -6,7 +6,6 @@ models; the plugin pads them, see :mod:`outlook`.
 
 from dataclasses import dataclass
 
-from xfuser_cocodiff.attention.alike import PAYS
 from xfuser_cocodiff.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
 PADS, FAILS, ROWS, WHOLE, JOINT = "pads", "fails", "rows", "whole", "joint"
@@ -47,8 +46,6 @@ class Shard:
     """What xDiT does where tokens do not divide."""
     problem: str | None = None
     """Why xDiT cannot run this."""
-    is_text_whole: bool = False
-    """Whether every rank has all of it."""
 
     @property
     def queries(self) -> int:
@@ -63,12 +60,6 @@ class Shard:
     def of(self, name: str) -> int:
         """Tokens of one of q, k, v and o."""
         return self.queries if name in "qo" else self.keys
-
-    def staying(self, name: str) -> int:
-        """Tokens of one of q, k, v and o that exact exchanges leave out, since every rank has them (see
-        :mod:`alike`)."""
-        text = {"q": self.text, "o": 0}.get(name, self.key_text) if self.is_text_whole else 0
-        return text if text >= PAYS * self.of(name) else 0
 
 
 def shard(workload: Workload, resolution: int, degree: int) -> Shard:
@@ -109,8 +100,8 @@ def shard(workload: Workload, resolution: int, degree: int) -> Shard:
             f"{text} text tokens do not divide by {degree}: every rank has all of them, attention sees them {seen}"
         )
         if rule.text == WHOLE:
-            return Shard(image, text, text, (image + text) * degree, tuple(remarks), problem, True)
-        return Shard(image, text, 0, image * degree + text, tuple(remarks), problem, True)
+            return Shard(image, text, text, (image + text) * degree, tuple(remarks), problem)
+        return Shard(image, text, 0, image * degree + text, tuple(remarks), problem)
     return Shard(image, key_text, key_text, (image + key_text) * degree, tuple(remarks), problem)
 
 

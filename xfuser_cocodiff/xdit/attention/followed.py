@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from xfuser_cocodiff.attention.alike import putting_back
 from xfuser_cocodiff.attention.reshard import HEADS
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.attention.ulysses import Attend, ulysses_attention
@@ -54,8 +53,6 @@ def followed_attention(
     Returns:
         O, shape (B, H, S/P, D).
     """
-    from xfuser.core.distributed import get_ulysses_parallel_rank
-
     mesh, layer = engine.mesh, engine.layers.current
     kind = layer.call.kind if layer else None
     share = Share.of(query, key, value)
@@ -68,24 +65,12 @@ def followed_attention(
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     is_settled = not (kind and kind.trial is None and (kind.ready or kind.refusal))
-    whole, leaves_out = [query, key, value], bool(layer) and engine.may_leave_out
-    alike = engine.alike.of(layer, whole) if is_settled and leaves_out else None
-    if under_way and layer and layer.call.alike is not alike:  # V has gone without tokens that the others go with
-        under_way.abandon()
-        under_way = None
     if is_settled:
-        if alike:
-            attend = putting_back(attend, whole, alike, mesh.topology.size, get_ulysses_parallel_rank())
-            query, key, value = alike.without(whole)
-            engine.alike.left_out(alike, whole)
         beside = layer.call.catch_up if layer and layer.call.later else None
-        result = ulysses_attention(
+        return ulysses_attention(
             *(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs),
             *(beside, schedule.beside),
         )
-        if leaves_out:
-            engine.alike.look(layer, whole)
-        return result
     heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
     comparing = Comparing(attend, counts_in_question(engine, kind, heads) if cuts_heads else [])
     result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)

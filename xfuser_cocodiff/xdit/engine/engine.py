@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.attention.alike import AlikeTokens
 from xfuser_cocodiff.attention.reshard import padded_heads, send_to_heads
 from xfuser_cocodiff.attention.ring import Ring
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
@@ -39,11 +38,6 @@ from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
-
-_DIFFER = (
-    "tokens of a text that every rank has were not alike on all of them, which they were before: in the last step "
-    "ranks have attended to their own. All of them travel from here on"
-)
 
 
 @dataclass(eq=False)
@@ -79,15 +73,13 @@ class Engine:
     """What exchanges moved, stock's too where somebody watches them."""
     under_way: UnderWay = field(init=False, default_factory=UnderWay)
     """Calls of layers that graphs have begun and not ended."""
-    alike: AlikeTokens = field(init=False)
-    """Tokens that all ranks have, and that do not travel."""
     trials: Trials | None = field(init=False, default=None)
     """What is tried of schedules and plans; None without a mesh."""
+    _has_told_of_text: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
-        self.alike = AlikeTokens(self.same, lambda: note(_DIFFER))
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         # Found here, since PyTorch cannot trace what is cached.
@@ -173,9 +165,8 @@ class Engine:
             self.trials.begin_run(total)
 
     def _step_ends(self) -> None:
-        if self.mesh:
-            text.tell_if_whole(self.model)
-            self.alike.end_step()
+        if self.mesh and not self._has_told_of_text:
+            self._has_told_of_text = text.tell_if_replicated(self.model)
         if self.trials and self._counts() and not is_captured():
             self.trials.end_step()
 
@@ -186,22 +177,9 @@ class Engine:
         """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
         if self.mesh is None:
             return True
-        return bool(self.same(torch.tensor([zlib.crc32(repr(value).encode())])).all())
-
-    def same(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Whether each number is the same on all ranks that share a sequence, which must all call this.
-
-        Args:
-            numbers: int64, on the host.
-        """
-        least = _reduced(torch.stack([numbers, -numbers]), "min", self.config.timeout if self.config else None)
-        return least[0] == -least[1]
-
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether tokens that all ranks have may be left out: where text does not divide among them, of which xDiT
-        gives each rank all. Codecs leave out what they do by themselves."""
-        return self.runtime is None and text.is_whole() and not is_captured()
+        number = zlib.crc32(repr(value).encode())
+        least, negated = self.reduced([number, -number], "min")
+        return least == -negated
 
     def reduced(self, values: list[float], operation: str) -> list[float]:
         """As the function of this name, within the time that an exchange may take."""
@@ -246,9 +224,6 @@ class Engine:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
         head_group = HeadGroup(0, layer.call.schedule.groups)
-        layer.call.alike = self.alike.of(layer, [value]) if self.may_leave_out else None
-        if layer.call.alike:
-            value = layer.call.alike.ends[-1].without(value)
         value = padded_heads(value, self.mesh.topology.size)
         return send_to_heads(
             [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
@@ -270,16 +245,13 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
     Raises:
         LostRankError: a rank is gone or does not answer.
     """
-    return _reduced(torch.tensor(values, dtype=torch.float64), operation, timeout).tolist()
-
-
-def _reduced(values: torch.Tensor, operation: str, timeout: float | None) -> torch.Tensor:
     from xfuser.core.distributed import get_sp_group
 
     group, patience = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
+    found = torch.tensor(values, dtype=torch.float64)
     with roll_call.naming_the_lost(group, "agreement"):
-        dist.all_reduce(values, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
-    return values
+        dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
+    return found.tolist()
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

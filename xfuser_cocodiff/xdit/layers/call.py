@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.attention.alike import Alike
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.lane import Handle
@@ -32,8 +31,6 @@ class Call:
     """Those of them that the processor has asked for since."""
     handle: Handle | None = None
     """V's exchange."""
-    alike: Alike | None = None
-    """What V was sent without, where it went first."""
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
 
