@@ -16,7 +16,7 @@ WINGS = (
     *("models", "emulation", "simulation", "comparison", "tuning", "bench", "cli"),
 )
 """Top to bottom; a wing may import those before it."""
-DOORS = {"": {"xdit"}, "auto": {""}, "autoload": {""}}
+DOORS = {"": {"settings", "xdit", "comparison"}, "auto": {""}, "autoload": {""}}
 """Modules of the package itself, which stand beside the wings, and what they may import; "" is the package."""
 OFFERED = {"__version__", "install", "autoload"}
 """What wings may have of the doors."""

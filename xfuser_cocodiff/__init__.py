@@ -4,6 +4,8 @@ Importing this package has no effect. :func:`install` patches xDiT, :func:`unins
 before and after xDiT is imported. :func:`run` is for samplers that show their steps to no diffusers pipeline.
 """
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,9 +22,16 @@ def install() -> bool:
     Returns:
         Whether the plugin is in place; False, after one warning, where xDiT is missing or not a supported version.
     """
+    from xfuser_cocodiff.settings.options import RECORD_VARIABLE
     from xfuser_cocodiff.xdit.door import activation
 
-    return activation.install()
+    folder = os.environ.get(RECORD_VARIABLE)
+    if not folder:
+        return activation.install()
+    from xfuser_cocodiff.comparison.recorder import Recorder
+
+    recorder = Recorder(Path(folder))
+    return activation.install([recorder], recorder.patches())
 
 
 def uninstall() -> None:

@@ -60,7 +60,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
     )
 
     from tests import small_pipelines
-    from xfuser_cocodiff.xdit.clock.recorder import Recorder
+    from xfuser_cocodiff.comparison.recorder import Recorder
     from xfuser_cocodiff.xdit.door import activation
 
     init_distributed_environment(rank=rank, world_size=degree * cfg)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xfuser_cocodiff.xdit.clock.strip import FRAME_MILLISECONDS
+from xfuser_cocodiff.comparison.strip import FRAME_MILLISECONDS
 
 STRIP_VIDEOS, STRIP_FRAMES = 3, 9
 _MARGIN = 6

@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any, TypeAlias
 
 Repeat: TypeAlias = list[dict[str, Any]]
-"""One run as each rank saw it, by rank; the layout is that of :mod:`xfuser_cocodiff.xdit.clock.recorder`."""
+"""One run as each rank saw it, by rank; the layout is that of :mod:`xfuser_cocodiff.comparison.recorder`."""
 
 
 class RecordError(RuntimeError):

@@ -1,4 +1,4 @@
-"""When runs and steps begin and end, and a record of them for who asked for one.
+"""When runs and steps begin and end, and what stock xDiT's collectives move.
 In: progress bars and schedulers of diffusers, and samplers that declare their steps.
-Out: `run_clock.Clock`, `run_clock.Sampling`, `recorder.Recorder`.
+Out: `run_clock.Clock`, `run_clock.Sampling`, `stock_traffic.patches`.
 """

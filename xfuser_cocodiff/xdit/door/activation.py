@@ -2,17 +2,15 @@
 
 import importlib.metadata
 import importlib.util
-import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
 from xfuser_cocodiff import autoload
-from xfuser_cocodiff.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.xdit.attention import long_context, outputs, ring_attention, sites, uneven, usp
-from xfuser_cocodiff.xdit.clock import recorder, run_clock
+from xfuser_cocodiff.xdit.clock import run_clock
 from xfuser_cocodiff.xdit.door import flags, ray_workers, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
 from xfuser_cocodiff.xdit.patching.log import note
@@ -28,13 +26,18 @@ _clock: run_clock.Clock | None = None
 """Of what is installed."""
 
 
-def install() -> bool:
-    """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`."""
+def install(listeners: Sequence[run_clock.Listener] = (), rows: Sequence[Patch] = ()) -> bool:
+    """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`.
+
+    Args:
+        listeners: who wants to know of runs and steps, stock's too.
+        rows: what they patch besides.
+    """
     global _installed, _clock
     autoload.unwatch()
     if _installed is None or _installed.withdrawn:
-        clock = run_clock.Clock(recorders())
-        patch_set = PatchSet(table(clock), PACKAGE)
+        clock = run_clock.Clock(listeners)
+        patch_set = PatchSet([*table(clock), *rows], PACKAGE)
         if reason := obstacle(patch_set):
             note(f"xDiT stays as it is: {reason}")
             return False
@@ -61,15 +64,9 @@ def run(steps: int | None) -> run_clock.Sampling:
     return run_clock.Sampling(_clock if in_use else None, steps)
 
 
-def recorders() -> list[recorder.Recorder]:
-    """Who keeps a record, where one was asked for."""
-    folder = os.environ.get(RECORD_VARIABLE)
-    return [recorder.Recorder(Path(folder))] if folder else []
-
-
 def table(clock: run_clock.Clock | None = None) -> list[Patch]:
     """Every row for this machine."""
-    here, clock = platform.detect(), clock or run_clock.Clock(recorders())
+    here, clock = platform.detect(), clock or run_clock.Clock()
     return [
         *(platform.patches(here) if here else []),
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
@@ -85,7 +82,6 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *lost.patches(),
         *used.patches(),
         *clock.patches(),
-        *(row for each in clock.listeners if isinstance(each, recorder.Recorder) for row in recorder.patches(each)),
     ]
 
 

@@ -1,7 +1,6 @@
 """What one engine of xDiT has of the plugin. It lies on xDiT's runtime state, and ends with it: what one engine knows,
 counts and holds, another one in the same process never sees."""
 
-import os
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +27,7 @@ from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.settings.options import AUTO, EXACT, RECORD_VARIABLE
+from xfuser_cocodiff.settings.options import AUTO, EXACT
 from xfuser_cocodiff.xdit.engine import text
 from xfuser_cocodiff.xdit.engine.runs import Runs
 from xfuser_cocodiff.xdit.engine.trials import Trials
@@ -81,7 +80,6 @@ class Engine:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
         self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
-        self.traffic.timed |= bool(os.environ.get(RECORD_VARIABLE))
         # Found here, since PyTorch cannot trace what is cached.
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:

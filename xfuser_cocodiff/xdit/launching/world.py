@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.exchange.groups import set_timeout
 from xfuser_cocodiff.machine import launcher
-from xfuser_cocodiff.xdit.clock import recorder
+from xfuser_cocodiff.xdit.clock import stock_traffic
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
@@ -90,7 +90,7 @@ def watch_stock() -> None:
     """Count stock's collectives as the plugin's are, from here on, and time them when those are timed."""
     from xfuser.model_executor.layers import usp
 
-    usp._sdpa_all_to_all_single = recorder.watch_stock(usp._sdpa_all_to_all_single)
+    usp._sdpa_all_to_all_single = stock_traffic.watch_all_to_all(usp._sdpa_all_to_all_single)
 
 
 @contextmanager

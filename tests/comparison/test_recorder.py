@@ -3,6 +3,9 @@
 import copy
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +15,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tqdm import tqdm
 
-from xfuser_cocodiff.xdit.clock import recorder, run_clock
+from xfuser_cocodiff.comparison import recorder
+from xfuser_cocodiff.comparison.strip import FILM_EDGE, FILM_FRAMES, film, strip
+from xfuser_cocodiff.comparison.tracer import Tracer
+from xfuser_cocodiff.xdit.clock import run_clock, stock_traffic
 from xfuser_cocodiff.xdit.clock.run_clock import Clock
-from xfuser_cocodiff.xdit.clock.strip import FILM_EDGE, FILM_FRAMES, film, strip
-from xfuser_cocodiff.xdit.clock.tracer import Tracer
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
@@ -152,8 +156,24 @@ def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, t
 
 def test_what_stocks_ring_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, tensors = Engine(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
-    monkeypatch.setattr(recorder, "active", lambda: engine)
+    monkeypatch.setattr(stock_traffic, "active", lambda: engine)
     monkeypatch.setattr("xfuser.core.distributed.get_ring_parallel_world_size", lambda: 4)
-    attend = recorder._watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))
+    attend = stock_traffic.watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))
     assert attend(None, *tensors, dropout_p=0.5) == (tensors[0], 0.5)
     assert dict(engine.traffic.sent_bytes) == {"ring": 3 * 2 * 2 * 6 * 4 * 4}
+
+
+@pytest.mark.parametrize("record", ["", "folder"])
+def test_only_a_process_that_is_to_record_imports_the_recorder(record: str, tmp_path: Path) -> None:
+    code = """
+import json, sys
+import xfuser_cocodiff
+assert xfuser_cocodiff.install()
+from xfuser_cocodiff.xdit.door import activation
+ours = [name for name in sys.modules if name.startswith("xfuser_cocodiff.comparison")]
+rows = {row.why for row in activation._installed.rows}
+print(json.dumps([bool(ours), len(activation._clock.listeners), "stock's traffic" in rows]))
+"""
+    environment = {**os.environ, "COCODIFF_RECORD": str(tmp_path / record) if record else ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [bool(record), int(bool(record)), bool(record)]

@@ -32,68 +32,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.machine.topology import FLAT
+from xfuser_cocodiff.comparison.strip import FRAME_MILLISECONDS, film, strip
+from xfuser_cocodiff.comparison.tracer import Tracer
 from xfuser_cocodiff.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
-from xfuser_cocodiff.xdit.clock.strip import FRAME_MILLISECONDS, film, strip
-from xfuser_cocodiff.xdit.clock.tracer import Tracer
+from xfuser_cocodiff.xdit.clock import stock_traffic
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.patching.log import note
 from xfuser_cocodiff.xdit.patching.patch import Patch
-
-_USP = "xfuser.model_executor.layers.usp"
-_RING = "ring"
-"""What the account calls all axes of stock's."""
-
-
-def patches(recorder: "Recorder") -> list[Patch]:
-    """Rows that it needs beside those of the clock."""
-    return [
-        Patch(
-            "diffusers.image_processor",
-            "VaeImageProcessor.postprocess",
-            "the pictures of a run",
-            recorder.watch_pictures,
-        ),
-        Patch(
-            "diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", recorder.watch_pictures
-        ),
-        Patch(_USP, "_sdpa_all_to_all_single", "stock's traffic", watch_stock, ("x",)),
-        Patch(_USP, "ring_attn", "stock's traffic in a ring", _watch_ring),
-    ]
-
-
-def watch_stock(original: Callable) -> Callable:
-    """Count and time stock's collective as the plugin's are."""
-    from xfuser.core.distributed import get_ulysses_parallel_world_size
-
-    @functools.wraps(original)
-    def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return original(x)
-        traffic = active().traffic
-        traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
-        with traffic.time(FLAT, x.device):
-            began = traffic.begins(x.device)
-            exchanged = original(x)
-            traffic.ends(FLAT, began)
-        return exchanged
-
-    return _sdpa_all_to_all_single
-
-
-def _watch_ring(original: Callable) -> Callable:
-    """Count what stock's ring sends, which is not timed: it hides behind attention."""
-    from xfuser.core.distributed import get_ring_parallel_world_size
-
-    @functools.wraps(original)
-    def ring_attn(
-        function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            active().traffic.count_block(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
-        return original(function, query, key, value, *args, **kwargs)
-
-    return ring_attn
 
 
 class Recorder:
@@ -114,6 +59,15 @@ class Recorder:
     def _tracer(self) -> Tracer | None:
         return Tracer(self.folder / f"trace{self.rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
 
+    def patches(self) -> list[Patch]:
+        """Return the rows that it needs beside those of the clock."""
+        pictures = self.watch_pictures
+        return [
+            Patch("diffusers.image_processor", "VaeImageProcessor.postprocess", "the pictures of a run", pictures),
+            Patch("diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", pictures),
+            *stock_traffic.patches(),
+        ]
+
     def watch_pictures(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def postprocess(*args: Any, **kwargs: Any) -> Any:
@@ -131,6 +85,7 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.runs.append({"total_steps": total, "steps": [], "layers": {}})
         active().traffic.reset()
+        active().traffic.timed = True
         _memory().reset_peak_memory_stats()
         self._trace()
         self._clock = self._now()
@@ -226,12 +181,9 @@ def _memory() -> Any:
 
 def _engine() -> dict[str, Any]:
     """What xDiT and the plugin were set to."""
-    from xfuser.core.distributed import runtime_state
-
-    state = runtime_state._RUNTIME
-    mesh, parallel = active().mesh, getattr(state, "parallel_config", None)
+    mesh = active().mesh
     return {
-        "degree": parallel.ulysses_degree if parallel else None,
+        "degree": stock_traffic.ulysses_degree(),
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
         "layers": active().layers.kinds.report(),
