@@ -13,7 +13,7 @@ ROOMS = ("patching", "platform", "layers", "engine", "attention", "clock", "door
 WINGS = (
     *("machine", "kernels", "exchange", "codec", "attention", "settings", "reporting", "measuring"),
     *(f"xdit.{room}" for room in ROOMS),
-    *("models", "emulation", "simulation", "comparison", "tuning", "bench", "cli"),
+    *("models", "emulation", "probing", "simulation", "comparison", "tuning", "bench", "cli"),
 )
 """Top to bottom; a wing may import those before it."""
 DOORS = {"": {"settings", "xdit", "comparison"}, "auto": {""}, "autoload": {""}}

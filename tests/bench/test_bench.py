@@ -23,7 +23,8 @@ from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring import plan_trial, survey
+from xfuser_cocodiff.measuring import plan_trial
+from xfuser_cocodiff.probing import survey
 
 CPU = torch.device("cpu")
 MACHINE = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=1e-4, launch=1e-4)

@@ -20,7 +20,8 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.roll_call import LostRankError
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring import probe, survey
+from xfuser_cocodiff.measuring import probe
+from xfuser_cocodiff.probing import survey
 
 CULPRIT = 2
 ABSENT = 0

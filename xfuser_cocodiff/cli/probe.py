@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.measuring import survey
+    from xfuser_cocodiff.probing import survey
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
         from xfuser_cocodiff.xdit.platform.platform import compute_device

@@ -17,9 +17,9 @@ from tests import ranks
 from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
 from tests.quick import slow_but
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring import pairs
-from xfuser_cocodiff.measuring.inference import infer_topology
-from xfuser_cocodiff.measuring.pairs import Pairs
+from xfuser_cocodiff.probing import pairs
+from xfuser_cocodiff.probing.inference import infer_topology
+from xfuser_cocodiff.probing.pairs import Pairs
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -176,7 +176,7 @@ def test_the_emulated_topology_is_found(options: list[str]) -> None:
     program = """
 import numpy, torch, torch.distributed as dist
 torch.set_num_threads(1)
-from xfuser_cocodiff.measuring import inference, pairs
+from xfuser_cocodiff.probing import inference, pairs
 from xfuser_cocodiff.emulation import links
 dist.init_process_group("gloo")
 built, measured = links.from_environment(), pairs.measure_pairs()

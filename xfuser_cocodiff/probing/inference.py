@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
-from xfuser_cocodiff.measuring.pairs import Pairs
+from xfuser_cocodiff.probing.pairs import Pairs
 
 BANDWIDTH_RATIO = 1.4
 """By how much bandwidths of neighbouring axes differ at least. An axis more is a collective more, which does not pay
