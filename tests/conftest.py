@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ranks
+
 # huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is the one of the process that started this one
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
@@ -40,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Tests that measure something have the machine to themselves, with their fixtures."""
+    """Tests that measure something have the machine to themselves, with their fixtures; quick ones a shorter guard."""
+    ranks.TIMEOUT = ranks.SLOW_TIMEOUT if item.get_closest_marker("slow") else ranks.QUICK_TIMEOUT
     alone = item.get_closest_marker("alone") is not None
     with Path(__file__).open() as machine, Path(__file__).with_name("quick.py").open() as queue:
         # Who waits to be alone holds up those behind it: else others would take the machine from each other for ever.

@@ -4,8 +4,11 @@ A test has ranks of its own, and may leave whatever it likes behind in them: pat
 What is the same for all of them, and takes seconds, is done before the fork (`tests/warm.py`).
 """
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -21,10 +24,14 @@ import torch.distributed as dist
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.warm"])
 
-TIMEOUT = 600
-"""Seconds after which a hanging case is broken off: a guard against deadlock, not a bound on speed."""
-GRACE = 60
+QUICK_TIMEOUT, SLOW_TIMEOUT = 75, 600
+TIMEOUT = SLOW_TIMEOUT
+"""Seconds after which a hanging case is ended: a guard against deadlock, not a bound on speed. conftest sets it for
+each test; on two cores no quick case takes a fifth of it."""
+GRACE = 30
 """The same, after one rank has failed."""
+STACK_PATIENCE = 5
+"""Seconds for a hanging rank to write its stack; one that was stopped never does."""
 
 
 def run(
@@ -66,13 +73,19 @@ def outcomes(
             process.start()
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         _wait([pair for rank, pair in enumerate(zip(processes, results, strict=True)) if rank != lost])
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        hanging = {rank: process.pid for rank, process in enumerate(processes) if rank != lost and process.is_alive()}
+        stacks = _stacks(hanging, folder)
         for process in processes:
             process.kill()
             process.join()
         found = [_read(*pair) for pair in zip(results, processes, strict=True)]
-        assert len(hanging) < world_size, f"all {world_size} ranks were still waiting after {TIMEOUT} s"
-        return found
+    for rank, stack in stacks.items():
+        found[rank] = RuntimeError(f"still running, in\n{stack or 'an unknown place: it wrote no stack'}")
+    ended = [result for rank, result in enumerate(found) if rank not in (*hanging, lost)]
+    if hanging and not any(isinstance(result, Exception) for result in ended):
+        each = "\n".join(f"rank {rank}: {found[rank]}" for rank in hanging)
+        raise AssertionError(f"{len(hanging)} of {world_size} ranks were still running after {TIMEOUT} s\n{each}")
+    return found
 
 
 def free_port() -> int:
@@ -94,6 +107,19 @@ def _wait(ranks: list[tuple[Any, Path]]) -> None:
                 deadline = min(deadline, time.monotonic() + GRACE)
 
 
+def _stacks(hanging: dict[int, int], folder: str) -> dict[int, str]:
+    """Return the stack of each process by its rank; a rank in the last barrier has ended its case."""
+    files = {rank: Path(folder, f"stack{rank}") for rank in hanging}
+    for pid in hanging.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACK_PATIENCE
+    while time.monotonic() < deadline and not all(file.exists() and file.stat().st_size for file in files.values()):
+        time.sleep(0.05)
+    time.sleep(0.05 if hanging else 0)  # for the rest of it
+    return {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+
+
 def _read(file: Path, process: Any) -> Any:
     if not file.exists():
         return RuntimeError(f"no result; the process ended with exit code {process.exitcode}")
@@ -101,6 +127,7 @@ def _read(file: Path, process: Any) -> Any:
 
 
 def _rank(case: Callable, rank: int, world_size: int, folder: str, env: dict[str, str], args: tuple) -> None:
+    faulthandler.register(signal.SIGUSR1, os.open(f"{folder}/stack{rank}", os.O_CREAT | os.O_WRONLY))
     torch.set_num_threads(1)
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     place = "env://" if "MASTER_PORT" in env else f"file://{folder}/rendezvous"
