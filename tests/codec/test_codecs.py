@@ -244,11 +244,9 @@ def test_fingerprints_tell_tokens_that_change_from_those_that_do_not(dtype: torc
         )
         changed = codecs.fingerprint(other) != marks
         assert changed.nonzero().tolist() == [[link, group, token]]
-        assert codecs.first_unchanged(marks, codecs.fingerprint(other)) == 6
     swapped = values.clone()
     swapped[:, :, [0, 1], 3] = values[:, :, [1, 0], 3]
-    assert codecs.first_unchanged(marks, codecs.fingerprint(swapped)) == 3
-    assert codecs.first_unchanged(marks, marks) == SHAPE[3]
+    assert (codecs.fingerprint(swapped) != marks).nonzero()[:, 2].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize(("pace", "share"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (-1.0, 0.0), (3.0, 1.0)])

@@ -17,6 +17,8 @@ from xfuser_cocodiff.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, active_for, codec_for
+from xfuser_cocodiff.codec.memory import Share
+from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
 from xfuser_cocodiff.exchange.head_group import HeadGroup
@@ -70,9 +72,11 @@ def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
     return tensor.chunk(count, dim)[index]
 
 
-def expected_heads(pairs: Pairs, name: str, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
+def expected_heads(
+    pairs: Pairs, name: str, step: int, target: int, size: int, codec: Codec, tensor: torch.Tensor | None = None
+) -> torch.Tensor:
     """What a rank gets of Q, K or V: its heads, all tokens."""
-    values = cut(whole(name, step), 1, size, target)
+    values = cut(whole(name, step) if tensor is None else tensor, 1, size, target)
     parts = [pairs.get(name, cut(values, 2, size, source), source, target, codec, step) for source in range(size)]
     return torch.cat(parts, 2)
 
@@ -267,24 +271,48 @@ def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
     ranks.run(give_up, 4, how)
 
 
+@pytest.mark.parametrize("anew", [EXACT, Codec(8, begins=True)], ids=str)
 @pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
-def test_values_of_another_shape_begin_anew(codec: Codec) -> None:
+def test_values_of_another_shape_begin_anew(codec: Codec, anew: Codec) -> None:
     """Nothing is expected of them by what was held of others."""
     wires: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        layer_codecs = LayerCodecs(None, {"v": codec}, wires, Account(), step)
+        layer_codecs = LayerCodecs(None, {"v": codec}, wires, Account(), step, anew=anew)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
         used, wire = (
             codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
             layer_codecs.wire("v", HeadGroup()),
         )
-        assert used.is_exact is (step in (0, 3))
+        assert (used == anew) is (step in (0, 3))
         active = active_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
         codecs.encode(values, wire.sent, used, active, payload)
         codecs.decode(payload, wire.received, used, active, found)
         assert torch.equal(found, wire.sent.expected(0.0))
         assert torch.equal(found, values) or not used.is_exact
+
+
+def shorten(rank: int, changes: str) -> None:
+    """K and V are of a prompt that never changes, and that is a shorter one from the middle of a run on."""
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    runtime, pairs = Runtime(way, "balanced", changes, None, lambda values: values), Pairs(mesh.topology, ("node",))
+    runtime.begin_run(STEPS + 4)
+    for step in range(STEPS + 4):
+        wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, Share.of(*wholes.values()))
+        mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
+        found = send_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
+        for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V chooses first
+            codec = runtime.schedule.codecs(step, STEPS + 4)[name]
+            if name == "q" and step >= STEPS:  # V's choice says nothing of so many tokens
+                codec = dataclasses.replace(codec, share=1.0)
+            assert torch.equal(arrived, expected_heads(pairs, name, step, rank, 4, codec, tensor)), (name, step)
+        runtime.end_step()
+
+
+@pytest.mark.parametrize("changes", ["first=exact,bits=4", "first=exact,cached=0.5,bits=4,score=change"])
+def test_a_prompt_that_is_shorter_from_a_step_on_begins_anew(changes: str) -> None:
+    ranks.run(shorten, 4, changes)
 
 
 def part_in_vain(rank: int) -> None:

@@ -284,8 +284,6 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
             made.launched.clear()
             early = send_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
             ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
-            for wire in wires.values():  # as when ranks have agreed that nothing is still
-                wire.keep_still(0)
         kernels = sum(count for name, count in made.launched.items() if name.endswith("_kernel"))
         return kernels, made.launched.total() - kernels
 
@@ -322,8 +320,6 @@ def touched(rank: int, model: str, resolution: int, mode: str) -> tuple[int, int
             made.touched_bytes.clear()
             layer_codecs = step is not None and LayerCodecs(way, usual.codecs(step, 50), wires, Account(), step)
             ulysses_attention(query, key, value, lambda query, *_: query, mesh, layer_codecs=layer_codecs or None)
-            for wire in wires.values():
-                wire.keep_still(0)
             found.append(made.touched_bytes.total())
     return found[-2], found[-1]
 

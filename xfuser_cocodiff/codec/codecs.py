@@ -164,27 +164,6 @@ class Reference:
         else:
             self.advance(self.expected(codec.predictor), keeps_change=True)
 
-    @property
-    def tokens(self) -> int:
-        """Of each group, that it holds."""
-        return self._held[0].shape[TOKENS]
-
-    def split(self, tokens: int) -> torch.Tensor:
-        """Give away what is held of so many tokens, from the first on."""
-        first = self._held[0][:, :, :, :tokens].clone()
-        self._held, self._before = (
-            tuple(part[:, :, :, tokens:].contiguous() for part in kept) for kept in (self._held, self._before)
-        )
-        return first
-
-    def join(self, first: torch.Tensor) -> None:
-        """Take back what :meth:`split` gave away; it has not changed since."""
-        parts = compact(first) if self.is_compact else (first,)
-        self._held, self._before = (
-            tuple(torch.cat([part, rest], TOKENS) for part, rest in zip(parts, kept, strict=True)) if kept else ()
-            for kept in (self._held, self._before)
-        )
-
     def squeeze(self) -> None:
         """Keep it in 8 bits from now on."""
         if not self.is_compact:
@@ -268,8 +247,9 @@ def encode(
     held, lacking, wanted, again = kernels.encode(values, known, codec.bits, active, payload, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
     reference.again = reference.again if again is None else again
-    if lacking is None:
+    if codec.owes_nothing:
         reference.seen = None  # all that is held is of this step
+    if lacking is None:
         return None
     if reference.is_compact:  # which loses a little more
         lacking = square(rows.away(values, here) - reference.expected())
@@ -327,12 +307,6 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 def _odd_numbers(heads: int, dim: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(2**62, (heads, dim), generator=generator).mul_(2).add_(1).to(device)
-
-
-def first_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """How many tokens, from the first on, have the same fingerprints in all groups; a tensor of one element, so that
-    nobody waits for a device."""
-    return (before == now).all(1).all(0).cumprod(0).sum()
 
 
 def pack_choice(active: Active, room: torch.Tensor, here: range | None = None) -> None:

@@ -6,7 +6,6 @@ Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -18,18 +17,6 @@ from xfuser_cocodiff.exchange.lane import Lane
 from xfuser_cocodiff.kernels.rows import Active
 
 
-class Still(NamedTuple):
-    """What both ends hold of tokens that are not sent, (L, G, H, T, D)."""
-
-    sent: torch.Tensor
-    received: torch.Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Of each group."""
-        return self.sent.shape[codecs.TOKENS]
-
-
 @dataclass
 class Wire:
     """A head group of a tensor of one layer, as both ends of this rank's links know it."""
@@ -38,43 +25,11 @@ class Wire:
     received: Reference
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
-    marks: torch.Tensor | None = None
-    """Fingerprints of what was sent last, for the next exchange to see what has not changed; later, of tokens that are
-    still."""
-    looks: int = 0
-    """How often that is to be seen yet."""
-    unchanged: torch.Tensor | None = None
-    """How many tokens, from the first on, that one left as they were, until ranks have agreed on it."""
-    still: Still | None = None
-    """Tokens that do not change, such as those of a prompt, and are not sent any more."""
-
-    def rest_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (..., T, D) without those that are still."""
-        return values[..., self.still.tokens :, :] if self.still else values
-
-    def keep_still(self, tokens: int) -> None:
-        """So many tokens, from the first on, are not sent from now on, unless they change after all. None are where
-        references lose something by how they are kept."""
-        tokens = 0 if self.sent.is_compact else tokens
-        self.unchanged, self.looks = None, self.looks - 1
-        if not tokens:
-            self.marks = self.marks if self.looks > 0 else None
-        else:
-            self.marks = self.marks[:, :, :tokens].clone()
-            self.still = Still(self.sent.split(tokens), self.received.split(tokens))
-
-    def send_all(self) -> None:
-        """All tokens are sent again."""
-        if self.still:
-            self.sent.join(self.still.sent)
-            self.received.join(self.still.received)
-            self.still = self.marks = None
 
     @property
     def nbytes(self) -> int:
         """What is held."""
-        still = self.still.sent.nbytes + self.still.received.nbytes if self.still else 0
-        return self.sent.nbytes + self.received.nbytes + still
+        return self.sent.nbytes + self.received.nbytes
 
     def squeeze(self, lane: Lane | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.

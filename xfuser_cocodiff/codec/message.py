@@ -12,7 +12,7 @@ import torch
 
 from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT, Codec, Loss
-from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, Still, Wire, active_for, codec_for, is_finite
+from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.kernels import rows
 from xfuser_cocodiff.kernels.rows import Active
@@ -44,8 +44,6 @@ class Sent(NamedTuple):
     message: torch.Tensor
     """uint8 (P, bytes); nothing but the flag is written for this rank's own places."""
     codecs: list[Codec]
-    still: list[Still | None]
-    """Of each tensor, tokens that are not sent."""
 
 
 def encoded(
@@ -60,57 +58,41 @@ def encoded(
         head_group: of the heads.
         ends: where they go to.
     """
-    values, order = list(values), _encoding_order(names)
-    wires = [layer_codecs.wire(name, head_group) for name in names]
     used: dict[int, Codec] = {}
-    choices: dict[int, Active | None] = {}
-    losses: list[Loss | None] = []
-    for index in order:
-        name, wire, whole = names[index], wires[index], values[index]
-        rest = wire.rest_of(whole)
-        used[index] = codec_for(layer_codecs, name, head_group, _to_others(rest, ends), whole.dtype)
-        if used[index].owes_nothing:
-            wire.send_all()
-            if layer_codecs.owes_nothing or not layer_codecs.codecs[name].is_exact:  # else it is never coded
-                wire.marks, wire.looks = codecs.fingerprint(rows.away(whole, ends.here)), _LOOKS
-        else:
-            losses += _look_for_still(wire, whole, ends, is_sent=not used[index].is_silent)
-            values[index] = rest
-        wire.under_way = True
-        if values[index].numel():
-            choices[index] = active_for(layer_codecs, name, head_group, values[index], used[index], ends.here)
-        layer_codecs.account.exact_bytes += ends.copies * math.prod(_to_others(whole, ends)) * whole.itemsize
+    chosen: dict[int, Active | None] = {}
+    for index in _encoding_order(names):
+        name, tensor = names[index], values[index]
+        used[index] = codec_for(layer_codecs, name, head_group, _to_others(tensor, ends), tensor.dtype)
+        chosen[index] = active_for(layer_codecs, name, head_group, tensor, used[index], ends.here)
+        layer_codecs.account.exact_bytes += ends.copies * math.prod(_to_others(tensor, ends)) * tensor.itemsize
     codecs_of = [used[index] for index in range(len(names))]
     message, flag, rooms = _message(values, names, codecs_of, layer_codecs, ends)
-    for index, (choice, payload) in zip(order, rooms, strict=True):
-        if not values[index].numel():
-            continue
-        active, wire = choices[index], wires[index]
+    losses: list[Loss] = []
+    for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
+        wire, active = layer_codecs.wire(names[index], head_group), chosen[index]
+        wire.under_way = True
         if choice.nbytes and active:
             codecs.pack_choice(active, choice, ends.here)
-        losses.append(codecs.encode(values[index], wire.sent, used[index], active, payload, ends.here))
-    known = [loss for loss in losses if loss]
-    layer_codecs.account.losses += known
+        loss = codecs.encode(values[index], wire.sent, used[index], active, payload, ends.here)
+        losses += [loss] if loss else []
+    layer_codecs.account.losses += losses
     if not devices.of(message.device.type).queues:
-        flag.fill_(_FINITE if all(map(is_finite, known)) else _NOT_FINITE)
-    return Sent(message, codecs_of, [wire.still for wire in wires])
+        flag.fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
+    return Sent(message, codecs_of)
 
 
 def repeated(
     values: Sequence[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup, ends: Ends
 ) -> Sent:
-    """Values as they are: some of them, of some rank on these slow axes, are not finite, or are not sent although they
-    have changed. Every one of these ranks has seen that, since each tells all others."""
+    """Values as they are: some of them, of some rank on these slow axes, are not finite. Every one of these ranks has
+    seen that, since each tells all others."""
     layer_codecs.account.repeated += 1
     exact = [EXACT] * len(names)
-    message, _, rooms = _message(list(values), names, exact, layer_codecs, ends)
+    message, _, rooms = _message(values, names, exact, layer_codecs, ends)
     for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
         wire = layer_codecs.wire(names[index], head_group)
-        wire.send_all()
-        if wire.unchanged is not None:  # other ranks know nothing of this, and agree with this one
-            wire.unchanged.zero_()
         codecs.encode(values[index], wire.sent, EXACT, None, payload, ends.here)
-    return Sent(message, exact, [None] * len(names))
+    return Sent(message, exact)
 
 
 def asks_again(received: torch.Tensor) -> bool:
@@ -138,13 +120,10 @@ def decode(
         head_group: of the heads.
         ends: where they come from.
     """
-    rests = _rests(landings, sent.still, ends)
-    _, rooms = _sections(received, _sizes(rests, names, sent.codecs, ends))
+    _, rooms = _sections(received, _sizes(landings, names, sent.codecs, ends))
     for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
-        name, landing, codec, active = names[index], rests[index], sent.codecs[index], None
+        name, landing, codec, active = names[index], landings[index], sent.codecs[index], None
         layer_codecs.wire(name, head_group).under_way = False
-        if not landing.numel():
-            continue
         if codec.chooses and name in codecs.CHOOSING:
             groups, tokens = landing.shape[1], landing.shape[codecs.TOKENS]
             active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), ends.here)
@@ -152,23 +131,6 @@ def decode(
         elif codec.chooses:
             active = layer_codecs.choices["v", head_group].received
         codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, ends.here)
-
-
-_LOOKS = 2
-"""Exchanges that show what does not change: O, which comes of what the first two steps left, stays a step later."""
-
-
-def _look_for_still(wire: Wire, values: torch.Tensor, ends: Ends, is_sent: bool) -> list[Loss]:
-    """See which tokens do not change, in the exchange after one that needed no reference; and later, that they do not.
-    If they do, that is a loss that is not finite, and mended like others."""
-    if wire.still is None:
-        if wire.marks is not None and is_sent:  # else they would stay as the first step left them
-            before, wire.marks = wire.marks, codecs.fingerprint(rows.away(values, ends.here))
-            wire.unchanged = codecs.first_unchanged(before, wire.marks)
-        return []
-    quiet = rows.away(values[:, :, :, : wire.still.tokens], ends.here)
-    changed = (codecs.fingerprint(quiet) != wire.marks).any()
-    return [Loss(torch.where(changed, math.nan, 0.0), torch.zeros_like(changed, dtype=torch.float32))]
 
 
 def _to_others(values: torch.Tensor, ends: Ends) -> tuple[int, ...]:
@@ -181,7 +143,7 @@ _Rooms = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _message(
-    values: list[torch.Tensor], names: str, used: list[Codec], layer_codecs: LayerCodecs, ends: Ends
+    values: Sequence[torch.Tensor], names: str, used: list[Codec], layer_codecs: LayerCodecs, ends: Ends
 ) -> tuple[torch.Tensor, torch.Tensor, _Rooms]:
     """A message (P, bytes) with nothing in it, which counts as sent, and its flag and rooms."""
     sizes = _sizes(values, names, used, ends)
@@ -204,16 +166,6 @@ def _sections(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _R
     with_gaps = [each for size in sizes for each in (size, codecs.aligned(size) - size)]
     flag, *rooms = message.split_with_sizes(with_gaps, 1)[::2]
     return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
-
-
-def _rests(landings: Sequence[torch.Tensor], still: list[Still | None], ends: Ends) -> list[torch.Tensor]:
-    """What is still to be written to (P, G, H, T, D) each once tokens that are not sent have been."""
-    rests = []
-    for landing, kept in zip(landings, still, strict=True):
-        if kept:
-            rows.put_away(landing[:, :, :, : kept.tokens], kept.received, ends.here)
-        rests.append(landing[:, :, :, kept.tokens :] if kept else landing)
-    return rests
 
 
 @functools.cache

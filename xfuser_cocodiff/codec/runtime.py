@@ -166,7 +166,6 @@ class Runtime:
         """A step is over."""
         if not self.is_running:
             return
-        self._agree_on_still()
         report = self._report()
         self.reports.append(report)
         self._tell(report)
@@ -177,18 +176,6 @@ class Runtime:
         self.step += 1
         if self.step == self.total:
             self.end_run()
-
-    def _agree_on_still(self) -> None:
-        """Tokens that have not changed since an exact step, on no rank, are not sent from now on."""
-        looking = [wire for wire in self._wires if wire.unchanged is not None]  # the same on every rank
-        if not looking:
-            return
-        found = torch.stack([wire.unchanged for wire in looking]).tolist()
-        counts = [int(-negative) for negative in self._agreed([-float(count) for count in found])]
-        # A model that was called on the same input once more shows nothing of what stays.
-        is_repetition = all(count == wire.sent.tokens for wire, count in zip(looking, counts, strict=True))
-        for wire, count in zip(looking, counts, strict=True):
-            wire.keep_still(0 if is_repetition else count)
 
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
