@@ -60,7 +60,9 @@ class Run:
         way = SimpleNamespace(
             places=PLACES, slow=SimpleNamespace(lane=lane), fast=None, goes_at_once=lambda message_bytes: False
         )
-        self.runtime = Runtime(way, "balanced", None, None, list, budget=budget, say=self.said.append)
+        self.runtime = Runtime(
+            way, "balanced", None, None, list, budget=budget, say=self.said.append, warn=self.said.append
+        )
         self.layers, self.branches = layers, branches
 
     def begin(self) -> None:

@@ -175,7 +175,9 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
 
 def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
     said: list[str] = []
-    one = Runtime(way_on("cpu"), "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append)
+    one = Runtime(
+        way_on("cpu"), "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append, warn=said.append
+    )
     for _ in range(2):
         one.begin_run(3)
         for _ in range(3):
@@ -206,7 +208,7 @@ def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, an
 def test_a_budget_is_for_the_transformer_in_use() -> None:
     said: list[str] = []
     need = Need.of(SHARE, usual("balanced", 20), 2).full
-    one = Runtime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append)
+    one = Runtime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append, warn=said.append)
     one.begin_run(20)
     for transformer in "aabb":
         assert not one.layer_codecs("attn", transformer, 0, SHARE, transformer).compact

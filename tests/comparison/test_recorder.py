@@ -105,7 +105,7 @@ def test_the_last_video_is_kept_as_it_moves(watched: recorder.Recorder, tmp_path
     [
         (None, None, None, None, None, "stock xDiT"),
         ("exact", None, None, None, None, "mode exact"),
-        ("balanced", None, None, "no axis is slow", 0.0, "no axis is slow"),
+        ("balanced", None, None, "no slow axis", 0.0, "no slow axis"),
         ("balanced", (20, 100), None, None, 0.2, None),
         ("balanced", (0, 0), "K is odd", None, 0.0, "K is odd"),
         ("balanced", (0, 0), None, None, 0.0, "no run was seen; declare its runs"),

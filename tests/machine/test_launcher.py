@@ -90,7 +90,7 @@ def test_tiles(hierarchy: str | None, device: str, tiles: int) -> None:
         (16, 8, "", "node=2,gpu=8"),
         (8, 8, "", "flat"),
         (4, 2, "", "node=2,gpu=2"),
-        (4, 1, "", "flat"),
+        (4, 1, "", "node=4"),
         (8, 6, "", "flat"),  # groups would straddle nodes unevenly
         (4, 6, "", "flat"),  # the second group would lie on two nodes, the first on one
         (3, 12, PVC, "flat"),  # an odd group cannot be made of tile pairs
@@ -101,6 +101,11 @@ def test_detect(degree: int, local: int, device: str, expected: str) -> None:
     topology = detect(degree, {"LOCAL_WORLD_SIZE": str(local)}, device)
     assert str(topology) == expected
     assert topology.size == degree
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [("1", "flat"), ("2", "flat"), ("4", "node=4"), ("5", "node=4")])
+def test_a_job_of_slurm_says_how_many_nodes_there_are_at_most(nodes: str, expected: str) -> None:
+    assert str(detect(4, {"SLURM_TASKS_PER_NODE": f"1(x{nodes})", "SLURM_NNODES": nodes})) == expected
 
 
 def test_detect_without_a_launcher_is_flat() -> None:

@@ -18,7 +18,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.measuring import choice, plan_trial, planned, stopwatch
 from xfuser_cocodiff.measuring.findings import Findings
-from xfuser_cocodiff.settings.config import CocoDiffConfig
+from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 
 CPU = torch.device("cpu")
 # A collective costs next to nothing to start and each message a lot, so that small messages go by axis.
@@ -185,7 +185,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
     """Slow axes where each half of the ranks has found another profile, as beside a ring."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
-    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced")
+    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=MEASURED)
 
     def largest(values: list[float]) -> list[float]:
         everybody = torch.tensor(values)

@@ -105,7 +105,7 @@ def run_once(
 
         usp._get_attention_function = odd_by_heads(usp._get_attention_function)
     expected, cache = step(), Path(folder) if rank == 0 else None
-    slow = ("node",) if mode != "exact" else None
+    slow = ("node",) if mode != "exact" else ()
     config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
     tried, probed = [], []
     with (

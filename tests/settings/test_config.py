@@ -1,12 +1,15 @@
 """Flags and variables become settings, or an error that names them."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.profile import AxisLink, Profile
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap, resolve
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap, resolve, slow_axes
 from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 
@@ -65,6 +68,52 @@ def test_errors_name_option_value_and_what_is_valid(values: dict, environment: d
         resolve({"use_cocodiff": True, **values}, environment, Ranks(4, FLAT))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ring", "virtual", "given", "expected"),
+    [
+        ("node=2,gpu=2", None, False, None, ("node",)),
+        ("node=2", None, False, None, ("node",)),
+        ("node=1,gpu=4", None, False, None, ()),
+        ("gpu=2,tile=2", None, False, None, ()),
+        ("gpu=4", "node=2", False, None, ("node",)),
+        ("node=2,gpu=2", None, False, "gpu", ("gpu",)),
+        ("node=2,gpu=2", None, False, "auto", ("auto",)),
+        ("gpu=4", "node=2", False, "node, gpu", ("node", "gpu")),
+        ("gpu=4", None, True, None, ("gpu",)),
+        ("node=2,gpu=3,tile=2", None, True, None, ("node", "gpu")),
+        ("node=2,gpu=1", None, True, None, ("node",)),
+    ],
+)
+def test_slow_axes_go_by_topology_and_flags(
+    topology: str, ring: str | None, virtual: bool, given: str | None, expected: tuple[str, ...]
+) -> None:
+    parsed, around = Topology.parse(topology), Topology.parse(ring) if ring else None
+    assert slow_axes(given or "", parsed, around, virtual) == expected
+
+
+def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -> None:
+    """Its slow axis is 'gpu', against the rule."""
+    links = (AxisLink("node", 0.0, 1e12), AxisLink("gpu", 0.0, 1.0))
+    topology = Topology.parse("2x2")
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"profile": Profile(topology, links, 0.0, 1e12, 1e12).to_json()}))
+    for virtual, ranks in ((None, Ranks(4, topology)), ("2x2", Ranks(1, Topology.flat(1)))):
+        values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_profile": str(file)}
+        values |= {"cocodiff_virtual": virtual}
+        assert resolve(values, {}, ranks).slow_axes == ("node",)
+        assert resolve(values | {"cocodiff_slow_axes": "auto"}, {}, ranks).slow_axes == ("auto",)
+    alone = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_slow_axes": "auto"}
+    with pytest.raises(ValueError, match=r"--cocodiff_slow_axes: 'auto' is not valid: .* needs --cocodiff_profile"):
+        resolve(alone, {}, Ranks(1, Topology.flat(1)))
+
+
+def test_the_usual_mode_is_lossy_only_across_nodes_of_the_topology() -> None:
+    ranks = Ranks(4, Topology.parse("2x2"))
+    assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
+    assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
+    assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, Ranks(4, FLAT)).mode == "exact"
 
 
 def test_settings_are_frozen_and_checked() -> None:

@@ -82,7 +82,7 @@ def warned(rank: int) -> list[str]:
     from xfuser_cocodiff.xdit.door import flags
 
     said: list[str] = []
-    flags.note = said.append
+    flags.warn = said.append
     os.environ["COCODIFF_MODES"] = "fast"
     xFuserArgs(model="tiny", cocodiff_a2a="flat").create_config()
     return said

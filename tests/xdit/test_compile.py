@@ -30,7 +30,7 @@ def config_of(
     topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
     sizes = list(topology.shape)
     known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
-    slow = ("node",) if mode != "exact" else None
+    slow = ("node",) if mode != "exact" else ()
     fixed = plan and Plan.parse(plan, topology)
     overlap = Overlap(groups and True, groups)
     return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow, overlap=overlap)
@@ -284,7 +284,7 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     expected, figures = [], []
     for mode in (None, "exact", "balanced"):
         if mode:
-            run.by(mode, topology, slow_axes=("node",) if mode == "balanced" else None, overlap=Overlap(v_first=True))
+            run.by(mode, topology, slow_axes=("node",) if mode == "balanced" else (), overlap=Overlap(v_first=True))
         torch._dynamo.reset()
         counters.clear()
         run.runner.model.pipe.transformer.compile(backend="aot_eager")

@@ -91,7 +91,8 @@ class Runtime:
         agreed: given numbers, the largest of all ranks for each.
         virtual: the ranks that this one stands for, in the place of slow axes.
         budget: bytes that references may take on each rank.
-        say: tells the user.
+        say: tells the user what is normal.
+        warn: tells the user what to act on.
         ring_way: the slow axes of a ring, if there are any.
     """
 
@@ -105,10 +106,11 @@ class Runtime:
         virtual: VirtualRanks | None = None,
         budget: int | None = None,
         say: Callable[[str], None] = lambda message: None,
+        warn: Callable[[str], None] = lambda message: None,
         ring_way: SlowWay | None = None,
     ) -> None:
         self.virtual = virtual
-        self._budget, self._say = Budget(budget), say
+        self._budget, self._say, self._warn = Budget(budget), say, warn
         self._said: set[str] = set()
         """What need not be said again."""
         self._told = 0
@@ -320,7 +322,7 @@ class Runtime:
             self._told = len(self._states)
         if not report.was_refresh and report.sent_bytes and report.exact_layers < len(self._states):
             expected = "as you changed it" if self._changes else modes.quality(self.mode, self.total)
-            self._say_once(f"mode {self.mode} codes by {self.schedule} ({expected})")
+            self._once(self._say, f"mode {self.mode} codes by {self.schedule} ({expected})")
 
     def _tell_references(self) -> None:
         wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
@@ -329,12 +331,13 @@ class Runtime:
         bound = "; --cocodiff_memory_budget sets a bound" if self._budget.limit is None else ""
         layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
         guided = f" in {branches} branches of guidance" if branches > 1 else ""
-        self._say_once(
+        self._once(
+            self._say,
             f"references of {layers} layers{guided} take {full / GIB:.3g} GiB per rank, "
-            f"{compact / GIB:.3g} in 8 bits{kept}{bound}"
+            f"{compact / GIB:.3g} in 8 bits{kept}{bound}",
         )
         if exact := sum(state.is_exact for state in wanting):
-            self._say(  # in every run
+            self._warn(  # in every run
                 f"{exact} of {len(wanting)} layers travel exactly: in {self._budget.limit / GIB:.3g} GiB there is no "
                 "room for their references"
             )
@@ -344,12 +347,12 @@ class Runtime:
         for name in self.schedule.unmatched(layers):
             begins = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
             near = difflib.get_close_matches(name, sorted(begins), 3, 0.0)
-            self._say_once(f"exact={name} names no layer; near are {', '.join(near)}")
+            self._once(self._warn, f"exact={name} names no layer; near are {', '.join(near)}")
 
-    def _say_once(self, message: str) -> None:
+    def _once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            self._say(message)
+            say(message)
 
     @property
     def expected_bytes(self) -> int:

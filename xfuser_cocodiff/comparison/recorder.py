@@ -37,7 +37,7 @@ from xfuser_cocodiff.comparison.tracer import Tracer
 from xfuser_cocodiff.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
 from xfuser_cocodiff.xdit.clock import stock_traffic
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 
@@ -121,7 +121,7 @@ class Recorder:
             self._tracer.stop()
         if self.latents is None:
             if self.runs and self.runs[-1]["steps"] and "latents_sha256" not in self.runs[-1]:
-                note(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
+                warn(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
             return
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()

@@ -118,4 +118,7 @@ def detect(degree: int, environment: Mapping[str, str], device_name: str = "") -
         tiles = 1
     sizes = {"node": degree // inside, "gpu": inside // tiles, "tile": tiles}
     named = {name: size for name, size in sizes.items() if size > 1}
-    return Topology.named(**named) if len(named) > 1 else Topology.flat(degree)
+    # Variables of a SLURM job stand in processes too that something else has started inside of it.
+    if named.get("node", 1) > int(environment.get("SLURM_NNODES") or degree):
+        return Topology.flat(degree)
+    return Topology.named(**named) if len(named) > 1 or "node" in named else Topology.flat(degree)

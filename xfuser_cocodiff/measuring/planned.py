@@ -20,7 +20,7 @@ from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring.choice import SIZES, Plans
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.probe import ROUNDS, Probe
-from xfuser_cocodiff.settings.config import CocoDiffConfig
+from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT
 
 _TENSORS = 3
@@ -125,7 +125,7 @@ def planned_mesh(
     mesh = replace(mesh, policy=replace(mesh.policy, ahead=ahead, traced_ahead=traced_ahead))
     way = None
     if config.mode != EXACT and moves:
-        slow = _slow_axes(profile, largest) if config.slow_axes is None else config.slow_axes
+        slow = _slow_axes(profile, largest) if config.slow_axes == MEASURED else config.slow_axes
         way = SlowWay.over(group, mesh, slow, lambda group, topology: choosing(over(group, topology)))
         way = way and replace(way, goes_at_once=functools.partial(_goes_at_once, mesh, slow))
     return Planned(mesh, way, probe, known, config.synchronous)
@@ -141,7 +141,7 @@ def _goes_at_once(mesh: Mesh, slow_axes: Sequence[str], message_bytes: int) -> b
 
 def _begun(probe: Probe, config: CocoDiffConfig, at_once: bool) -> Probe:
     """A probe that has measured what must be known now: for slow axes, speeds."""
-    needs_slow_axes = config.mode != EXACT and config.slow_axes is None
+    needs_slow_axes = config.mode != EXACT and config.slow_axes == MEASURED
     while probe.missing and (at_once or (needs_slow_axes and probe.profile is None)):
         probe.go_on()
     return probe
@@ -169,7 +169,7 @@ def _gather(plans: Plans, device: torch.device, block_bytes: int) -> Plan | None
 
 def _asks(config: CocoDiffConfig) -> bool:
     """Whether settings leave something to what is known of the links."""
-    return config.plan is None or (config.mode != EXACT and config.slow_axes is None)
+    return config.plan is None or (config.mode != EXACT and config.slow_axes == MEASURED)
 
 
 def _slow_axes(profile: Profile, largest: Callable[[list[float]], list[float]]) -> list[str]:

@@ -13,11 +13,13 @@ from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
-from xfuser_cocodiff.machine.topology import FLAT, Topology
+from xfuser_cocodiff.machine.topology import AXIS_NAMES, FLAT, Topology
 from xfuser_cocodiff.settings.options import ACROSS_NODES, AUTO, EXACT, MODES, OFF, OPTIONS, OVERLAPS, Option
 from xfuser_cocodiff.settings.placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
 
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
+MEASURED = (AUTO,)
+"""Slow axes that are those along which a rank sends slowly: all ranks agree on them once links are known."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -72,8 +74,8 @@ class CocoDiffConfig:
     schedule: str | None = None
     """Changes to the mode's schedule."""
 
-    slow_axes: tuple[str, ...] | None = None
-    """Axes on which the mode may approximate; None leaves it to the profile."""
+    slow_axes: tuple[str, ...] = ()
+    """Axes on which the mode may approximate, of topology and flags alone; MEASURED leaves them to the probe."""
 
     virtual: Topology | None = None
     """Of ranks that one rank stands for."""
@@ -134,8 +136,16 @@ def resolve(
     virtual, is_ring = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.whole)) or (None, False)
     ground = _ground(chosen, ranks, links)
     topology = ground.topology
+    slow = _read(
+        (chosen["cocodiff_slow_axes"][0] or "", chosen["cocodiff_slow_axes"][1]),
+        lambda text: slow_axes(text, virtual or topology, None if virtual else ground.ring_topology, bool(virtual)),
+    )
+    if virtual and slow == MEASURED and not chosen["cocodiff_profile"][0]:
+        source = chosen["cocodiff_slow_axes"][1]
+        raise ValueError(f"{source}: {AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
     is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
-    mode = mode or (ACROSS_NODES if virtual or is_tuned else usual_mode(ranks.detected_whole or ranks.detected))
+    across = has_nodes(ranks.detected_whole or ranks.detected) and slow
+    mode = mode or (ACROSS_NODES if virtual or is_tuned or across else EXACT)
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -156,9 +166,7 @@ def resolve(
         overlap=overlap,
         mode=mode,
         schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
-        slow_axes=_read(
-            chosen["cocodiff_slow_axes"], lambda text: _axes(text, virtual or topology, ground.ring_topology)
-        ),
+        slow_axes=slow,
         virtual=virtual,
         virtual_ring=is_ring,
         max_error=_read(chosen["cocodiff_max_error"], _error),
@@ -264,11 +272,31 @@ def virtual_ranks(text: str) -> tuple[Topology, bool]:
 _RING = "ring:"
 
 
-def _axes(text: str, topology: Topology, ring: Topology | None) -> tuple[str, ...]:
-    found, around = tuple(name.strip() for name in text.split(",")), f" and of its rings, {ring}," if ring else ""
-    known = dict.fromkeys(axis.name for each in (topology, ring) if each for axis in each.axes)
+def slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: bool = False) -> tuple[str, ...]:
+    """Return the axes on which a mode may approximate: by default those between nodes, of virtual ranks all but the
+    innermost one that has several places.
+
+    Args:
+        text: what the user gave: names, 'auto', or nothing.
+        topology: of a Ulysses group, or of virtual ranks.
+        ring: of a ring, if there is one.
+        is_virtual: whether ranks are virtual.
+
+    Raises:
+        ValueError: a name that neither topology has.
+    """
+    axes = [axis for each in (topology, ring) if each for axis in each.axes]
+    moving = tuple(dict.fromkeys(axis.name for axis in axes if axis.size > 1))
+    if not text:
+        return (moving[:-1] or moving) if is_virtual else tuple(name for name in moving if name == AXIS_NAMES[0])
+    if text == AUTO:
+        return MEASURED
+    found, known = tuple(name.strip() for name in text.split(",")), dict.fromkeys(axis.name for axis in axes)
     if not set(found) <= set(known):
-        raise ValueError(f"{text!r} is not valid; the axes of the topology {topology}{around} are {', '.join(known)}")
+        around = f" and of its rings, {ring}," if ring else ""
+        raise ValueError(
+            f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{around} {', '.join(known)}"
+        )
     return found
 
 

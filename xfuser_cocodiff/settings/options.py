@@ -111,7 +111,8 @@ OPTIONS = (
         "cocodiff_slow_axes",
         "COCODIFF_SLOW_AXES",
         None,
-        "Axes on which a mode may approximate, such as 'node,gpu'; those that the profile finds slow when not given.",
+        f"Axes on which a mode may approximate, such as 'node,gpu', or {AUTO!r}: those that are measured as "
+        "slow. The axis 'node' when not given.",
     ),
     Option(
         "cocodiff_virtual",

@@ -194,7 +194,7 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, str]) -> lis
     group, transformer, step = start(rank, depth=3)
     events: list[str] = []
     expected = step()
-    config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else None)
+    config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else ())
     engine = starting.engine_over(group, config, at_once=False)
     world.use(engine)
     engine.runs.begin(20)

@@ -194,7 +194,7 @@ def nodes_that_differ(rank: int, choice: str) -> str:
     from xfuser_cocodiff.xdit.door import flags
 
     warnings: list[str] = []
-    flags.note = warnings.append
+    flags.warn = warnings.append
     flags.platform.compute_device = lambda: argparse.Namespace(type="cuda")
     kernels._can_build = lambda: rank != 1
     config = flags.settings({"use_cocodiff": True, "cocodiff_kernels": choice}, 2)
@@ -300,7 +300,8 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     # xDiT refuses ring attention with every backend that a CPU has; which groups there are is another matter.
     RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
     init_distributed_environment(rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    for _ in range(2):  # a second model in the same process says nothing new
+    logging.getLogger("xfuser_cocodiff").setLevel(logging.INFO)
+    for _ in range(2):  # what is true of a second engine in the same process is said again
         config = xFuserArgs(model="tiny", use_cocodiff=True, **values).create_config()[0]
         vars(config.runtime_config).update(engine)
         transformer = torch.nn.Identity()
@@ -311,41 +312,76 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     return str(mesh.topology) if mesh else "stock", warnings
 
 
+LOSSLESS, NO_SLOW_AXIS = "lossless: the run has stock's bits", "mode 'fast' has no effect and the run is lossless"
+
+
 @pytest.mark.parametrize(
-    ("world", "values", "engine", "expected", "warning"),
+    ("world", "values", "engine", "expected", "words"),
     [
-        (1, {}, {}, "stock", "--ulysses_degree 1: there is nothing to move"),
-        (2, {"ulysses_degree": 2}, {}, "flat", None),
-        (4, {"ulysses_degree": 4, "cocodiff_topology": "2x2"}, {}, "node=2,gpu=2", None),
-        (4, {"ulysses_degree": 2, "pipefusion_parallel_degree": 2}, {}, "flat", None),
+        (1, {}, {}, "stock", ["no effect with --ulysses_degree 1"]),
+        (2, {}, {}, "flat", ["on: topology flat, plan auto", LOSSLESS]),
+        (
+            4,
+            {"cocodiff_topology": "2x2", "cocodiff_a2a": "flat"},
+            {},
+            "node=2,gpu=2",
+            ["on: topology node=2,gpu=2, plan flat"],
+        ),
+        (
+            2,
+            {"cocodiff_topology": "node=2", "cocodiff_mode": "fast"},
+            {},
+            "node=2",
+            ["lossy: mode 'fast' approximates what crosses node (topology node=2)", "--cocodiff_mode exact"],
+        ),
+        (2, {"cocodiff_mode": "fast"}, {}, "flat", ["no slow axis in the topology flat", NO_SLOW_AXIS]),
+        (
+            4,
+            {"ring_degree": 2, "cocodiff_topology": "2x2", "cocodiff_mode": "fast"},
+            {},
+            "gpu=2",
+            ["lossy: mode 'fast' approximates what crosses node of the ring (topology gpu=2, ring outer node=2)"],
+        ),
+        (1, {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}, {}, "stock", ["what crosses node (virtual ranks"]),
+        (4, {"pipefusion_parallel_degree": 2}, {}, "flat", [LOSSLESS]),
+        (2, {}, {"use_fp8_comms": True}, "flat", [LOSSLESS]),
+        (2, {}, {"use_spargeattn_head_balance": True}, "flat", [LOSSLESS]),
+    ],
+)
+def test_the_start_says_once_per_engine_what_is_on(
+    world: int, values: dict, engine: dict, expected: str, words: list[str]
+) -> None:
+    degree = world // values.get("ring_degree", 1) // values.get("pipefusion_parallel_degree", 1)
+    results = ranks.run(state_after, world, {"ulysses_degree": degree, **values}, engine)
+    assert [mesh for mesh, _ in results] == [expected] * world
+    one, two = results[0][1]
+    assert one == two
+    for word in words:
+        assert word in one
+    assert all(said == [] for _, said in results[1:])  # one rank speaks for all
+
+
+@pytest.mark.parametrize(
+    ("world", "values", "engine", "words"),
+    [
         (
             4,
             {"ulysses_degree": 2, "pipefusion_parallel_degree": 2, "cocodiff_mode": "fast"},
             {},
-            "flat",
-            "PipeFusion gives a layer patch after patch",
+            ["with PipeFusion mode 'fast' has no effect"],
         ),
-        (2, {"ulysses_degree": 2}, {"use_fp8_comms": True}, "flat", None),
-        (2, {"ulysses_degree": 2}, {"use_spargeattn_head_balance": True}, "flat", None),
+        (
+            1,
+            {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"},
+            {"use_torch_compile": True},
+            ["virtual ranks are lossless in compiled graphs"],
+        ),
     ],
 )
-def test_combinations_say_at_most_once_what_they_leave_out(
-    world: int, values: dict, engine: dict, expected: str, warning: str | None
-) -> None:
-    results = ranks.run(state_after, world, values, engine)
-    assert [mesh for mesh, _ in results] == [expected] * world
-    first = results[0][1]
-    assert len(first) == (1 if warning else 0)
-    assert warning is None or warning in first[0]
-    assert all(said == [] for _, said in results[1:])  # one rank speaks for all
-
-
-def test_a_rank_that_stands_for_others_says_that_graphs_are_left_out() -> None:
-    values = {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}
-    for engine, expected in (({"use_torch_compile": True}, True), ({}, False)):
-        [(mesh, said)] = ranks.run(state_after, 1, values, engine)
-        assert mesh == "stock"
-        assert any("approximates nothing in graphs" in line for line in said) == expected, said
+def test_combinations_say_what_they_leave_out(world: int, values: dict, engine: dict, words: list[str]) -> None:
+    said = ranks.run(state_after, world, values, engine)[0][1]
+    for word in words:
+        assert [word in line for line in said].count(True) == 2
 
 
 def test_groups_beside_data_cfg_and_ring_parallelism() -> None:

@@ -42,7 +42,7 @@ def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
         engine = engines.Engine(mesh=Mesh.over(group, Topology.flat(2)), model=model)
         world.use(engine)
         engine.runs.begin(3)
-        with mock.patch.object(text, "tell", notes.append):
+        with mock.patch.object(text, "info", notes.append):
             for _ in range(2):
                 step()
                 engine.runs.end_step()

@@ -183,7 +183,7 @@ def test_legacy_packages_are_imported_when_the_platform_is_found(
 
     monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(platform.importlib, "import_module", import_module)
-    monkeypatch.setattr(platform, "note", notes.append)
+    monkeypatch.setattr(platform, "warn", notes.append)
     assert platform.detect().device_type == "xpu"
     assert imported == ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]
     assert len(notes) == (2 if error else 0)

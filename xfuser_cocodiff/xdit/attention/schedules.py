@@ -12,7 +12,7 @@ from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.xdit.engine.engine import Engine
 from xfuser_cocodiff.xdit.layers.kind import Kind
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.platform.platform import compute_device
 
 
@@ -109,14 +109,14 @@ def _trial(engine: Engine, kind: Kind, counts: list[int], ahead: Callable[[], bo
     has_mlp = kind.has_parallel_mlp and None in (wanted.v_first, wanted.head_groups)
     if engine.runtime:
         if wanted.head_groups not in (None, 1):
-            note("heads stay in one group: in modes that approximate, references belong to whole tensors")
+            warn("heads stay in one group: in modes that approximate, references belong to whole tensors")
         counts = [1]
     elif wanted.head_groups is None:
         counts = [1, *counts]
     elif wanted.head_groups in (1, *counts):
         counts = [wanted.head_groups]
     else:
-        note(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
+        warn(f"heads stay in one group: {wanted.head_groups} groups do not divide them, or would change bits")
         counts = [1]
     schedules = [Schedule(v_first, count) for count in counts]
     if wanted.v_first is None and v_first:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, padded_heads
 from xfuser_cocodiff.xdit.engine.engine import active
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import info
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _FLUX, _WRAPPER = "xfuser.model_executor.models.transformers.transformer_flux", "xFuserFlux1Transformer2DWrapper"
@@ -57,7 +57,7 @@ def _with_any_heads(original: Callable) -> Callable:
             original(self, pipeline, parallel_config)
             return
         most = -(-heads // degree)
-        note(f"{heads} heads on {degree} ranks: some attend with {most}, and as many as {most * degree} travel")
+        info(f"{heads} heads are not divisible by {degree} ranks: zero-padded to {most * degree}")
 
     return _check_model_and_parallel_config
 

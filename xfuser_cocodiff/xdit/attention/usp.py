@@ -21,7 +21,7 @@ from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.uneven import can_pad, evened, without_padding
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device
 
@@ -142,7 +142,7 @@ def _possible(
             same &= comparing.same[groups]
         same = bool(active().reduced([float(same)], "min")[0])
     if not same:
-        note(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")
+        warn(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")
     return groups if same else 1
 
 

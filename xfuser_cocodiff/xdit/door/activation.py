@@ -13,7 +13,7 @@ from xfuser_cocodiff.xdit.attention import long_context, outputs, ring_attention
 from xfuser_cocodiff.xdit.clock import run_clock
 from xfuser_cocodiff.xdit.door import flags, ray_workers, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platform import platform
 
@@ -39,7 +39,7 @@ def install(listeners: Sequence[run_clock.Listener] = (), rows: Sequence[Patch] 
         clock = run_clock.Clock(listeners)
         patch_set = PatchSet([*table(clock), *rows], PACKAGE)
         if reason := obstacle(patch_set):
-            note(f"xDiT stays as it is: {reason}")
+            warn(f"xDiT stays as it is: {reason}")
             return False
         patch_set.install()
         _installed, _clock = patch_set, clock

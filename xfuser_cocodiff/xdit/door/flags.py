@@ -23,7 +23,7 @@ from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 from xfuser_cocodiff.xdit.door.agreement import agree, by_rank, meet, refuse
 from xfuser_cocodiff.xdit.engine import machine
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform import platform
 
@@ -138,14 +138,14 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: 
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
     proposals = agree(lambda: _as_json(mine(), device_type))
     if _only_detection_differs(proposals):
-        note("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
+        warn("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
         mine = functools.partial(mine, Topology.flat)
         proposals = agree(lambda: _as_json(mine(), device_type))
     config = mine()
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
         without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
         best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
-        note(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
+        warn(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):
@@ -154,9 +154,9 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: 
         try:
             config = replace(mine(links=links), kernels=config.kernels)
         except ValueError as error:  # such as a plan for other axes; on all ranks alike
-            note(f"the ring stays as xDiT has it, although its links would have it otherwise: {error}")
+            warn(f"the ring stays as xDiT has it, although its links would have it otherwise: {error}")
     for warning in effect.warnings(values, os.environ, config, ring_degree):
-        note(warning)
+        warn(warning)
     return config
 
 
@@ -172,9 +172,9 @@ def _found(config: CocoDiffConfig) -> Profile | None:
 
 def _only_detection_differs(proposals: list[dict]) -> bool:
     # A plan in words reads differently on another topology, so only whether one was given can be compared; where no
-    # mode is given, it goes by the topology; and kernels are another matter.
+    # mode and no slow axes are given, these go by the topology; and kernels are another matter.
     machine = ("topology", "ring_topology", "undecided")
-    hidden = dict.fromkeys((*machine, "mode", "kernels"), "")
+    hidden = dict.fromkeys((*machine, "mode", "slow_axes", "kernels"), "")
     known = [{**one, **hidden, "plan": one["plan"] is not None} for one in proposals]
     same_machine = len({tuple(proposal[name] for name in machine) for proposal in proposals}) <= 1
     return not same_machine and known[0]["detected"] and all(other == known[0] for other in known)
@@ -214,7 +214,7 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
         **{name: getattr(config, name) for name in _PLAIN},
         **vars(config.overlap),
-        "slow_axes": config.slow_axes and ",".join(config.slow_axes),
+        "slow_axes": ",".join(config.slow_axes),
         "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
         "kernels": kernels.resolved(config.kernels, device_type),  # which a node may not be able to build
         "any_kernels": config.kernels == kernels.AUTO,

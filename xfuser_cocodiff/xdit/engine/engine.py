@@ -35,7 +35,7 @@ from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
 
 
@@ -142,7 +142,7 @@ class Engine:
                 if known:
                     known.keep()
         except OSError as error:
-            note(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+            warn(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
 
     def _joined(self) -> Findings | None:
         """What is known of all ranks, once it is of the Ulysses groups and of the rings."""

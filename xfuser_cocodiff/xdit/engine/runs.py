@@ -13,7 +13,7 @@ from typing import Any
 from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.xdit.engine.moment import Moment, UnclearError
 from xfuser_cocodiff.xdit.layers.root import Root
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 
 MAX_BRANCHES = 16
 """Calls of a transformer in one step; more of them mean that steps are not seen."""
@@ -184,7 +184,7 @@ class Runs:
         """The rest of the run that is encoded travels exactly."""
         if not run.lost:
             self._why, run.lost = why, True
-            note(f"a run travels exactly from here on: {why}")
+            warn(f"a run travels exactly from here on: {why}")
             self._runtime().end_run()
 
     def _take_back(self, run: Run) -> None:
@@ -201,7 +201,7 @@ class Runs:
         owner.roots.add(root)
         if owner is not newest:
             self._why = _NESTED
-            note(_NESTED)
+            warn(_NESTED)
             return None
         if self._current is not newest:  # a newer one is over
             self._code(newest)
@@ -250,7 +250,7 @@ class Runs:
         return self._current
 
     def _warn(self, runtime: Runtime) -> None:
-        note(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
+        warn(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
 
 
 class _Shown:

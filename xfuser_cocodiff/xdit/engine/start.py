@@ -18,15 +18,18 @@ from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned, planned_mesh
-from xfuser_cocodiff.settings.config import CocoDiffConfig
-from xfuser_cocodiff.settings.options import EXACT
+from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
+from xfuser_cocodiff.settings.options import AUTO, EXACT
 from xfuser_cocodiff.xdit.engine import machine, ring
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
-from xfuser_cocodiff.xdit.patching.log import note, tell
+from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device
 
-_NO_SLOW_AXIS = "--cocodiff_mode {}: no axis is slow, so everything travels exactly; see --cocodiff_slow_axes"
+_NO_SLOW_AXIS = (
+    "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
+    "--cocodiff_slow_axes"
+)
 
 
 def patches() -> list[Patch]:
@@ -49,6 +52,7 @@ def _with_engine(original: Callable) -> Callable:
         original(pipeline, engine_config)
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
+        begin_engine()
         if engine_config is not None and _RUNTIME is not None:
             _RUNTIME.cocodiff = started(pipeline, engine_config)
             _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
@@ -65,33 +69,29 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         return Engine()
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
-            note("--use_torch_compile: a rank that stands for others approximates nothing in graphs")
+            warn("--use_torch_compile: virtual ranks are lossless in compiled graphs")
         runtime = _virtual_runtime(config)
         if runtime:
             _lead_through_usp(pipeline)
-        return Engine(config, runtime=runtime, exact_because=None if runtime else _NO_SLOW_AXIS.format(config.mode))
+        lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
+        return Engine(config, runtime=runtime, exact_because=None if runtime else lossless)
     if parallel.sp_degree == 1:
-        note("--use_cocodiff with --ulysses_degree 1: there is nothing to move")
+        warn("--use_cocodiff has no effect with --ulysses_degree 1")
         return Engine(config)
     from yunchang.globals import PROCESS_GROUP
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
     if around and ring.found(group, parallel.ring_degree) != config.ring:
-        note(f"groups were made before --cocodiff_ring {config.ring} was known, so this run keeps stock's all-to-all")
+        warn(f"--cocodiff_ring {config.ring} came after groups were made, so the run keeps stock's all-to-all")
         return Engine(config)
-    if parallel.ring_degree > 1:
-        is_found = config.undecided and config.cache
-        hint = "; once their links are known, later runs go by these" if is_found else ""
-        parts = f"each Ulysses group has the topology {config.topology}, each ring {config.ring_topology}"
-        note(f"--cocodiff_ring {config.ring}: {parts}{hint}")
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
     at_once = devices.of(compute_device().type).queues
     if around and engine_config.runtime_config.use_torch_compile:
-        note("--use_torch_compile: the ring is xDiT's, and its K and V travel as they are")
+        info("--use_torch_compile: ring attention is xDiT's, and lossless")
     if parallel.pp_degree > 1 and config.mode != EXACT:
         engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once, around=around)
-        engine.exact_because = f"PipeFusion gives a layer patch after patch, so that mode {config.mode} changes nothing"
-        note(engine.exact_because)
+        engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
+        warn(engine.exact_because)
         return engine
     return engine_over(group, config, at_once=at_once, around=around)
 
@@ -166,26 +166,29 @@ def _of_the_world(config: CocoDiffConfig) -> Findings:
 
 def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:
     """What a ring goes by, whose exchanges wait for those of the Ulysses group as these do for each other."""
-    of_ring = replace(config, topology=_ring_topology(config, around), profile=config.ring_profile, plan=None)
+    of_ring = replace(config, topology=_ring_topology(config, around.size()), profile=config.ring_profile, plan=None)
     return _planned(around, of_ring, None, at_once, planned.mesh)
 
 
-def _ring_topology(config: CocoDiffConfig, around: dist.ProcessGroup) -> Topology:
-    return config.ring_topology or Topology.flat(dist.get_world_size(around))
+def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
+    return config.ring_topology or Topology.flat(degree)
 
 
 def _runtime_over(engine: Engine) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
     config, way, ring_way = engine.config, engine.planned.way, engine.ring.way if engine.ring else None
+    around = f", ring {config.ring} {engine.ring.mesh.topology}" if engine.ring else ""
     if config.mode == EXACT:
+        plan = config.plan or AUTO
+        info(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
         return None
     if way is None and ring_way is None:
-        engine.exact_because = _NO_SLOW_AXIS.format(config.mode)
-        note(engine.exact_because)
+        engine.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
+        warn(engine.exact_because)
         return None
     where = [_slow(way, config.topology)] if way else []
     where += [f"{_slow(ring_way, engine.ring.mesh.topology)} of the ring"] if ring_way else []
-    _tell(config, " and ".join(where))
+    _tell(config, f"{' and '.join(where)} (topology {config.topology}{around})")
     return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None, ring_way)
 
 
@@ -210,23 +213,20 @@ def _lead_through_usp(pipeline: Any) -> None:
 
 def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     if config.mode == EXACT:
-        note(f"--cocodiff_virtual with --cocodiff_mode {EXACT}: there is nothing to see")
+        warn(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}")
         return None
-    moving = [axis.name for axis in config.virtual.axes if axis.size > 1]
-    profile = config.profile and config.profile.slow_axes
-    slow = config.slow_axes or profile or (moving[:-1] if len(moving) > 1 else moving)
-    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow))
+    slow = config.profile.slow_axes if config.slow_axes == MEASURED else config.slow_axes
+    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
     if virtual.places == 1:
-        note(_NO_SLOW_AXIS.format(config.mode))
+        warn(_NO_SLOW_AXIS.format(config.virtual, config.mode))
         return None
     kind = "a virtual ring" if config.virtual_ring else "virtual ranks"
-    _tell(config, f"{kind} {config.virtual}, slow axes {', '.join(slow)}")
+    _tell(config, f"{', '.join(slow)} ({kind} {config.virtual})")
     return _runtime(config, None, list, virtual)
 
 
 def _tell(config: CocoDiffConfig, where: str) -> None:
-    """By what it codes, and what to expect, is said when a run has been encoded."""
-    note(f"mode {config.mode} on {where}; --cocodiff_mode {EXACT} equals stock xDiT bit for bit")
+    warn(f"lossy: mode {config.mode!r} approximates what crosses {where}; --cocodiff_mode {EXACT} has stock's bits")
 
 
 def _runtime(
@@ -245,6 +245,7 @@ def _runtime(
         agreed,
         virtual,
         budget=config.memory_budget,
-        say=tell,
+        say=info,
+        warn=warn_again,
         ring_way=ring_way,
     )

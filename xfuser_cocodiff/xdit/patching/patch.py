@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from xfuser_cocodiff.xdit.patching import source
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import warn
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PatchSet:
                     self._apply(row, module)
         except Exception as error:
             self.uninstall()
-            note(f"xDiT stays as it is: {type(error).__name__}: {error}")
+            warn(f"xDiT stays as it is: {type(error).__name__}: {error}")
 
     def is_applied(self, row: Patch) -> bool:
         """Whether a row is applied."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.xdit.patching import source
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import info, warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform import host_clock, long_context, pipefusion, ray_cluster
 
@@ -162,7 +162,7 @@ def _xpu() -> Platform:
 def _shared(device_type: str) -> Platform:
     """Gloo is the one backend that lets several ranks have the same device."""
     platform = Platform(device_type, lambda: dist.Backend.GLOO, {}, torch.accelerator.device_count())
-    note(
+    info(
         f"the ranks of this node share {platform.devices} {device_type} device(s): messages go through the host's "
         "memory and gloo"
     )
@@ -295,7 +295,7 @@ def _import_if_installed(name: str) -> bool:
     try:
         importlib.import_module(name)
     except Exception as error:  # a legacy package that does not fit this PyTorch is as good as absent
-        note(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
+        warn(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
         return False
     return True
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xfuser_cocodiff.xdit.patching import source
-from xfuser_cocodiff.xdit.patching.log import note
+from xfuser_cocodiff.xdit.patching.log import info
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 NUM_GPUS = 64
@@ -31,7 +31,7 @@ def _with_gpus(original: Callable) -> Callable:
             context = original(**{**kwargs, "num_gpus": NUM_GPUS})
         except ValueError:  # a cluster runs here already, which counts its own
             return original(**kwargs)
-        note(f"a Ray of its own is told of {NUM_GPUS} GPUs, which xDiT's workers ask for: they run on the CPU")
+        info(f"a Ray of its own is told of {NUM_GPUS} GPUs, which xDiT's workers ask for: they run on the CPU")
         return context
 
     return init
