@@ -14,7 +14,7 @@ from tests.quick import in_turn, slow_but
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.codec import codecs
+from xfuser_cocodiff.codec import codecs, modes
 from xfuser_cocodiff.codec.codecs import EXACT, Codec, Reference
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, active_for, codec_for
 from xfuser_cocodiff.codec.memory import Share
@@ -30,6 +30,7 @@ from xfuser_cocodiff.machine.topology import FLAT, Topology
 
 BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
 STEPS = 5
+F32 = torch.float32
 
 
 def whole(name: str, step: int) -> torch.Tensor:
@@ -49,8 +50,10 @@ class Pairs:
         self.references: dict = {}
         self.choices: dict = {}
 
-    def get(self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int) -> torch.Tensor:
-        """Values (B, n, s, D) on their way."""
+    def get(
+        self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int, repeated: bool = False
+    ) -> torch.Tensor:
+        """Values (B, n, s, D) on their way, of which all are sent again exactly where that is `repeated`."""
         places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
         if places[0] == places[1]:
             return values
@@ -63,9 +66,11 @@ class Pairs:
             if name in "vo":
                 self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
             chosen = self.choices[name if name == "o" else "v", source, target]
+        if repeated:
+            codec, chosen = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
         codecs.encode(values, reference, codec, chosen, payload)
-        return reference.expected(0.0)[0]
+        return values[0] if codec.is_exact else reference.expected(0.0)[0]
 
 
 def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
@@ -73,12 +78,19 @@ def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
 
 
 def expected_heads(
-    pairs: Pairs, name: str, step: int, target: int, size: int, codec: Codec, tensor: torch.Tensor | None = None
+    pairs: Pairs,
+    name: str,
+    step: int,
+    target: int,
+    size: int,
+    codec: Codec,
+    tensor: torch.Tensor | None = None,
+    repeated: bool = False,
 ) -> torch.Tensor:
     """What a rank gets of Q, K or V: its heads, all tokens."""
     values = cut(whole(name, step) if tensor is None else tensor, 1, size, target)
-    parts = [pairs.get(name, cut(values, 2, size, source), source, target, codec, step) for source in range(size)]
-    return torch.cat(parts, 2)
+    shares = values.chunk(size, 2)
+    return torch.cat([pairs.get(name, share, i, target, codec, step, repeated) for i, share in enumerate(shares)], 2)
 
 
 def expected_sequence(pairs: Pairs, step: int, target: int, size: int, codec: Codec) -> torch.Tensor:
@@ -235,6 +247,39 @@ def test_what_is_not_finite_travels_exactly_and_is_gone_with_its_step(bad: float
     found = ranks.run(spoil, 4, bad, at_once)
     assert found[1] == found[3] == [0, 0, 1, 1, 1]
     assert found[0] == found[2] == (found[1] if at_once else [0, 0, 0, 0, 0])  # at once everybody hears of it
+
+
+def repeat_v(rank: int, bad: set[int], codec: Codec) -> list[int]:
+    """V, which travels before Q and K, has a value that is not finite at some steps; Q and K are sent by its choice."""
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    pairs, wires, sent = Pairs(mesh.topology, ("node",)), {}, []
+    for step in range(STEPS):
+        account, wholes = Account(), {name: whole(name, step) for name in "vqk"}
+        if step in bad:
+            wholes["v"][0, 15, 3, 1] = torch.nan
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=True)
+        v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
+        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        late = send_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
+        for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
+            is_repeated = name == "v" and step in bad
+            wanted = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
+        sent.append(account.sent_bytes)
+    return sent
+
+
+@pytest.mark.parametrize("bad", [{2}, set(range(STEPS))], ids=["once", "always"])
+@pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
+def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Codec) -> None:
+    """Bit for bit, for the bytes of both messages: values that stay as they are not are sent exactly at every step."""
+    shapes, flag, links = [(2, BATCH, HEADS // 4, TOKENS // 4, DIM)] * 3, codecs.aligned(1), 2
+    once = [
+        modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
+    ]
+    again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
+    wanted = [links * (size + flag + again * (step > 0 and step in bad)) for step, size in enumerate(once)]
+    assert ranks.run(repeat_v, 4, bad, codec) == [wanted] * 4
 
 
 def give_up(rank: int, how: str) -> None:

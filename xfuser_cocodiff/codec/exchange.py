@@ -96,10 +96,12 @@ class _Exchange(NamedTuple):
         landings = [self.way.landing(target, ends.places) for target in self.targets]
         for (landing, _), own in zip(landings, near, strict=True):
             kernels.move(landing[ends.here.start : ends.here.stop], own)
+        decoded = [landing for landing, _ in landings], names, layer_codecs, head_group, ends
+        messages.read_choices(received, sent, *decoded)
         if messages.asks_again(received):
             sent = messages.repeated(values, names, layer_codecs, head_group, ends)
             received = self.mesh.lane.run(lambda: carry(sent.message))
-        messages.decode(received, sent, [landing for landing, _ in landings], names, layer_codecs, head_group, ends)
+        messages.decode(received, sent, *decoded)
         for (landing, is_target), target in zip(landings, self.targets, strict=True):
             if not is_target:
                 kernels.move(target, self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))

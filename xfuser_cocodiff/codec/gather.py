@@ -123,11 +123,13 @@ def _decoded(
     values = [tensor[None] for tensor in tensors]
     sent = messages.encoded(values, names, layer_codecs, head_group, giving)
     received = _along(sent.message[0], way.slow)
-    if messages.asks_again(received):
-        sent = messages.repeated(values, names, layer_codecs, head_group, giving)
-        received = _along(sent.message[0], way.slow)
     sizes = [tensor.numel() for tensor in tensors]
     blocks = tensors[0].new_empty(way.places, sum(sizes))
     landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(blocks.split(sizes, 1), tensors, strict=True)]
-    messages.decode(received, sent, landings, names, layer_codecs, head_group, taking)
+    decoded = landings, names, layer_codecs, head_group, taking
+    messages.read_choices(received, sent, *decoded)
+    if messages.asks_again(received):
+        sent = messages.repeated(values, names, layer_codecs, head_group, giving)
+        received = _along(sent.message[0], way.slow)
+    messages.decode(received, sent, *decoded)
     return rows.away(blocks, taking.here)

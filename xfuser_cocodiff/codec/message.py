@@ -100,6 +100,25 @@ def asks_again(received: torch.Tensor) -> bool:
     return not devices.of(received.device.type).queues and bool(received[:, :_FLAG_BYTES].any())
 
 
+def read_choices(
+    received: torch.Tensor,
+    sent: Sent,
+    landings: Sequence[torch.Tensor],
+    names: str,
+    layer_codecs: LayerCodecs,
+    head_group: HeadGroup,
+    ends: Ends,
+) -> None:
+    """Read which tokens other places have chosen, before values are asked for again: Q and K go by V's choice, which
+    the messages of a repeated exchange lack. For arguments see :func:`decode`."""
+    _, rooms = _sections(received, _sizes(landings, names, sent.codecs, ends))
+    for index, (choice, _) in zip(_encoding_order(names), rooms, strict=True):
+        if choice.nbytes:
+            (_, groups, _, tokens, _), codec = landings[index].shape, sent.codecs[index]
+            active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), ends.here)
+            layer_codecs.choices[names[index], head_group].received = active
+
+
 def decode(
     received: torch.Tensor,
     sent: Sent,
@@ -121,16 +140,13 @@ def decode(
         ends: where they come from.
     """
     _, rooms = _sections(received, _sizes(landings, names, sent.codecs, ends))
-    for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
-        name, landing, codec, active = names[index], landings[index], sent.codecs[index], None
-        layer_codecs.wire(name, head_group).under_way = False
-        if codec.chooses and name in codecs.CHOOSING:
-            groups, tokens = landing.shape[1], landing.shape[codecs.TOKENS]
-            active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), ends.here)
-            layer_codecs.choices[name, head_group].received = active
-        elif codec.chooses:
-            active = layer_codecs.choices["v", head_group].received
-        codecs.decode(payload, layer_codecs.wire(name, head_group).received, codec, active, landing, ends.here)
+    for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
+        name, codec, active = names[index], sent.codecs[index], None
+        wire = layer_codecs.wire(name, head_group)
+        wire.under_way = False
+        if codec.chooses:
+            active = layer_codecs.choices[name if name in codecs.CHOOSING else "v", head_group].received
+        codecs.decode(payload, wire.received, codec, active, landings[index], ends.here)
 
 
 def _to_others(values: torch.Tensor, ends: Ends) -> tuple[int, ...]:
