@@ -592,18 +592,38 @@ def test_what_is_known_of_other_values_is_not_read() -> None:
     from xfuser_cocodiff.kernels import compiled
 
     case = Case(torch.float32, None)
-    payload = torch.zeros(3, 1000, dtype=torch.uint8)
+    payload = torch.zeros(3, Codec(2).payload_bytes(case.held.shape, torch.float32), dtype=torch.uint8)
     for known in (
         Known(case.held[:, :, :, :5].contiguous()),
         Known(case.held, case.before.to(torch.bfloat16), torch.zeros(3, dtype=torch.uint8)),
         Known(case.held.transpose(2, 3).contiguous().transpose(2, 3)),
     ):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match="references of"):
             compiled.encode(case.values, known, 2, None, payload, None)
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match="references of"):
             compiled.decode(payload, known, 2, None, case.target, None)
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match="references of"):
             compiled.scores(case.values, known, None)
+
+
+def test_payloads_and_choices_of_another_size_are_refused() -> None:
+    """Nothing is read, or written, beyond them."""
+    from xfuser_cocodiff.kernels import compiled
+
+    case = Case(torch.float32, SECOND)
+    whole, chosen = (Codec(2, share).payload_bytes(case.held.shape, torch.float32) for share in (1.0, 5 / 11))
+    of_others = Active(torch.ones(2, 2, 16, dtype=torch.uint8), 10, 5)
+    for size, active, tells, match in (
+        (chosen, None, False, f"3 places have {whole} bytes"),  # as where a choice is lost
+        (whole, case.active(5), False, f"3 places have {chosen} bytes"),
+        (whole, None, True, f"3 places have {whole + TOLD} bytes"),
+        (chosen, of_others, False, r"a choice among \(2, 2, 10\) tokens, where there are \(2, 2, 11\)"),
+    ):
+        payload = torch.zeros(3, size, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=match):
+            compiled.encode(case.values, case.known(0.5), 2, active, payload, SECOND, tells)
+        with pytest.raises(ValueError, match=match):
+            compiled.decode(payload, case.known(0.5), 2, active, case.target, SECOND, tells)
 
 
 def test_another_default_dtype_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

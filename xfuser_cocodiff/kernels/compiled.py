@@ -30,7 +30,8 @@ def prepare() -> None:
     """Have all of them compiled, or loaded, which takes a while in the first call."""
     for dtype in _KINDS:
         values = torch.zeros(1, 1, 1, 1, 64, dtype=dtype)
-        known, payload = Known(values, values, torch.zeros(1, dtype=torch.uint8)), torch.zeros(1, 64, dtype=torch.uint8)
+        known = Known(values, values, torch.zeros(1, dtype=torch.uint8))
+        payload = torch.zeros(1, quantise.row_bytes(2, 64) + 1, dtype=torch.uint8)
         scores(values, known, None)
         encode(values, known, 2, None, payload, None)
         decode(payload, known, 2, None, torch.empty_like(values), None)
@@ -108,10 +109,11 @@ def decode(
 
 
 def _check(values: torch.Tensor, known: Known, here: range | None) -> None:
-    """That what is known is of these values, and lies as it should: nobody would see it from addresses."""
+    """Check that what is known is of these values: the kernels only see addresses."""
     shape = others(values.shape[0], here), *values.shape[1:]
     for held in (known.held, *([] if known.before is None else [known.before])):
-        assert held.shape == shape and held.dtype == values.dtype and held.is_contiguous(), (held.shape, shape)
+        if held.shape != shape or held.dtype != values.dtype or not held.is_contiguous():
+            raise ValueError(f"references of {tuple(held.shape)} {held.dtype} for values of {shape} {values.dtype}")
 
 
 def _form(
@@ -129,12 +131,20 @@ def _form(
     known = groups, heads, tokens, dim, own.start, len(own), by_place, by_group, by_head, by_token
     if bits is None or payload is None:
         return Form(*known, 1, tokens, 0, 1, 0.0, 0, 0, 0)
-    if payload.stride(-1) != 1:
-        raise ValueError(f"bytes of a payload follow each other; its strides are {payload.stride()}")
     grid, sent = quantise.GRIDS[bits], tokens if active is None else active.count
     together = quantise.tokens_per_row(bits, dim, tokens, active is None)
-    scales_at = groups * heads * sent // together * quantise.row_bytes(bits, together * dim)
-    told_at = payload.shape[1] - TOLD if tells else 0
+    lines = groups * heads * sent // together
+    scales_at = lines * quantise.row_bytes(bits, together * dim)
+    told_at = scales_at + lines if tells else 0
+    size = scales_at + lines + TOLD * tells
+    if payload.stride(-1) != 1 or payload.shape != (places, size):
+        raise ValueError(
+            f"a payload of {tuple(payload.shape)} with strides {payload.stride()}, where {places} places have {size} "
+            "bytes that follow each other"
+        )
+    chosen = places - len(own), groups, tokens
+    if active is not None and active.numbers.shape != chosen:
+        raise ValueError(f"a choice among {tuple(active.numbers.shape)} tokens, where there are {chosen}")
     grid_of = grid.levels, grid.per_byte, grid.width
     return Form(*known, together, sent, *grid_of, payload.stride(0), scales_at, told_at)
 
