@@ -44,7 +44,7 @@ USED = {"use_cocodiff": True}
         (USED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
         (
             USED
-            | {"cocodiff_virtual": "2x2", "cocodiff_a2a": "flat", "cocodiff_timeout": "9", "cocodiff_ring": "auto"},
+            | {"cocodiff_virtual": "2x2", "cocodiff_a2a": "flat", "cocodiff_timeout": "9", "cocodiff_ring": "outer"},
             {"COCODIFF_V_FIRST": "on", "COCODIFF_HEAD_GROUPS": "2", "COCODIFF_TOPOLOGY": "flat"},
             [
                 "COCODIFF_TOPOLOGY, --cocodiff_ring, --cocodiff_a2a, --cocodiff_timeout, COCODIFF_V_FIRST, "

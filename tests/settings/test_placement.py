@@ -1,4 +1,4 @@
-"""Where Ulysses groups and rings lie: the arithmetic against the ranks themselves, and the choice by hand."""
+"""Where Ulysses groups and rings lie: the arithmetic against the ranks themselves, and the choice of a user."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import settings as checked
 from hypothesis import strategies as st
 
-from xfuser_cocodiff.codec import modes
 from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import AxisLink, Profile
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
-from xfuser_cocodiff.settings import placement
 from xfuser_cocodiff.settings.config import resolve
 from xfuser_cocodiff.settings.placement import Ranks, Split
 
@@ -104,20 +102,6 @@ def test_a_gather_of_gloos_is_one_ring() -> None:
     assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "others lay several rings"
 
 
-exact, balanced = None, modes.BALANCED
-
-
-def test_the_choice() -> None:
-    known = profile("4x2", 1e6, FAST)
-    assert placement.choose(known, 4, 2, exact) == "inner"
-    assert placement.choose(known, 2, 4, exact) == "inner"  # a ring on two nodes sends a block to the other one once
-    assert placement.choose(known, 2, 4, balanced) == "inner"
-    two = profile("2x4", 1e6, FAST)
-    assert placement.choose(two, 4, 2, exact) == "outer"
-    assert placement.choose(two, 4, 2, balanced) == "outer"
-    assert placement.choose(profile("3x4", 1e6, FAST), 4, 3, balanced) == "outer"  # strides of 3 straddle nodes
-
-
 WHOLE = Topology.parse("2x4")
 RANKS = Ranks(4, Topology.flat(4), 2, WHOLE)
 
@@ -138,12 +122,14 @@ def test_settings(tmp_path: Path) -> None:
     assert str(found.ring_topology) == "node=2"
     found = settings(tmp_path, None, ring="inner")
     assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
-    found = settings(tmp_path, known)  # the profile decides
+    found = settings(tmp_path, known)
     assert (found.ring, str(found.topology), found.mode) == ("outer", "gpu=4", "balanced")
     assert found.profile.topology == found.topology and found.ring_profile.topology == Topology.parse("node=2")
     alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
     assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "balanced")
     assert alone.ring_topology == WHOLE
+    found = settings(tmp_path, known, mode="exact", ring="inner")
+    assert (found.ring, str(found.topology), str(found.ring_profile.topology)) == ("inner", "node=2,gpu=2", "gpu=2")
     found = settings(tmp_path, known, mode="exact")
     assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
     found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it
@@ -155,7 +141,7 @@ def test_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("known", "values", "words"),
     [
-        (None, {"ring": "across"}, ["--cocodiff_ring", "'across'", "auto, outer, inner"]),
+        (None, {"ring": "across"}, ["--cocodiff_ring", "'across'", "outer, inner"]),
         (None, {"topology": "2x3"}, ["--cocodiff_topology", "2x3", "Ulysses degree is 4"]),
         (profile("2x2x2", 1e6, 1e7, FAST), {}, ["--cocodiff_profile", "node=2,gpu=2,tile=2", "node=2,gpu=4"]),
         (profile("2x4", 1e6, FAST), {"topology": "2x2"}, ["--cocodiff_profile", "node=2,gpu=4", "node=2,gpu=2"]),
@@ -165,29 +151,3 @@ def test_what_does_not_fit(tmp_path: Path, known: Profile | None, values: dict[s
     with pytest.raises(ValueError) as caught:
         settings(tmp_path, known, **values)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_what_was_found_of_links_says_where_the_ring_lies_and_nothing_else() -> None:
-    links, machine = profile("4x2", 1e6, FAST), Topology.parse("4x2")
-    ranks = Ranks(4, machine.neighbouring(4), 2, machine)
-    asked = {"use_cocodiff": True, "cocodiff_mode": "balanced"}
-    unknown = resolve(asked, {}, ranks)
-    assert (unknown.ring, unknown.undecided, unknown.links) == ("outer", machine, None)
-    found = resolve(asked, {}, ranks, links=links)
-    assert (found.ring, str(found.topology), str(found.ring_topology)) == ("inner", "node=4", "gpu=2")
-    assert (found.profile, found.ring_profile, found.links) == (None, None, links)
-    for settled in ({"cocodiff_ring": "outer"}, {"cocodiff_mode": "exact"}, {"cocodiff_topology": "node=2,gpu=2"}):
-        assert resolve({**asked, **settled}, {}, ranks).undecided is None
-
-
-def test_profiles_of_parts_are_joined_by_the_worse() -> None:
-    whole = dataclasses.replace(profile("4x2x2", 1e6, 1e8, FAST), launch_seconds=2.0, overlap=0.5)
-    parts = [whole.along(Topology.parse(text)) for text in ("node=2,gpu=2", "node=2,tile=2")]
-    slower = tuple(dataclasses.replace(link, bytes_per_second=link.bytes_per_second / 2) for link in parts[1].links)
-    parts[1] = dataclasses.replace(parts[1], links=slower, launch_seconds=3.0, overlap=0.25)
-    found = Profile.joined(whole.topology, parts)
-    assert [link.bytes_per_second for link in found.links] == [0.5e6, 1e8, FAST / 2]
-    assert (found.launch_seconds, found.overlap, found.direct) == (3.0, 0.25, None)
-    direct = [dataclasses.replace(part, direct=part) for part in parts]
-    assert Profile.joined(whole.topology, direct).direct == found
-    assert Profile.joined(whole.topology, parts[:1]) is None  # nobody knows tiles

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,57 +61,11 @@ class Profile:
         limit = SLOW_SHARE * self.codec_bytes_per_second
         return tuple(link.name for link in moving if link.bytes_per_second < limit)
 
-    def has(self, topology: Topology) -> bool:
-        """Whether it knows all axes of a topology."""
-        return {axis.name for axis in topology.axes} <= {link.name for link in self.links}
-
     def along(self, topology: Topology) -> "Profile":
         """The profile of some of its axes."""
         links = {axis.name: link for axis, link in zip(self.topology.axes, self.links, strict=True)}
         direct = self.direct and self.direct.along(topology)
         return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes), direct=direct)
-
-    @classmethod
-    def joined(cls, topology: Topology, parts: "Sequence[Profile]") -> "Profile | None":
-        """The profile of axes that were measured apart, as those of Ulysses groups and of rings; the worse figure
-        where several have one. None where nobody knows an axis.
-
-        Args:
-            topology: of all axes.
-            parts: each of some of them.
-        """
-        moving = {
-            axis.name: [
-                link
-                for part in parts
-                for link, measured in zip(part.links, part.topology.axes, strict=True)
-                if measured.name == axis.name and measured.size > 1
-            ]
-            for axis in topology.axes
-            if axis.size > 1
-        }
-        if not all(moving.values()):
-            return None
-        links = tuple(
-            AxisLink(
-                axis.name,
-                max((link.latency_seconds for link in moving.get(axis.name, ())), default=0.0),
-                min((link.bytes_per_second for link in moving.get(axis.name, ())), default=1.0),
-            )
-            for axis in topology.axes
-        )
-        directs = [part.direct for part in parts if part.direct]
-        overlaps = [part.overlap for part in parts if part.overlap is not None]
-        return cls(
-            topology,
-            links,
-            max(part.launch_seconds for part in parts),
-            min(part.copy_bytes_per_second for part in parts),
-            min(part.codec_bytes_per_second for part in parts),
-            max(part.contention for part in parts),
-            cls.joined(topology, directs) if len(directs) == len(parts) else None,
-            min(overlaps) if overlaps else None,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """The profile as JSON values; the inverse of :meth:`from_json`."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,6 @@ class CocoDiffConfig:
 
     ring_profile: Profile | None = None
     """As `profile`, for the links of a ring."""
-
-    undecided: Topology | None = None
-    """Of all ranks that share a sequence, where the ring lies as xDiT's only because nothing is known of their links;
-    else None. In exact mode it stays there: elsewhere bits are others."""
-
-    links: Profile | None = None
-    """What earlier processes have found of all these ranks, if that is where the ring lies by."""
 
     plan: Plan | None = None
     """How the all-to-all runs; None leaves it to the planner."""
@@ -110,7 +103,6 @@ def resolve(
     environment: Mapping[str, str],
     ranks: Ranks,
     device_type: str = "cuda",
-    links: Profile | None = None,
 ) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
 
@@ -119,7 +111,6 @@ def resolve(
         environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
         ranks: those that share a sequence.
         device_type: where this rank's tensors lie, as PyTorch names it.
-        links: what earlier processes have found of all these ranks, for what is :attr:`CocoDiffConfig.undecided`.
 
     Returns:
         The settings, or None when the plugin is not asked for.
@@ -134,7 +125,9 @@ def resolve(
     mode, source = chosen["cocodiff_mode"]
     _check_choice(source, mode or EXACT, MODES)
     virtual, is_ring = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.whole)) or (None, False)
-    ground = _ground(chosen, ranks, links)
+    ring, source = chosen["cocodiff_ring"]
+    _check_choice(source, ring := ring or OUTER, PLACEMENTS)
+    ground = _ground(chosen, ranks, ring, source)
     topology = ground.topology
     slow = _read(
         (chosen["cocodiff_slow_axes"][0] or "", chosen["cocodiff_slow_axes"][1]),
@@ -154,11 +147,9 @@ def resolve(
     return CocoDiffConfig(
         topology=topology,
         plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
-        ring=ground.ring,
+        ring=ring,
         ring_topology=ground.ring_topology,
         ring_profile=ground.ring_profile,
-        undecided=None if mode == EXACT else ground.undecided,
-        links=links,
         profile=ground.profile
         if ground.profile or ground.ring_profile  # which alone is there where the ring is all there is
         else _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
@@ -178,24 +169,10 @@ def resolve(
     )
 
 
-def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks, links: Profile | None) -> Ground:
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks, ring: str, source: str) -> Ground:
     given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
     profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
-    wanted, source = chosen["cocodiff_ring"]
-    _check_choice(source, wanted or AUTO, (AUTO, *PLACEMENTS))
-    mode = chosen["cocodiff_mode"][0]
-    try:
-        ground = settle(
-            ranks,
-            given,
-            None if wanted == AUTO else wanted,
-            profile or links,
-            modes.usual(mode or usual_mode(ranks.detected_whole or ranks.detected), None),
-        )
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-    # What was found says where the ring lies, and what is probed no more; what to go by is the user's to say.
-    return ground if profile else replace(ground, profile=None, ring_profile=None)
+    return _read((ring, source), lambda ring: settle(ranks, given, ring, profile))
 
 
 def _topology(text: str, ranks: Ranks) -> Topology:

@@ -57,10 +57,9 @@ OPTIONS = (
         "cocodiff_ring",
         "COCODIFF_RING",
         None,
-        "Where the ring lies with --ring_degree: outer (xDiT's own: across the machine, Ulysses among neighbouring "
-        "ranks), inner (the other way round), or auto (the default): what a --cocodiff_profile of all ranks finds "
-        "faster, else outer.",
-        (AUTO, *PLACEMENTS),
+        "Where the ring lies with --ring_degree: outer (the default, xDiT's own: across the machine, Ulysses among "
+        "neighbouring ranks) or inner (the other way round). `cocodiff plan --model` says which is faster.",
+        PLACEMENTS,
     ),
     Option(
         "cocodiff_a2a",

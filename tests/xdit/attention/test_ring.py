@@ -1,9 +1,5 @@
 """Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
 
-import json
-import math
-import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +10,10 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from tests.settings.test_placement import profile
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
-from xfuser_cocodiff.codec import modes
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.placement import Split, choose
+from xfuser_cocodiff.settings.placement import Split
 from xfuser_cocodiff.xdit.attention import ring_attention
 
 PLACEMENTS = ("outer", "inner")
@@ -141,18 +135,12 @@ def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tupl
     return members()[0], str(mesh.topology) if mesh else "stock"
 
 
-def test_where_groups_lie_and_what_their_topology_is(tmp_path: Path) -> None:
+def test_where_groups_lie_and_what_their_topology_is() -> None:
     exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
     whole = asked("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
-    whole["cocodiff_ring"] = "outer"
+    del whole["cocodiff_ring"]
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
-    del whole["cocodiff_ring"]  # without a profile it is xDiT's own
-    assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
-    known = tmp_path / "profile.json"
-    whole |= {"cocodiff_profile": str(known), "cocodiff_mode": "exact"}
-    known.write_text(json.dumps({"profile": profile("4x2", 1e6, 1e12).to_json()}))
-    assert ranks.run(groups_of, 8, 8, 2, {**whole, "cocodiff_topology": "4x2"})[1] == ([1, 3, 5, 7], "node=4")
 
 
 def test_without_the_plugin_groups_are_xdits_own() -> None:
@@ -226,90 +214,6 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
     assert len({steps for steps, _ in first}) == 1 and first[0][0] > 5 and all(taken for _, taken in first)
     assert len(list(tmp_path.iterdir())) == 2  # of Ulysses groups, and of rings
     assert ranks.run(find_out, WORLD, str(tmp_path)) == [(1, 0)] * WORLD
-
-
-EIGHT = "node=4,gpu=2"
-
-
-def placed(rank: int, folders: list[str], more: dict[str, str]) -> tuple[str, str, list[int], bool, int]:
-    """Where settings that say nothing of it have the ring, and what it costs to find out about the links."""
-    from xfuser_cocodiff.measuring.probe import Probe
-    from xfuser_cocodiff.xdit.engine.engine import active
-
-    probed, go_on = [], Probe.go_on
-    Probe.go_on = lambda self: probed.append(1) or go_on(self)
-    options = {"cocodiff_topology": EIGHT, "cocodiff_mode": "balanced", "cocodiff_cache": folders[rank], **more}
-    start(rank, {**asked("auto"), **options}, 8, 2)
-    engine = active()
-    engine.trials.allowance.share = math.inf
-    engine.runs.begin(100)
-    for _ in range(50):
-        engine.runs.end_step()
-    known = all(planned.known.profile for planned in (engine.planned, engine.planned_ring))
-    return engine.config.ring, str(engine.mesh.topology), members()[0], known, len(probed)
-
-
-@pytest.mark.slow  # test_placement has the decision
-def test_what_one_run_finds_decides_where_the_ring_lies_in_the_next(tmp_path: Path) -> None:
-    """Nobody knows links before there are groups, but by what was found of them in groups of another process."""
-    folders = [str(tmp_path / ("here" if rank < 4 else "there")) for rank in range(8)]
-    first = ranks.run(placed, 8, folders, {})
-    assert all(
-        found[:4] == ("outer", "node=2,gpu=2", groups_at("outer", rank), True) for rank, found in enumerate(first)
-    )
-    assert all(found[4] > 6 for found in first) and not (tmp_path / "there").exists()
-    [file] = [
-        file for file in (tmp_path / "here").iterdir() if json.loads(file.read_text())["machine"].get("part") == "whole"
-    ]
-    kept = json.loads(file.read_text())
-    assert kept["profile"]["topology"] == EIGHT and kept["profile"]["direct"]["topology"] == EIGHT
-    links = profile(EIGHT, 1e6, 1e12)  # where xDiT's placement is the slower one
-    assert choose(links, 4, 2, modes.usual("balanced", None)) == "inner"
-    file.write_text(json.dumps({**kept, "profile": replace(links, direct=links).to_json()}))
-    second = ranks.run(placed, 8, folders, {})
-    assert second == [("inner", "node=4", groups_at("inner", rank), True, 0) for rank in range(8)]
-    for more in ({"cocodiff_mode": "exact"}, {"cocodiff_a2a": "hierarchical:gpu,node"}):  # other bits, and other axes
-        assert {found[0] for found in ranks.run(placed, 8, folders, more)} == {"outer"}
-    moved = {**kept, "machine": {**kept["machine"], "torch": "another"}}
-    file.write_text(json.dumps(moved))
-    assert {found[0] for found in ranks.run(placed, 8, folders, {})} == {"outer"}
-
-
-def differing(rank: int, folder: str) -> None:
-    """What one host has in a variable."""
-    if rank < 4:
-        os.environ["COCODIFF_RING"] = "outer"
-    options = {"use_cocodiff": True, "cocodiff_topology": EIGHT, "cocodiff_mode": "balanced", "cocodiff_cache": folder}
-    start(rank, options, 8, 2)
-
-
-def test_where_the_ring_lies_is_asked_for_alike_on_all_ranks(tmp_path: Path) -> None:
-    for outcome in ranks.outcomes(differing, 8, str(tmp_path)):
-        assert "CoCoDiff's options differ between ranks: --cocodiff_ring: ranks 0, 1, 2, 3: not given" in outcome.text
-
-
-def known(rank: int, folder: str) -> tuple[bool, str]:
-    """Whether links were known before there were groups, where each branch of guidance has its own sequence."""
-    from xfuser_cocodiff.xdit.engine.engine import active
-
-    start(rank, {**asked("auto"), "cocodiff_mode": "balanced", "cocodiff_cache": folder}, 8, branches=2)
-    engine = active()
-    engine.trials.allowance.share = math.inf
-    engine.runs.begin(100)
-    for _ in range(50):
-        engine.runs.end_step()
-    return engine.config.links is not None, engine.config.ring
-
-
-@pytest.mark.slow  # the test above, with groups that are not all ranks
-def test_what_one_run_finds_is_known_to_the_next_with_guidance_beside(tmp_path: Path) -> None:
-    assert [ranks.run(known, 8, str(tmp_path))[0][0] for _ in range(2)] == [False, True]
-
-
-def groups_at(placement: str, rank: int) -> list[int]:
-    """The Ulysses group of four that a rank is in, of eight."""
-    first, step = (rank % 2, 2) if placement == "inner" else (rank // 4 * 4, 1)
-    return [first + step * number for number in range(4)]
 
 
 def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:

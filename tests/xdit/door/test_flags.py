@@ -264,6 +264,7 @@ def test_ranks_that_were_told_different_things_fail_alike() -> None:
         ("SLOW_AXES", "node", "gpu"),
         ("MEMORY_BUDGET", "1", "2"),
         ("HEAD_GROUPS", "1", "2"),
+        ("RING", "outer", "inner"),
     ):
         told = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
         results = ranks.outcomes(settings_of, 2, arguments, told, False)

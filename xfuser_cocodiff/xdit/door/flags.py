@@ -10,19 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.machine import launcher
-from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.settings import effect
 from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 from xfuser_cocodiff.xdit.door.agreement import agree, by_rank, meet, refuse
-from xfuser_cocodiff.xdit.engine import machine
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform import platform
@@ -88,14 +83,9 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
 def _with_settings(original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
-        from xfuser.core.distributed import model_parallel_is_initialized
-
         engine_config, input_config = original(self)
-        parallel = engine_config.parallel_config
-        # Groups are made as the settings have it only where there are none yet, and none of PipeFusion's.
-        places = parallel.pp_degree == 1 and not model_parallel_is_initialized()
-        sequence = parallel.sp_config
-        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, places)
+        sequence = engine_config.parallel_config.sp_config
+        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree)
         return engine_config, input_config
 
     return create_config
@@ -113,14 +103,13 @@ def _meeting(original: Callable) -> Callable:
     return _check_distributed_env
 
 
-def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: bool = False) -> CocoDiffConfig | None:
+def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoDiffConfig | None:
     """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
 
     Args:
         values: xDiT's arguments, in which the fields of OPTIONS are read.
         degree: Ulysses degree.
         ring_degree: Ring degree.
-        places: whether groups are still to be made, so that what was found of links may say where the ring lies.
 
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
@@ -130,10 +119,9 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: 
     def detected(size: int) -> Topology:
         return launcher.detect(size, os.environ, platform.device_name())
 
-    def mine(topology: Callable[[int], Topology] = detected, links: Profile | None = None) -> CocoDiffConfig | None:
+    def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
-        config = resolve(values, os.environ, ranks, device_type, links)
-        return config if config is None or places else replace(config, undecided=None)
+        return resolve(values, os.environ, ranks, device_type)
 
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
     proposals = agree(lambda: _as_json(mine(), device_type))
@@ -150,30 +138,15 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1, places: 
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):
         refuse(f"CoCoDiff's options differ between ranks: {differences}")
-    if config and config.undecided and dist.is_initialized() and (links := _found(config)):
-        try:
-            config = replace(mine(links=links), kernels=config.kernels)
-        except ValueError as error:  # such as a plan for other axes; on all ranks alike
-            warn(f"the ring stays as xDiT has it, although its links would have it otherwise: {error}")
     for warning in effect.warnings(values, os.environ, config, ring_degree):
         warn(warning)
     return config
 
 
-def _found(config: CocoDiffConfig) -> Profile | None:
-    """What earlier processes have found of all ranks, the same on each of them."""
-    common = machine.described(config.undecided, config.kernels, dist.get_backend()) | machine.WHOLE
-
-    def gather(value: Any) -> list[Any]:
-        return [proposal["known"] for proposal in agree(lambda: {"known": value})]
-
-    return findings.of_ranks(gather, dist.get_rank() == 0, common, machine.this_place(), config.cache).profile
-
-
 def _only_detection_differs(proposals: list[dict]) -> bool:
     # A plan in words reads differently on another topology, so only whether one was given can be compared; where no
     # mode and no slow axes are given, these go by the topology; and kernels are another matter.
-    machine = ("topology", "ring_topology", "undecided")
+    machine = ("topology", "ring_topology")
     hidden = dict.fromkeys((*machine, "mode", "slow_axes", "kernels"), "")
     known = [{**one, **hidden, "plan": one["plan"] is not None} for one in proposals]
     same_machine = len({tuple(proposal[name] for name in machine) for proposal in proposals}) <= 1
@@ -187,7 +160,6 @@ def _differences(proposals: list[dict]) -> str:
         **{option.field.removeprefix("cocodiff_"): option.flag for option in OPTIONS},
         "plan": "--cocodiff_a2a",
         "ring_topology": "--cocodiff_topology",
-        "undecided": "--cocodiff_ring",
         "synchronous": "CCL_OP_SYNC",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
@@ -209,7 +181,6 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
     return {
         "topology": str(config.topology),
         "ring_topology": config.ring_topology and str(config.ring_topology),
-        "undecided": config.undecided and str(config.undecided),
         "plan": config.plan and str(config.plan),
         "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
         **{name: getattr(config, name) for name in _PLAIN},

@@ -23,8 +23,6 @@ from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label, Traffic
 from xfuser_cocodiff.machine import device as devices
-from xfuser_cocodiff.machine.profile import Profile
-from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT
@@ -56,8 +54,6 @@ class Engine:
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
     planned_ring: Planned | None = None
     """What the ring goes by."""
-    whole: Findings | None = None
-    """What is known of all ranks that share a sequence, where a later process is to place the ring by it."""
     model: str = ""
     """The class of its transformer."""
     padding: int = 0
@@ -136,20 +132,13 @@ class Engine:
         kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
         if self.overlap == Overlap():
             self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
-        found = [self.planned.known, self.planned_ring.known if self.planned_ring else None, self._joined()]
+        found = [self.planned.known, self.planned_ring.known if self.planned_ring else None]
         try:
             for known in found:
                 if known:
                     known.keep()
         except OSError as error:
             warn(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
-
-    def _joined(self) -> Findings | None:
-        """What is known of all ranks, once it is of the Ulysses groups and of the rings."""
-        parts = [planned.known.profile for planned in (self.planned, self.planned_ring) if planned and planned.known]
-        if self.whole and all(parts):
-            self.whole.profile = Profile.joined(self.config.undecided, [part for part in parts if part])
-        return self.whole if self.whole and self.whole.profile else None
 
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()

@@ -15,8 +15,6 @@ from xfuser_cocodiff.xdit.platform.platform import compute_device
 
 RING = {"part": "ring"}
 """Of findings that are of rings."""
-WHOLE = {"part": "whole"}
-"""Of findings that are of all ranks that share a sequence."""
 
 
 def described(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
@@ -40,14 +38,9 @@ def described(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
 
 def this_rank() -> dict[str, Any]:
     """What a rank says of itself."""
-    return {**this_place(), "threads": torch.get_num_threads()}
-
-
-def this_place() -> dict[str, Any]:
-    """The same of where it is, which nothing changes while it runs."""
     device = compute_device()
     name = torch.get_device_module(device).get_device_name() if device != devices.CPU else platform.machine()
-    return {"host": platform.node(), "device": f"{device.type} {name}"}
+    return {"host": platform.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
 
 
 def _version(name: str) -> str | None:

@@ -82,7 +82,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
     if around and ring.found(group, parallel.ring_degree) != config.ring:
-        warn(f"--cocodiff_ring {config.ring} came after groups were made, so the run keeps stock's all-to-all")
+        warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
         return Engine(config)
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
     at_once = devices.of(compute_device().type).queues
@@ -123,8 +123,6 @@ def engine_over(
         planned_ring=of_ring,
         overlap=config.overlap,
     )
-    if config.undecided and config.links is None and group.size() > 1:
-        engine.whole = _of_the_world(config)
     engine.keep()
     engine.runtime = _runtime_over(engine)
     return engine
@@ -139,8 +137,6 @@ def _planned(
 ) -> Planned:
     if known is None:
         known = _shared(group, config, config.topology, machine.RING if beside else {})
-    if known.profile is None and config.links and config.links.has(config.topology):
-        known.profile = config.links.along(config.topology)
     largest = functools.partial(reduced, operation="max", timeout=config.timeout)
     return planned_mesh(group, config, compute_device(), known, largest, at_once, beside)
 
@@ -153,15 +149,6 @@ def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology
     common = {**machine.described(topology, config.kernels, dist.get_backend(group)), **part}
     # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
     return findings.shared(get_sp_group().cpu_group, common, machine.this_rank(), config.cache)
-
-
-def _of_the_world(config: CocoDiffConfig) -> Findings:
-    """What is known of all ranks that share a sequence, as the door of the next process asks for it: before there are
-    groups, so that it goes by all ranks that there are."""
-    from xfuser.core.distributed import get_world_group
-
-    common = machine.described(config.undecided, config.kernels, dist.get_backend()) | machine.WHOLE
-    return findings.shared(get_world_group().cpu_group, common, machine.this_place(), config.cache)
 
 
 def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:
