@@ -1,8 +1,11 @@
 """What `cocodiff compare` makes of records: figures from synthetic ones, and the reports that tell them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +13,28 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.comparison import fidelity, film, record, report
+from xfuser_cocodiff.comparison import fidelity, film, picture, record, report
 from xfuser_cocodiff.comparison.figures import Outcome, figures
 from xfuser_cocodiff.reporting import host
 
 
 def step(seconds: float, **axes: float) -> dict:
-    """A step as the recorder writes it: axes in seconds, at 1 kB for each millisecond."""
+    """A step as the recorder writes it: axes in seconds, at 1 kB for each millisecond.
+
+    Of two layers one hides nothing, and the other half of what is in flight for as long as its collectives take.
+    """
+    total = sum(axes.values())
     return {
         "seconds": seconds,
         "a2a_seconds": axes,
-        "hidden_seconds": 0.1,
         "sent_bytes": {axis: s * 1e6 for axis, s in axes.items()},
+        "layers": {"blocks.0.attn": [0.5 * total, 0.0], "blocks.1.attn": [total, 0.5 * total]} if axes else {},
     }
 
 
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
     """A run as the recorder writes it."""
-    layers = {f"blocks.{index}.attn": [0.2 * len(steps), 0.1 * index * len(steps)] for index in range(2)}
-    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "layers": layers, "codecs": None}
+    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "codecs": None}
     return {"total_steps": len(steps), "steps": steps, **figures}
 
 
@@ -98,19 +104,57 @@ def test_a_record_says_what_it_must(tmp_path: Path) -> None:
     required = ["name", "model", "degree", "topology", "step_seconds", "a2a_seconds", "hidden_seconds", "bytes"]
     assert {*required, "peak_memory_bytes", "latents", "image"} <= stock.keys() == exact.keys()
     assert exact["step_seconds"] == [0.1, 0.1]
-    assert exact["a2a_seconds"] == pytest.approx(0.04)
     assert exact["ratio_to_stock"] == 1
-    assert exact["hidden_seconds"] == pytest.approx(0.1)
+    assert exact["a2a_seconds"] == pytest.approx(0.06)
+    assert exact["hidden_seconds"] == pytest.approx(0.02)
     assert exact["bytes"] == {"flat": 46667}
     assert exact["a2a_by_layer"] == {
-        "blocks.0.attn": pytest.approx({"a2a_seconds": 0.2, "hidden_seconds": 0.0}),
-        "blocks.1.attn": pytest.approx({"a2a_seconds": 0.2, "hidden_seconds": 0.1}),
+        "blocks.0.attn": pytest.approx({"a2a_seconds": 0.02, "hidden_seconds": 0.0}),
+        "blocks.1.attn": pytest.approx({"a2a_seconds": 0.04, "hidden_seconds": 0.02}),
     }
     assert exact["latents"] | {"differs_at": []} == exact["latents"]
     assert exact["latents"]["bit_equal"]
     assert exact["latents"]["max_abs"] == 0
     assert exact["latents"]["psnr_db"] is None
     assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture1.png"}
+
+
+def test_charts_and_table_have_the_same_communication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first steps, in which schedules are tried, hid something else, and ranks and repeats differ."""
+    trial = {**step(0.3, node=0.08, gpu=0.02), "layers": {"a": [0.1, 0.09], "b": [0.1, 0.09]}}
+    steps = [
+        {**step(0.2, node=0.05 + n / 100, gpu=0.01), "layers": {"a": [0.06, 0.01], "b": [n / 90, n / 100]}}
+        for n in range(4)
+    ]
+    runs = [run(trial, *steps), run(trial, *steps[1:], steps[0]), run(trial, *steps[:3])]
+    side = Outcome.read([leave(tmp_path / "exact", runs[:2], runs[1::-1])], 2)
+    one = {"name": "exact", **figures(side, side, tmp_path)}
+    drawn: list[Any] = []
+    whole = picture._figure
+
+    @contextmanager
+    def watched(*arguments: Any) -> Iterator[Any]:
+        with whole(*arguments) as (figure, axes):
+            yield figure, axes
+            drawn.append([(bar.get_width(), bar.get_height()) for bar in axes.patches])
+
+    monkeypatch.setattr(picture, "_figure", watched)
+    picture.draw_layers(one["a2a_by_layer"], tmp_path / "layers.svg")
+    picture.draw_step({"": [one]}, tmp_path / "step.svg")
+    heights, widths = ([size[index] / 1000 for size in bars] for bars, index in zip(drawn, (1, 0), strict=True))
+    exposed, hidden = sum(heights[:2]), sum(heights[2:])
+    assert hidden == pytest.approx(one["hidden_seconds"]) and hidden > 0
+    assert exposed + hidden == pytest.approx(one["a2a_seconds"])
+    assert sum(one["a2a_seconds_by_axis"].values()) == pytest.approx(one["a2a_seconds"])
+    assert sum(widths[:2]) == pytest.approx(exposed)
+    assert sum(widths) == pytest.approx(one["step_seconds_spread"]["median"])
+
+
+def test_on_an_accelerator_nobody_says_what_was_hidden(tmp_path: Path) -> None:
+    unseen = [[run({**step(0.1, flat=0.04), "layers": None})]] * 2
+    side = Outcome.read([leave(tmp_path / "exact", *unseen)], 1)
+    found = figures(side, side, tmp_path)
+    assert (found["a2a_seconds"], found["hidden_seconds"], found["a2a_by_layer"]) == (pytest.approx(0.04), None, None)
 
 
 def test_one_other_digest_on_one_rank_in_one_repeat_is_not_bit_equal(tmp_path: Path) -> None:
@@ -308,7 +352,7 @@ def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:
     one = {"name": "stock", "model": None, "degree": 2, "command": "x", "trace": None, **figures(side, side, tmp_path)}
     figures_of_both = {"command": "cocodiff", "repeats": 1, "launches": "one", "runs": [one, {**one, "topology": None}]}
     html = report.write({**host.header(), **figures_of_both}, tmp_path).read_text()
-    assert Page(html).images == 2
+    assert Page(html).images == 1
     assert "perfetto" not in html
     for words in ("left this run to stock", "could not be seen", "returned no picture", "no telling"):
         assert words in html

@@ -66,7 +66,6 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "topology": side.engine["topology"],
         "device": side.engine["device"],
         "layers": side.engine.get("layers"),
-        "a2a_by_layer": record.layers(side.repeats),
         "step_seconds": seconds,
         "step_seconds_spread": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
         "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],
@@ -81,14 +80,27 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
 
 
 def _traffic(side: Outcome) -> dict[str, Any]:
-    seconds, sent = record.a2a_seconds(side.repeats), record.sent_bytes(side.repeats)
+    """Return what was moved, and for how long: one definition of in flight and hidden, for the table and both charts.
+
+    Layers sum to the whole, and so do axes: the whole is apportioned to them by the time of their collectives.
+    """
+    collectives, sent = record.a2a_seconds(side.repeats), record.sent_bytes(side.repeats)
+    layers = record.layers(side.repeats)
+    nothing: dict[str, Any] = dict.fromkeys(("a2a_seconds", "a2a_seconds_by_axis", "hidden_seconds", "bytes"))
     # A compiled graph exchanges unseen, which is not the same as not exchanging.
-    seen = bool(sent) or side.engine["degree"] == 1
+    if not sent and side.engine["degree"] != 1:
+        return {**nothing, "a2a_by_layer": layers}
+    in_collectives = sum(collectives.values())
+    in_flight = sum(layer["a2a_seconds"] for layer in layers.values()) if layers else in_collectives
     return {
-        "a2a_seconds": sum(seconds.values()) if seen else None,
-        "a2a_seconds_by_axis": seconds if seen else None,
-        "hidden_seconds": record.hidden_seconds(side.repeats) if seen else None,
-        "bytes": sent if seen else None,
+        "a2a_seconds": in_flight,
+        "a2a_seconds_by_axis": {
+            axis: in_flight * seconds / in_collectives if in_collectives else 0.0
+            for axis, seconds in collectives.items()
+        },
+        "hidden_seconds": None if layers is None else sum(layer["hidden_seconds"] for layer in layers.values()),
+        "bytes": sent,
+        "a2a_by_layer": layers,
     }
 
 

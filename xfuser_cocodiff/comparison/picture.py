@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.reporting.colours import AXIS_COLOURS, HELD_COLOUR, HIDDEN_COLOUR, INK, REST_COLOUR
+from xfuser_cocodiff.reporting.colours import AXIS_COLOURS, EXPOSED_COLOUR, HIDDEN_COLOUR, INK, REST_COLOUR
 
 MILLISECONDS = 1000
 
@@ -85,11 +85,11 @@ def draw_layers(layers: Mapping[str, Mapping[str, float]], out: Path) -> None:
         layers: `a2a_by_layer` of a compare record.
         out: an SVG file.
     """
-    hidden = [MILLISECONDS * min(layer["hidden_seconds"], layer["a2a_seconds"]) for layer in layers.values()]
-    held = [MILLISECONDS * layer["a2a_seconds"] - part for layer, part in zip(layers.values(), hidden, strict=True)]
+    hidden = [MILLISECONDS * layer["hidden_seconds"] for layer in layers.values()]
+    exposed = [MILLISECONDS * layer["a2a_seconds"] - part for layer, part in zip(layers.values(), hidden, strict=True)]
     with _figure((7.2, 2.4), out) as (figure, axes):
-        axes.bar(range(len(layers)), held, color=HELD_COLOUR, label="waited for")
-        axes.bar(range(len(layers)), hidden, bottom=held, color=HIDDEN_COLOUR, label="hidden behind computation")
+        axes.bar(range(len(layers)), exposed, color=EXPOSED_COLOUR, label="exposed")
+        axes.bar(range(len(layers)), hidden, bottom=exposed, color=HIDDEN_COLOUR, label="hidden behind computation")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("attention layer, in the order of the model")
         axes.set_ylabel("milliseconds per step")
@@ -157,11 +157,11 @@ def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]
 
 def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
     step, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
-    left, held = 0.0, 1.0
+    left, exposed = 0.0, 1.0
     if run["a2a_seconds"]:  # what is hidden behind computation takes no time of its own
-        held = max(0.0, 1 - (run["hidden_seconds"] or 0.0) / run["a2a_seconds"])
+        exposed = 1 - (run["hidden_seconds"] or 0.0) / run["a2a_seconds"]
     for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
-        width = MILLISECONDS * seconds * held
+        width = MILLISECONDS * seconds * exposed
         axes.barh(position, width, 0.6, left, color=AXIS_COLOURS.get(axis, INK), label=f"all-to-all: {axis}")
         left += width
     axes.barh(position, max(step - left, 0), 0.6, left, color=REST_COLOUR, label=rest_name(run))

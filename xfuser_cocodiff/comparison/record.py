@@ -58,32 +58,31 @@ def step_seconds(repeat: Repeat) -> float:
 
 
 def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Seconds of a step inside all-to-alls, per axis: mean over ranks, median over steps, median over repeats.
+    """Seconds of a step in collectives, per axis: mean over ranks, median over steps, median over repeats.
 
     Empty where nothing was seen: at degree 1, but also where the exchange runs inside a compiled graph.
     """
     return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
 
 
-def hidden_seconds(repeats: Sequence[Repeat]) -> float:
-    """Those of them behind which ranks computed."""
-    found = [[fmean(values) for values in _by_step(repeat, lambda step: step["hidden_seconds"])] for repeat in repeats]
-    return median(median(_settled(steps)) for steps in found)
+def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]] | None:
+    """Seconds of a step in which exchanges of each attention layer are in flight, and those hidden behind computation.
 
-
-def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]]:
-    """For each attention layer, in the order of the model, what a step spends in its exchanges and hides of that.
-
-    Means over ranks, steps and repeats; empty where no layer is known.
+    Aggregated as :func:`a2a_seconds`; layers in the order of the model, and "" for what belongs to none. Empty where no
+    exchange of the plugin was seen, None where the ranks could not tell when exchanges end.
     """
-    runs = [run for repeat in repeats for run in repeat]
-    steps = sum(len(run["steps"]) for run in runs)
-    names = dict.fromkeys(name for run in runs for name in run.get("layers", {}))
+    steps = [step["layers"] for repeat in repeats for run in repeat for step in run["steps"]]
+    if None in steps:
+        return None
 
-    def mean(name: str, figure: int) -> float:
-        return sum(run["layers"].get(name, (0.0, 0.0))[figure] for run in runs) / steps
+    def seconds(layer: str, index: int) -> float:
+        return median(
+            median(_settled(_mean_by_step(repeat, lambda step: step["layers"].get(layer, (0.0, 0.0))[index])))
+            for repeat in repeats
+        )
 
-    return {name: {"a2a_seconds": mean(name, 0), "hidden_seconds": mean(name, 1)} for name in names}
+    names = dict.fromkeys(name for found in steps for name in found)
+    return {name: {"a2a_seconds": seconds(name, 0), "hidden_seconds": seconds(name, 1)} for name in names}
 
 
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
@@ -131,11 +130,16 @@ def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
 
 def _per_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
     axes = sorted({axis for repeat in repeats for run in repeat for step in run["steps"] for axis in step[key]})
-    return {axis: over_repeats(over_steps(_mean_by_step(repeat, key, axis)) for repeat in repeats) for axis in axes}
+
+    def figure(axis: str) -> float:
+        found = (_mean_by_step(repeat, lambda step: step[key].get(axis, 0)) for repeat in repeats)
+        return over_repeats(map(over_steps, found))
+
+    return {axis: figure(axis) for axis in axes}
 
 
-def _mean_by_step(repeat: Repeat, key: str, axis: str) -> list[float]:
-    return [fmean(values) for values in _by_step(repeat, lambda step: step[key].get(axis, 0))]
+def _mean_by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[float]:
+    return [fmean(values) for values in _by_step(repeat, value)]
 
 
 def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float, ...]]:

@@ -5,12 +5,13 @@ Each rank keeps in rank{r}.json, rewritten after every run:
     {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
      "layers": {class of attention modules: [whether V can go first in them, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
-           "layers": {attention layer: [seconds of its exchanges in all steps, those of them that were hidden]},
            "coded_fraction": bytes sent on slow axes, of what they would be without codecs; null in exact mode,
            "coded_reason": why that is 0 or null, else null,
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
-    step = {"seconds", "a2a_seconds": {stage: seconds}, "hidden_seconds", "sent_bytes": {stage: bytes}}
+    step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
+            "layers": {attention layer: [seconds in which its exchanges were in flight, those of them that were hidden
+                       behind computation]}, null on an accelerator, where the host does not see when exchanges end}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
 run's first one, and a video as it moves: not all decode, and in some of xDiT's pipelines only the last does. Where a
@@ -83,7 +84,7 @@ class Recorder:
         if not self.runs:
             atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.runs.append({"total_steps": total, "steps": [], "layers": {}})
+        self.runs.append({"total_steps": total, "steps": []})
         active().traffic.reset()
         active().traffic.timed = True
         _memory().reset_peak_memory_stats()
@@ -96,13 +97,11 @@ class Recorder:
         step = {
             "seconds": self._now() - self._clock,
             "a2a_seconds": traffic.seconds,
-            "hidden_seconds": traffic.hidden_seconds,
             "sent_bytes": dict(traffic.sent_bytes),
+            "layers": None if torch.accelerator.is_available() else traffic.hidden_by_layer(),
         }
         run = self.runs[-1]
         run["steps"].append(step)
-        for layer, figures in traffic.hidden_by_layer().items():
-            run["layers"][layer] = [a + b for a, b in zip(run["layers"].get(layer, (0.0, 0.0)), figures, strict=True)]
         self.latents = latents
         if self.rank == 0:
             progress = {"run": len(self.runs), "step": len(run["steps"]), "total_steps": run["total_steps"]}

@@ -35,16 +35,6 @@ class Span:
     taken = True
     """Whether anybody wants to know."""
 
-    @property
-    def seconds(self) -> float:
-        """How long it was under way."""
-        return self.end - self.begin
-
-    @property
-    def hidden_seconds(self) -> float:
-        """How long of that the caller computed."""
-        return max(0.0, self.seconds - self.held_seconds)
-
     def travels(self) -> AbstractContextManager[None]:
         """Around the exchange, where it runs; it may have begun before."""
         return self._travels()
@@ -126,16 +116,20 @@ class Traffic:
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds of exchanges behind which their callers computed."""
-        return sum(span.hidden_seconds for span in self.spans)
+        """Seconds of hidden communication, over all layers."""
+        return sum(hidden for _, hidden in self.hidden_by_layer().values())
 
     def hidden_by_layer(self) -> dict[str, tuple[float, float]]:
-        """For each layer the seconds of its exchanges, and those that were hidden."""
+        """Return for each layer the seconds in which exchanges were in flight, however many at once, and those of them
+        that were hidden: in which the caller did not wait. The rest is exposed."""
         found: dict[str, tuple[float, float]] = {}
-        for span in self.spans:
-            if layer := span.label.layer:
-                seconds, hidden = found.get(layer, (0.0, 0.0))
-                found[layer] = seconds + span.seconds, hidden + span.hidden_seconds
+        for layer in dict.fromkeys(span.label.layer for span in self.spans):
+            spans = [span for span in self.spans if span.label.layer == layer]
+            seconds, until = 0.0, 0.0
+            for begin, end in sorted((span.begin, span.end) for span in spans):
+                seconds += max(0.0, end - max(begin, until))
+                until = max(until, end)
+            found[layer] = seconds, max(0.0, seconds - sum(span.held_seconds for span in spans))
         return found
 
     def time(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
