@@ -173,9 +173,9 @@ def test_many_modes_are_compared_with_one_stock(quick_script: Callable, tmp_path
     ]
     assert "--cocodiff_mode=fast" in runs[2]["command"]
     # One table, a row each, and what is wrong with the one that differs.
-    assert re.search(r"^stock +100 ms +1 +10 B +- +-$", said, re.MULTILINE)
-    assert re.search(r"^exact +100 ms +as fast +10 B +equal +same, bit for bit$", said, re.MULTILINE)
-    assert re.search(r"^fast +100 ms +as fast +10 B +- +differs$", said, re.MULTILINE)
+    assert re.search(r"^stock +100 ms +- +10 B +- +-$", said, re.MULTILINE)
+    assert re.search(r"^exact +100 ms +no significant difference +10 B +equal +bit-identical$", said, re.MULTILINE)
+    assert re.search(r"^fast +100 ms +no significant difference +10 B +- +differs$", said, re.MULTILINE)
     assert "Not the same result." in said and "Same result" not in said
 
 

@@ -58,18 +58,19 @@ def test_rows_say_what_a_side_came_to() -> None:
     far["codecs"] = {}
     fast = run("fast", 0.25, 0.25, 0.25, ratio_to_stock=0.25, bytes={"node": 120, "gpu": 500}, **far)
     chance = run("paper", 0.85, 0.89, 0.95, ratio_to_stock=0.89, **far)
-    found = [tuple(vars(row).values()) for row in setting(stock, exact, fast, chance).rows()]
+    slow = run("slow", 1.2, 1.25, 1.3, ratio_to_stock=1.25, latents={"bit_equal": False}, codecs=None)
+    sides = setting(stock, exact, fast, chance, slow, title="Slow links")
+    found = [tuple(vars(row).values()) for row in sides.rows()]
     assert found == [
-        ("stock", "1.00 s (0.90 to 1.10)", "1", "2.00 kB", "-", "-"),
-        ("exact", "700 ms (600 to 800)", "1.43", "2.00 kB", "equal", "same, bit for bit"),
-        ("fast", "250 ms (250 to 250)", "4.00", "120 B", "43.2 dB", "approximated"),
-        ("paper", "890 ms (850 to 950)", "as fast", "2.00 kB", "43.2 dB", "approximated"),
+        ("stock", "1.00 s (0.90 to 1.10)", "-", "2.00 kB", "-", "-"),
+        ("exact", "700 ms (600 to 800)", "1.43x", "2.00 kB", "equal", "bit-identical"),
+        ("fast", "250 ms (250 to 250)", "4.00x", "120 B", "43.2 dB", "approximated"),
+        ("paper", "890 ms (850 to 950)", "no significant difference", "2.00 kB", "43.2 dB", "approximated"),
+        ("slow", "1.25 s (1.20 to 1.30)", "0.80x (slower)", "2.00 kB", "-", "differs"),
     ]
-    said = setting(stock, exact, fast, chance, title="Slow links").sentence()
-    assert said == (
-        "Slow links: with exact the same picture, bit for bit, 1.43 times as fast as stock; with fast a picture that "
-        "is 43.2 dB from stock's, 4.00 times as fast as stock; with paper a picture that is 43.2 dB from stock's, as "
-        "fast as stock."
+    assert sides.sentence() == (
+        "Slow links: exact speedup 1.43x, bit-identical; fast speedup 4.00x, PSNR 43.2 dB to stock; paper no "
+        "significant difference in speed, PSNR 43.2 dB to stock; slow speedup 0.80x (slower), differs."
     )
 
 
@@ -90,9 +91,9 @@ def test_a_table_is_aligned_and_says_whose_rows_are_whose() -> None:
     stock, exact = run("stock", 0.0123, 0.0124, 0.0125), run("exact", 0.01)
     one, other = setting(stock, exact), setting(stock, title="Slow links")
     assert overview.table([one]).splitlines() == [
-        "                  a step takes   times as fast   sent between nodes   PSNR to stock   picture",
-        "stock   12.4 ms (12.3 to 12.5)               1              2.00 kB               -   -",
-        "exact                  10.0 ms            1.00              2.00 kB           equal   same, bit for bit",
+        "                     step time   speedup   sent between nodes   PSNR to stock   result",
+        "stock   12.4 ms (12.3 to 12.5)         -              2.00 kB               -   -",
+        "exact                  10.0 ms     1.00x              2.00 kB           equal   bit-identical",
     ]
     both = overview.table([one, other]).splitlines()
     assert [line for line in both if not line.startswith(("stock", "exact", " "))] == [one.title, "Slow links"]

@@ -361,12 +361,12 @@ def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stock", "exact", "words"),
     [
-        ([1.0, 1.2], [1.1, 1.3], "may be chance"),
-        ([1.0, 1.2], [1.4, 1.6], "more, so here the plugin does not pay"),
+        ([1.0, 1.2], [1.1, 1.3], "no significant difference, since the ranges of the repeats overlap"),
+        ([1.0, 1.2], [1.4, 1.6], "speedup 0.73x (slower)"),
         (
             [1.4, 1.5, 1.6],
             [1.0, 1.1, 1.2],
-            "26.7 % less. Chance alone would set the ranges of 3 repeats apart one time in 10",
+            "speedup 1.36x. By chance, 3 repeats would lie apart one time in 10",
         ),
         ([1.0], [0.5], "no telling a difference from chance"),
     ],

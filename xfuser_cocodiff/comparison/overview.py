@@ -13,9 +13,9 @@ from xfuser_cocodiff.reporting.words import NOTHING, decibels, size, spread, tot
 NODE = "node"
 HERE = "Links of this machine"
 """What links are called that were not emulated, where the user gives them no name."""
-AS_FAST = "as fast"
-"""What is said of two sides that chance may have set apart."""
-SAME = "same, bit for bit"
+CHANCE = "no significant difference"
+"""Said of the speed of two sides whose ranges of repeats overlap."""
+SAME = "bit-identical"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Row:
     side: str
     step: str
     """Its time, with the spread of the repeats."""
-    faster: str
-    """How many times as fast as stock."""
+    speedup: str
+    """Over stock."""
     sent: str
     """By a rank in a step: over links between nodes where there are nodes, else over all links."""
     psnr: str
@@ -99,7 +99,7 @@ class Setting:
         return Row(
             side=run["name"],
             step=spread(run["step_seconds"]),
-            faster="1" if stock else faster(run, self.stock),
+            speedup=NOTHING if stock else speedup(run, self.stock),
             sent=size(self.sent_bytes(run)),
             psnr=NOTHING if stock else "equal" if run["latents"]["bit_equal"] else decibels(run["image"]["psnr_db"]),
             picture=NOTHING if stock else _picture(run),
@@ -110,13 +110,11 @@ class Setting:
         return f"{self.title}: {'; '.join(map(self._said, self.plugins))}."
 
     def _said(self, run: Mapping[str, Any]) -> str:
-        speed = faster(run, self.stock)
-        fast = "as fast as stock" if speed == AS_FAST else f"{speed} times as fast as stock"
-        if run["latents"]["bit_equal"]:
-            return f"with {run['name']} the same picture, bit for bit, {fast}"
+        said = speedup(run, self.stock)
+        speed = f"{CHANCE} in speed" if said == CHANCE else f"speedup {said}"
         near = run["image"]["psnr_db"]
-        what = "another result" if near is None else f"a picture that is {decibels(near)} from stock's"
-        return f"with {run['name']} {what}, {fast}"
+        what = SAME if run["latents"]["bit_equal"] else "differs" if near is None else f"PSNR {decibels(near)} to stock"
+        return f"{run['name']} {speed}, {what}"
 
 
 def _picture(run: Mapping[str, Any]) -> str:
@@ -125,11 +123,18 @@ def _picture(run: Mapping[str, Any]) -> str:
     return "approximated" if run["codecs"] is not None else "differs"
 
 
-def faster(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
-    """How many times as fast as stock a side is."""
+def speedup(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
+    """Return a side's speedup over stock, of the medians, and whether it is slower."""
+    if overlap(run, stock):
+        return CHANCE
+    found = 1 / run["ratio_to_stock"]
+    return f"{found:.2f}x" + (" (slower)" if found < 1 else "")
+
+
+def overlap(run: Mapping[str, Any], stock: Mapping[str, Any]) -> bool:
+    """Return whether the ranges of the repeats overlap, so that chance may have set two sides apart."""
     ours, theirs = run["step_seconds_spread"], stock["step_seconds_spread"]
-    is_chance = ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]
-    return AS_FAST if is_chance else f"{1 / run['ratio_to_stock']:.2f}"
+    return ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]
 
 
 def between_nodes(stage: str, topology: Topology) -> float:
@@ -148,7 +153,7 @@ def between_nodes(stage: str, topology: Topology) -> float:
 def columns(settings: Sequence[Setting]) -> tuple[str, ...]:
     """What stands above the columns of rows."""
     sent = "sent between nodes" if all(setting.has_nodes for setting in settings) else "sent"
-    return ("", "a step takes", "times as fast", sent, "PSNR to stock", "picture")
+    return ("", "step time", "speedup", sent, "PSNR to stock", "result")
 
 
 def table(settings: Sequence[Setting]) -> str:

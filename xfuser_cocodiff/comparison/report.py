@@ -10,7 +10,7 @@ from typing import Any
 
 from xfuser_cocodiff.comparison import film, picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.comparison.overview import Setting, columns
+from xfuser_cocodiff.comparison.overview import CHANCE, Setting, columns, overlap, speedup
 from xfuser_cocodiff.reporting.embedding import embed
 from xfuser_cocodiff.reporting.words import NOTHING, decibels, percent, size, time, total
 from xfuser_cocodiff.settings.options import EXACT
@@ -154,21 +154,16 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
 def speed(record: dict[str, Any]) -> str:
     """In a sentence, what the plugin did to the time of a step."""
     stock, plugin = record["runs"]
-    ours, theirs = plugin["step_seconds_spread"], stock["step_seconds_spread"]
-    took = f"A step took {time(theirs['median'])} with stock xDiT and {time(ours['median'])} with the plugin"
-    repeats = len(plugin["step_seconds"])
+    times = (time(run["step_seconds_spread"]["median"]) for run in (stock, plugin))
+    took, repeats = "Step time {} with stock xDiT, {} with the plugin".format(*times), len(plugin["step_seconds"])
     if repeats == 1:
-        return f"{took}. With one repeat there is no telling a difference from chance."
+        return f"{took}: with one repeat there is no telling a difference from chance."
     took = f"{took} (medians of {repeats})"
-    if ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]:
-        return f"{took}. The ranges of the repeats overlap, so any difference may be chance."
-    ratio = plugin["ratio_to_stock"]
-    change = (
-        f"{percent(1 - ratio)} less" if ratio < 1 else f"{percent(ratio - 1)} more, so here the plugin does not pay"
-    )
+    if overlap(plugin, stock):
+        return f"{took}: {CHANCE}, since the ranges of the repeats overlap."
     # Of all ways to deal 2n equal values to two sides, two set the sides apart.
     odds = math.comb(2 * repeats, repeats) // 2
-    said = f"{took}: {change}. Chance alone would set the ranges of {repeats} repeats apart one time in {odds}"
+    said = f"{took}: speedup {speedup(plugin, stock)}. By chance, {repeats} repeats would lie apart one time in {odds}"
     return said + (", and one launch differs from the next." if record.get("launches") == "one" else ".")
 
 
