@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -86,3 +90,27 @@ def warned(rank: int) -> list[str]:
 
 def test_what_libraries_say_of_themselves_is_said_once() -> None:
     assert ranks.run(warned, 3) == [["this is deprecated"], [], []]
+
+
+def test_ranks_print_no_more_than_the_outcome() -> None:
+    """Other libraries log that they are imported: transformers that torchvision is missing, xDiT its ranks."""
+    noisy = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    usual = {name: value for name, value in os.environ.items() if name not in noisy}
+    usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    program = [sys.executable, "-m", "xfuser_cocodiff.cli", "probe"]
+    started = [
+        subprocess.Popen(
+            program,
+            env={**usual, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=120)[0] for process in started)
+    assert first.startswith("inferred topology")
+    assert second == ""

@@ -34,8 +34,7 @@ def run(
         show: prints a record.
         draw: takes a record and a file; None where there is nothing to draw.
     """
-    if os.environ.get("RANK", "0") != "0":
-        warnings.simplefilter("ignore", FutureWarning)  # what libraries say of themselves is said once
+    _quiet()
     import torch.distributed as dist
 
     from xfuser_cocodiff.xdit.launching import world
@@ -59,6 +58,16 @@ def run(
             options.plot.parent.mkdir(parents=True, exist_ok=True)
             draw(record, options.plot)
     return 0
+
+
+def _quiet() -> None:
+    """Keep other libraries from logging that they are imported, and their warnings to the first rank."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    os.environ.setdefault("LOG_LEVEL", "warning" if is_first else "error")  # xDiT's
+    for library in ("TRANSFORMERS", "DIFFUSERS"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    if not is_first:
+        warnings.simplefilter("ignore")
 
 
 def _topology(options: argparse.Namespace) -> Topology:
