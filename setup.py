@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["xfuser_cocodiff", "xfuser_cocodiff.*"]),
     package_data={
-        "xfuser_cocodiff.comparison": ["*.html", "*.md"],
+        "xfuser_cocodiff.comparison": ["*.html"],
         "xfuser_cocodiff.models": ["flux1_dev/**/*", "wan21_t2v/**/*"],
     },
     install_requires=[

@@ -16,7 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from xfuser_cocodiff.comparison import recorder
-from xfuser_cocodiff.comparison.strip import FILM_EDGE, FILM_FRAMES, film, strip
+from xfuser_cocodiff.comparison.strip import strip
 from xfuser_cocodiff.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.clock import run_clock, stock_traffic
 from xfuser_cocodiff.xdit.clock.run_clock import Clock
@@ -84,20 +84,6 @@ def test_all_pictures_are_kept_side_by_side_and_frames_from_all_of_a_video(outpu
     assert shown.size == (4 * len(shades), 2)
     seen = [shown.getpixel((4 * number, 1)) for number in range(len(shades))]
     assert seen == [(round(255 * shade), 0, 0) for shade in shades]
-
-
-def test_a_video_moves_in_a_small_picture() -> None:
-    assert [frame.getpixel((3, 1))[0] for frame in film([RED, RED[::-1]])] == [51, 153, 255]
-    assert film(RED) == film(ARRAY) == film([]) == []
-    wide = torch.rand(1, 2 * FILM_FRAMES, 3, 4, 2 * FILM_EDGE)
-    assert [frame.size for frame in film(wide)] == [(FILM_EDGE, 2)] * FILM_FRAMES
-
-
-def test_the_last_video_is_kept_as_it_moves(watched: recorder.Recorder, tmp_path: Path) -> None:
-    watched.begin_run(1)
-    watched.keep_picture([RED])
-    with Image.open(tmp_path / "film0.png") as kept:
-        assert kept.n_frames == len(RED)
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,7 @@ class Outcome:
     @property
     def picture(self) -> Path | None:
         """That of the lowest rank that has one."""
-        return self._of_lowest_rank("picture")
-
-    @property
-    def film(self) -> Path | None:
-        """The same, as it moves."""
-        return self._of_lowest_rank("film")
-
-    def _of_lowest_rank(self, what: str) -> Path | None:
-        files = (self.folder / f"{what}{rank}.png" for rank in range(len(self.repeats[0])))
+        files = (self.folder / f"picture{rank}.png" for rank in range(len(self.repeats[0])))
         return next(filter(Path.exists, files), None)
 
     @property
@@ -75,7 +67,6 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "peak_memory_bytes": record.peak_memory_bytes(side.repeats),
         "latents": _latents(side, stock),
         "image": _image(side, stock, out),
-        "film": side.film.relative_to(out).as_posix() if side.film else None,
     }
 
 

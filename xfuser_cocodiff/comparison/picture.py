@@ -17,16 +17,19 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
     """Save how two pictures differ, amplified by the largest whole factor that keeps it in range.
 
     Returns:
-        The amplification, 0 where the pictures are equal; None, and nothing is drawn, where their sizes differ.
+        The amplification. Nothing is drawn where there is none: 0 where the pictures are equal, None where their sizes
+        differ.
     """
     ours, theirs = read_picture(reference), read_picture(other)
     if ours.shape != theirs.shape:
         return None
-    from PIL import Image
-
     difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
     largest = int(difference.max())
-    factor = 255 // largest if largest else 0
+    if largest == 0:
+        return 0
+    from PIL import Image
+
+    factor = 255 // largest
     Image.fromarray((difference * factor).astype(np.uint8)).save(out)
     return factor
 

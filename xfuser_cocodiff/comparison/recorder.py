@@ -14,9 +14,9 @@ Each rank keeps in rank{r}.json, rewritten after every run:
                        behind computation]}, null on an accelerator, where the host does not see when exchanges end}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
-run's first one, and a video as it moves: not all decode, and in some of xDiT's pipelines only the last does. Where a
-trace is asked for, every rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline,
-such as the one that launches the ranks, leaves nothing.
+run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every
+rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline, such as the one that launches
+the ranks, leaves nothing.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from xfuser_cocodiff.comparison.strip import FRAME_MILLISECONDS, film, strip
+from xfuser_cocodiff.comparison.strip import strip
 from xfuser_cocodiff.comparison.tracer import Tracer
 from xfuser_cocodiff.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
 from xfuser_cocodiff.xdit.clock import stock_traffic
@@ -146,12 +146,8 @@ class Recorder:
     def keep_picture(self, output: Any) -> None:
         """Save the pictures, or frames of the first video, of what a pipeline returns."""
         self.end_run()
-        picture = strip(output) if self.runs else None
-        if picture is not None:
+        if self.runs and (picture := strip(output)) is not None:
             picture.save(self.folder / f"picture{self.rank}.png")
-            if frames := film(output):
-                more = {"save_all": True, "append_images": frames[1:], "duration": FRAME_MILLISECONDS}
-                frames[0].save(self.folder / f"film{self.rank}.png", **more)
 
     @staticmethod
     def _now() -> float:

@@ -1,4 +1,4 @@
-"""Tells a comparison to people: report.html, which needs no other file, report.md, and a few lines for the console."""
+"""Tells a comparison to people: report.html, which needs no other file, and a few lines for the console."""
 
 import importlib.util
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.comparison import film, picture
+from xfuser_cocodiff.comparison import picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
 from xfuser_cocodiff.comparison.overview import CHANCE, Setting, columns, overlap, speedup
 from xfuser_cocodiff.reporting.embedding import embed
@@ -17,7 +17,7 @@ from xfuser_cocodiff.settings.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP, PICTURES = "step.svg", "pictures.png"
-_DRAWN = {"difference": "png", "films": "png", "layers": "svg", "errors": "svg"}
+_DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
 """Pictures of each side beside stock, and their kinds."""
 
 
@@ -33,7 +33,7 @@ def pairs(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> Path:
-    """Write report.json, report.md, report.html and their pictures into `out`, and return the HTML file.
+    """Write report.json, report.html and their pictures into `out`, and return the HTML file.
 
     Args:
         record: of the comparison.
@@ -54,12 +54,10 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     settings = [*beside, Setting(record, out)]
     names = [setting.title for setting in settings] if beside else [""]
     picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
-    shown = _shown(settings[-1])
-    if shown:
+    if shown := _shown(settings[-1]):
         picture.draw_pictures(shown, out / PICTURES)
     content = {
         "record": record,
-        "pictures": out / PICTURES if shown else None,
         "settings": settings,
         "columns": columns(settings),
         "pairs": [_pair(pair, setting.folder) for setting in settings for pair in pairs(setting.record)],
@@ -68,9 +66,9 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
         "link": lambda file: os.path.relpath(file, out),
         "step": out / STEP,
     }
-    for name in ("report.md", "report.html"):
-        (out / name).write_text(environment.get_template(name).render(content))
-    return out / "report.html"
+    page = out / "report.html"
+    page.write_text(environment.get_template(page.name).render(content))
+    return page
 
 
 def _shown(setting: Setting) -> dict[str, Path]:
@@ -95,25 +93,14 @@ def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     ours, theirs = (run["image"]["path"] for run in (stock, plugin))
     shown = ours and theirs
     factor = picture.draw_difference(folder / ours, folder / theirs, files["difference"]) if shown else None
-    moves = _draw_films(record, folder, files["films"])
     return {
         **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
-        "moves": moves,
         "title": Setting(record, folder).title,
         "verdict": verdict(record),
         "speed": speed(record),
         "notes": notes(record),
         "axes": axes(record),
     }
-
-
-def _draw_films(record: dict[str, Any], folder: Path, out: Path) -> bool:
-    """Let the videos of both sides run together; where there are none, or not of one size, nothing is drawn."""
-    shown = {run["name"]: film.read(folder / run["film"]) for run in record["runs"] if run.get("film")}
-    if len(shown) < 2 or len({frames.shape for frames in shown.values()}) > 1:
-        return False
-    film.animate({name: frames[None] for name, frames in shown.items()}, out)
-    return True
 
 
 def passed(record: Mapping[str, Any]) -> bool:

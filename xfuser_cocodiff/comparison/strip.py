@@ -1,4 +1,4 @@
-"""One picture of all that a pipeline returns, and its first video as it moves."""
+"""One picture of all that a pipeline returns."""
 
 from typing import Any
 
@@ -6,9 +6,6 @@ import torch
 
 MOST = 8
 """Pictures side by side."""
-FILM_FRAMES, FILM_EDGE = 48, 256
-"""Of what moves, which would be large else."""
-FRAME_MILLISECONDS = 125
 
 
 def strip(output: Any) -> Any:
@@ -17,7 +14,7 @@ def strip(output: Any) -> Any:
     Args:
         output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
     """
-    shown = _shown(output, MOST)
+    shown = _shown(output)
     if len(shown) < 2:
         return next(iter(shown), None)
     from PIL import Image
@@ -29,25 +26,7 @@ def strip(output: Any) -> Any:
     return joined
 
 
-def film(output: Any) -> list[Any]:
-    """Frames of the first video, small and not too many; none where pictures do not move.
-
-    Args:
-        output: as that of :func:`strip`.
-    """
-    if not len(output) or not _moves(output):
-        return []
-    frames = [frame.copy() for frame in _shown(output, FILM_FRAMES)]
-    for frame in frames:
-        frame.thumbnail((FILM_EDGE, FILM_EDGE))
-    return frames
-
-
-def _moves(output: Any) -> bool:
-    return isinstance(output[0], list) or getattr(output[0], "ndim", 3) == 4
-
-
-def _shown(output: Any, most: int) -> list[Any]:
+def _shown(output: Any) -> list[Any]:
     """Pictures, or frames of the first video, as PIL has them."""
     from diffusers.image_processor import VaeImageProcessor
 
@@ -55,12 +34,12 @@ def _shown(output: Any, most: int) -> list[Any]:
         output = output.detach().movedim(-3, -1).float().cpu().numpy()
     if not len(output):
         return []
-    if _moves(output):
+    if isinstance(output[0], list) or getattr(output[0], "ndim", 3) == 4:  # they move
         frames = output[0]
-        count = min(len(frames), most)
+        count = min(len(frames), MOST)
         shown = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
     else:
-        shown = list(output[:most])
+        shown = list(output[:MOST])
     if not shown or hasattr(shown[0], "save"):
         return shown
     if shown[0].shape[-1] not in (1, 3, 4):
