@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.machine.test_planner import profile_of
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.bench import a2a, link_speed, model
-from xfuser_cocodiff.bench.contender import Contender
+from xfuser_cocodiff.bench import a2a, model
 from xfuser_cocodiff.bench.transformer import Shape
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.machine import planner
@@ -79,11 +77,11 @@ def test_sizes() -> None:
             on_ranks.sizes(text)
 
 
-def test_shares_and_shapes() -> None:
-    assert model.shares("0.5, 0.96") == [0.5, 0.96]
-    for text in ("1", "0", "half", "0.5,"):
-        with pytest.raises(ValueError, match="--share"):
-            model.shares(text)
+def test_scales_and_shapes() -> None:
+    assert model.scales("2, 0.25") == [2, 0.25]
+    for text in ("0", "half", "0.5,", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match="--scale"):
+            model.scales(text)
     none = dict.fromkeys(("width", "depth", "tokens", "heads"))
     assert Shape.named("high-resolution", 8, **none) == Shape(512, 3, 4096, 32)
     large = Shape.named("low-resolution", 24, **none)
@@ -92,31 +90,6 @@ def test_shares_and_shapes() -> None:
         Shape.named("huge", 8, **none)
     with pytest.raises(ValueError, match="--heads 6"):
         Shape.named("high-resolution", 4, **{**none, "heads": 6})
-
-
-@pytest.mark.parametrize(("asked", "had"), [(0.5, 0.5), (0.8, 0.8), (0.91, 0.91), (0.97, 0.94), (0.99, 0.94)])
-def test_links_become_as_slow_as_a_share_asks_or_as_helps(monkeypatch, asked: float, had: float) -> None:
-    """At scale 1, all-to-alls take 3 s and what else is sent 0.13 s: a share of 0.96 is the most there is."""
-    tried = []
-
-    def shape(scale: float, packet_seconds: float) -> SimpleNamespace:
-        tried.append(scale)
-        return SimpleNamespace(scale=scale, rates={"node": 10.0})
-
-    def seconds(*_: object) -> dict[str, float]:
-        alone = 0.5 + 0.13 / tried[-1]
-        return {"alone": alone, "stock": alone + 3 / tried[-1]}
-
-    monkeypatch.setattr(link_speed.links, "shape", shape)
-    monkeypatch.setattr(link_speed.links, "from_environment", lambda: SimpleNamespace(scale=1.0))
-    monkeypatch.setattr(link_speed.dist, "barrier", lambda: None)
-    monkeypatch.setattr(link_speed, "seconds", seconds)
-    told = SimpleNamespace(advance=None, say=lambda what: None)
-    found = link_speed.find(asked, lambda: torch.empty(0), Contender(), told)
-    assert found.scale == tried[-1]
-    alone, whole = seconds().values()
-    assert 1 - alone / whole == pytest.approx(had, abs=0.02)
-    assert found.scale > 0.05, "links so slow only cost time"
 
 
 def stock(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measurements of parts of the plugin: the all-to-all, steps of a model, kernels, and the cost of its import.
+"""Measurements of parts of the plugin: the all-to-all, steps of a model, and kernels.
 In: ranks under torchrun or on an emulated cluster, or one device.
-Out: `a2a.measure`, `model.measure`, `kernels.measure`, `import_cost.measure`.
+Out: `a2a.measure`, `model.measure`, `kernels.measure`, `suite.make`.
 """

@@ -127,7 +127,7 @@ def show(record: dict[str, Any]) -> None:
 def _works(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Work]:
     """The kernels on what a rank puts on slow axes of one of Q, K, V and O."""
     torch.manual_seed(SEED)
-    groups, heads = degree // PLACES, workload.moved_heads // degree
+    groups, heads = degree // PLACES, workload.heads // degree
     tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
     # Tokens outside of heads, as exchanges along fast axes leave them.
     values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
@@ -169,7 +169,7 @@ def _copy(nbytes: int, device: torch.device) -> _Work:
 def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
     """Attention over all tokens of a rank's heads, and the projections of a rank's tokens."""
     tokens = workload.tokens(resolution)
-    own, heads = _tokens(workload, resolution, degree), workload.moved_heads // degree
+    own, heads = _tokens(workload, resolution, degree), workload.heads // degree
     q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
     hidden = torch.randn(own, workload.width, device=device).bfloat16()
     square = torch.randn(workload.width, workload.width, device=device).bfloat16()
@@ -211,7 +211,7 @@ def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.devic
     mesh, fast = _still(lane, node=PLACES, **near), _still(lane, **near) if near else None
     way = SlowWay((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
     query, key, value = (
-        torch.randn(1, workload.moved_heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
+        torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     wires: dict = {}
     usual = modes.usual(mode, STEPS)

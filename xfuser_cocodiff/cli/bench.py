@@ -7,15 +7,11 @@ from typing import Any
 from xfuser_cocodiff.cli import on_ranks
 from xfuser_cocodiff.cli.answer import fail, write_json
 
-PAPER_SHARES = "0.5,0.64,0.8,0.9,0.96"
-"""The range of shares that the CoCoDiff paper reports."""
-
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its subjects to the parser."""
     parser = subparsers.add_parser("bench", help="measure a part of the plugin")
     subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT")
-    _add_import(subjects)
     _add_a2a(subjects)
     _add_model(subjects)
     _add_kernels(subjects)
@@ -25,68 +21,33 @@ def add_parser(subparsers: Any) -> None:
 def _add_all(subjects: Any) -> None:
     parser = subjects.add_parser(
         "all",
-        help="the figures of the README and of docs/, made anew",
-        description="Each run leaves a record; those that are there are not made again, so that what was broken off "
-        "goes on. The machine should have nothing else to do, and nothing that is called an accelerator.",
+        help="the commands behind the figures of README and docs/",
+        description="Each run leaves a record and its table in a folder; those that are there are not made again, so "
+        "that what was broken off goes on. The machine should have nothing else to do.",
         epilog="Exit status: 1 when a run failed.",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the records")
-    parser.add_argument("--only", metavar="FIGURES", help="some, as speed,ring; --list says which there are (all)")
-    parser.add_argument("--list", action="store_true", help="say what there is to do, and about how long it takes")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="put the figures into the documents of this checkout")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, metavar="DIR", help="folder of the records")
+    what.add_argument("--list", action="store_true", help="list the runs")
+    parser.add_argument("--only", metavar="NAMES", help="some runs, as speed,kernels (all)")
     parser.set_defaults(run=_all, parser=parser)
 
 
 def _all(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import figures
+    from xfuser_cocodiff.bench import suite
 
     try:
-        wanted = figures.chosen(options.only)
+        runs = suite.chosen(options.only)
     except ValueError as error:
         return fail(str(error))
     if options.list:
-        for figure in wanted:
-            print(f"{figure.name} ({figure.document}): {_to_do(figures.missing([figure], options.out))}")
-        print(f"in all: {_to_do(figures.missing(wanted, options.out))}")
+        for run in runs:
+            print(f"{run.name}: cocodiff {run.command}" + f", on a cluster: {run.cluster}" * bool(run.cluster))
         return 0
-    failed = figures.make(wanted, options.out)
-    for figure in wanted:
-        if not figure.is_there(options.out):
-            continue
-        print(f"{figure.name}, for {figure.document}:\n\n{figure.text(options.out)}\n")
-        if options.into:
-            try:
-                figure.put_into(options.into, options.out)
-            except (OSError, ValueError) as error:
-                return fail(f"--into {options.into}: {figure.document}: {error}")
+    failed = suite.make(runs, options.out)
     for run in failed:
         print(f"{run.name} failed; see {options.out / run.name}.log")
     return 1 if failed else 0
-
-
-def _to_do(runs: list[Any]) -> str:
-    minutes = sum(run.minutes for run in runs)
-    return f"{len(runs)} run{'s' * (len(runs) > 1)} to do, about {minutes:.0f} minutes" if runs else "done"
-
-
-def _add_import(subjects: Any) -> None:
-    parser = subjects.add_parser("import", help="what the entry point adds to `import torch`")
-    parser.add_argument("--repeats", type=int, default=10, help="measurements (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
-    parser.set_defaults(run=_import, parser=parser)
-
-
-def _import(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import import_cost
-
-    if options.repeats < 1:
-        return fail(f"--repeats {options.repeats} is not valid; it starts at 1")
-    record = import_cost.measure(options.repeats)
-    low, high = (1000 * pick(record["seconds"]) for pick in (min, max))
-    print(f"the entry point takes {1000 * record['median_seconds']:.2f} ms of import torch ({low:.2f} to {high:.2f})")
-    if options.json:
-        write_json(options, record)
-    return 0
 
 
 def _add_a2a(subjects: Any) -> None:
@@ -125,13 +86,12 @@ def _a2a(options: argparse.Namespace) -> int:
 def _add_model(subjects: Any) -> None:
     parser = subjects.add_parser(
         "model",
-        help="a FLUX transformer on links of every speed: stock against the plugin's modes",
-        description="Runs on every rank of scripts/emulated_cluster.sh, whose links it slows down and speeds up until "
-        "stock's all-to-alls take the asked share of a step.",
+        help="a FLUX transformer on links of several speeds: stock against the plugin's modes",
+        description="Runs on every rank of scripts/emulated_cluster.sh, whose links it slows down and speeds up.",
     )
     on_ranks.add_arguments(parser)
     parser.add_argument("--shape", default="high-resolution", help="or low-resolution (%(default)s)")
-    parser.add_argument("--share", default=PAPER_SHARES, help="stock's all-to-all shares (%(default)s)")
+    parser.add_argument("--scale", default="1", help="of the rates of the links, such as 2,1,0.25 (%(default)s)")
     parser.add_argument(
         "--mode",
         default="exact",
@@ -152,10 +112,10 @@ def _model(options: argparse.Namespace) -> int:
     def work(group: Any, topology: Any) -> dict[str, Any]:
         sizes = {name: getattr(options, name) for name in ("width", "depth", "tokens", "heads")}
         shape = Shape.named(options.shape, topology.size, **sizes)
-        shares = model.shares(options.share)
+        scales = model.scales(options.scale)
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
-        return model.measure(group, topology, shape, shares, options.mode.split(","), options.repeats, options.compile)
+        return model.measure(group, topology, shape, scales, options.mode.split(","), options.repeats, options.compile)
 
     return on_ranks.run(options, work, model.show, model.draw)
 

@@ -1,7 +1,6 @@
-"""The sides of `bench model`: stock, and modes of the plugin, each of which stands somewhere in a run of its own."""
+"""The variants that `bench model` compares: stock, and modes of the plugin, each within a run of its own."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,15 +27,13 @@ _GOLDEN = 0.618
 
 
 @dataclass
-class Contender:
-    """One side: stock, or a mode of the plugin."""
+class Variant:
+    """Stock, or a mode of the plugin."""
 
     engine: Engine = field(default_factory=Engine)
     """Stock's when not given."""
-    plan: Callable[[int], Plan] | None = None
-    """The plan for a message of so many bytes."""
-    messages: Counter[int] = field(default_factory=Counter)
-    """Exchanges of a step by their bytes, once it has run."""
+    plans: dict[str, None] = field(default_factory=dict)
+    """Plans of the latest step's all-to-alls."""
     a2a_seconds: list[float] = field(default_factory=list)
     """Of each step so far."""
     hidden_seconds: list[float] = field(default_factory=list)
@@ -52,7 +49,7 @@ class Contender:
     def run(self, step: Step, anew: bool = False) -> torch.Tensor:
         """Run a step; if `anew`, the first one of a run."""
         world.use(self.engine)
-        self.messages.clear()
+        self.plans.clear()
         self.engine.traffic.reset()
         if self.runtime:
             self._begin() if anew else self._go_on()
@@ -114,32 +111,29 @@ def settings_of(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
-def over(config: CocoDiffConfig, profile: Profile) -> Contender:
-    """A side that runs over a mesh and counts its messages."""
+def over(config: CocoDiffConfig, profile: Profile) -> Variant:
+    """Return a variant of the plugin, which notes its plans."""
     group, around = world.groups()
     if around.size() > 1:
         config = replace(config, ring_profile=profile.along(config.ring_topology))
-    known = Findings({}, along(profile, Split(group.size(), around.size())))
+    ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
+    known = Findings({}, profile.along(ulysses) if group.size() > 1 else None)
     engine = start.engine_over(group, config, known, around=around if around.size() > 1 else None)
     engine.trials.allowance.share = math.inf
-    plan, messages = engine.mesh.policy.choose, Counter[int]()
+    choose, plans = engine.mesh.policy.choose, dict[str, None]()
 
-    def choose(message_bytes: int) -> Plan:
-        messages[message_bytes] += 1
-        return plan(message_bytes)
+    def noted(message_bytes: int) -> Plan:
+        plan = choose(message_bytes)
+        plans[str(plan)] = None
+        return plan
 
-    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=choose))
-    return Contender(engine, plan, messages)
-
-
-def along(profile: Profile, split: Split) -> Profile | None:
-    """What is known of the links of a Ulysses group, which a rank alone has none of."""
-    return profile.along(split.ulysses_topology(profile.topology)) if split.ulysses > 1 else None
+    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=noted))
+    return Variant(engine, plans)
 
 
 def without_sending(step: Step) -> Callable[[], object]:
-    """A step of stock without communication, on all ranks at once."""
-    stock = Contender()
+    """Return a step of stock without communication, on all ranks at once."""
+    stock = Variant()
 
     def run() -> None:
         with world.nothing_sent():
