@@ -1,6 +1,7 @@
 """`cocodiff tables`: what a campaign of scripts/aurora found, as tables."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "tables",
-        help="the tables of a campaign of scripts/aurora, beside the paper's",
+        help="the tables of a campaign of scripts/aurora",
         description="Writes tables.md and tables.json into the folder of a campaign, and lists what has not finished.",
         epilog="Exit status: 1 when a cell failed or is missing.",
     )
@@ -27,7 +28,9 @@ def run(options: argparse.Namespace) -> int:
         record = tables.collect(options.folder)
     except ValueError as error:
         return fail(str(error))
-    file = tables.write({**record, "command": options.command}, options.folder)
+    (options.folder / "tables.json").write_text(json.dumps({**record, "command": options.command}, indent=2) + "\n")
+    file = options.folder / "tables.md"
+    file.write_text(tables.markdown(record))
     unfinished = [cell for cell in record["cells"] if cell["state"] != tables.FINISHED]
     for cell in unfinished:
         status = "" if cell["status"] is None else f", exit status {cell['status']}"
