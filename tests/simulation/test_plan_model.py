@@ -22,35 +22,37 @@ from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.settings.config import Overlap, resolve
 from xfuser_cocodiff.settings.placement import Ranks, Split
-from xfuser_cocodiff.simulation import layer, outlook, sharding, sizing
-from xfuser_cocodiff.simulation.machines import AURORA, MACHINES
-from xfuser_cocodiff.simulation.scenario import MODES, STOCK, Scenario
+from xfuser_cocodiff.simulation import plan_model, sharding
+from xfuser_cocodiff.simulation.machines import MACHINES
+from xfuser_cocodiff.simulation.prediction import STOCK, Case, predict, predictions, splits
 from xfuser_cocodiff.simulation.workloads import WORKLOADS, Workload
 
 FAST = 1e12
 
 
-def wish(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> sizing.Wish:
-    return sizing.Wish(model=model, resolution=resolution, degree=degree, **more)
+def case_of(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> Case:
+    return plan_model.Request(
+        **{"model": model, "resolution": resolution, "degree": degree, "cluster": "aurora", **more}
+    ).case()
 
 
 # Heads and tokens.
 
 
 @pytest.mark.parametrize("cluster", MACHINES)
-@pytest.mark.parametrize("model", [*sizing.ALIASES, "qwen-image"])
+@pytest.mark.parametrize("model", [*plan_model.ALIASES, "qwen-image"])
 def test_every_split_divides_and_lies_on_the_axes(model: str, cluster: str) -> None:
     machine = MACHINES[cluster]
     for nodes in (1, 2, 3, 4):
-        case = wish(model, 2304, nodes * machine.ranks_per_node, cluster=cluster).case()
-        found = outlook.splits(case)
+        case = case_of(model, 2304, nodes * machine.ranks_per_node, cluster=cluster)
+        found = splits(case, "exact")
         assert found
         for split in found:
             assert split.ulysses * split.ring == nodes * machine.ranks_per_node
             assert split.ulysses_topology(case.topology).size == split.ulysses
             assert split.ring_topology(case.topology).size == split.ring
-        assert all(case.workload.heads % split.ulysses == 0 for split in outlook.splits(case, of_stock=True))
-        rows = outlook.outlooks(case, None)
+        assert all(case.workload.heads % split.ulysses == 0 for split in splits(case, STOCK))
+        rows = predictions(case, None)
         assert {(row.ulysses, row.ring, row.placement) for row in rows} == {
             (split.ulysses, split.ring, split.placement) for split in found
         }
@@ -59,7 +61,7 @@ def test_every_split_divides_and_lies_on_the_axes(model: str, cluster: str) -> N
 
 def test_heads_are_those_of_the_model() -> None:
     """xDiT pads none: 38 heads divide by 1, 2, 19 and 38 only."""
-    assert wish("sd35").workload.moved_heads == 38
+    assert case_of("sd35", degree=12).workload.heads == 38
     assert sharding.ulysses_degrees(38, 24) == [1, 2]
     assert sharding.ulysses_degrees(24, 96) == [1, 2, 3, 4, 6, 8, 12, 24]
 
@@ -68,7 +70,16 @@ def test_heads_are_those_of_the_model() -> None:
     ("model", "resolution", "degree", "image", "queries", "keys", "attended", "words"),
     [
         ("flux.1-dev", 1024, 16, 256, 288, 288, 4608, []),
-        ("flux.1-dev", 768, 24, 96, 608, 608, 24 * 608, ["512 text tokens", "sees them 24 times"]),
+        (
+            "flux.1-dev",
+            768,
+            24,
+            96,
+            608,
+            608,
+            24 * 608,
+            ["512 text tokens", "sees them 24 times", "--max_sequence_length 504"],
+        ),
         ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin pads"]),
         ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["every rank has all of them", "once"]),
@@ -98,14 +109,14 @@ def test_what_is_proposed_would_do() -> None:
 
 def test_traffic_by_hand() -> None:
     """FLUX.1-dev, 1024 px, 16 ranks as two nodes of 8, 8 x 2 with the ring inside, exact."""
-    case = wish(cluster="ethernet").case()
-    found = outlook.outlook(case, Split(8, 2, "inner"), "exact")
+    case = case_of(cluster="ethernet")
+    found = predict(case, Split(8, 2, "inner"), "exact")
     one = 57 * 288 * 24 * 128 * 2  # a tensor of all layers: 288 tokens of 24 heads of 128 values in two bytes
     assert found.ring_bytes == {"gpu": 2 * one}  # K and V to the one other rank
     assert found.sent_bytes["node"] == pytest.approx(4 * one / 2)  # half of all ranks are in the other node
     flat, by_axis = 4 * one * 3 / 8, 4 * one * 3 / 4
     assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
-    encoded = outlook.outlook(case, Split(8, 2, "inner"), "balanced")
+    encoded = predict(case, Split(8, 2, "inner"), "balanced")
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
     # A step in 8 bits, then 1.6 for Q, 2 for K and V and 2.7 for O; and a byte for each 128 values.
     first, later = 4 * 128, 26 + 2 * 32 + 43
@@ -115,8 +126,8 @@ def test_traffic_by_hand() -> None:
 
 @pytest.mark.parametrize("mode", ["balanced", "fast", "paper"])
 def test_references_are_those_that_memory_foresees(mode: str) -> None:
-    case = wish("qwen-image", 1536, 24).case()
-    found = outlook.outlook(case, Split(24, 1), mode)
+    case = case_of("qwen-image", 1536, 24)
+    found = predict(case, Split(24, 1), mode)
     values = 24 * 128 * (96**2 // 24 + 6)
     need = Need.of(Share(4 * values, values, 128, 2), modes.usual(mode, 50), places=12)  # nodes and GPUs are slow
     assert (found.reference_bytes, found.compact_reference_bytes) == (need.full * 120, need.compact * 120)
@@ -170,8 +181,8 @@ def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, 
     known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
     known = dataclasses.replace(known, codec_bytes_per_second=1e6)  # so that nodes alone are slow
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
-    case = outlook.Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
-    found = outlook.outlook(case, split, mode)
+    case = Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
+    found = predict(case, split, mode)
     if mode == "exact":
         sent = [Plan.hierarchical(topology).sent_bytes(case.message_bytes(name)) for name in "qkvo"]
         expected = {axis: case.layer_calls * sum(each[axis] for each in sent) for axis in sent[0]}
@@ -185,29 +196,14 @@ def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, 
 # Times.
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("model", ["flux.1-dev", "flux.2-dev", "qwen-image"])
-def test_without_a_ring_times_are_those_of_simulate(model: str, nodes: int) -> None:
-    """At a size and a text where nothing is padded, by the same machine."""
-    text = 504 if model != "qwen-image" else 120
-    case = wish(model, 1536, 12 * nodes, text_tokens=text).case()
-    workload = dataclasses.replace(WORKLOADS[model], text_tokens=text)
-    scenario = Scenario(AURORA, nodes, workload, 1536)
-    for mode, theirs in ((STOCK, STOCK), ("exact", "exact+vfirst")):
-        found, expected = outlook.outlook(case, Split(12 * nodes, 1), mode), layer.step(scenario, MODES[theirs])
-        assert found.step_seconds == pytest.approx(expected.step)
-        assert found.a2a_seconds == pytest.approx(expected.a2a)
-        assert found.compute_seconds == pytest.approx(expected.compute)
-
-
 def test_a_ring_hides_behind_attention_to_its_own() -> None:
-    case = wish("flux1", 2304, 16, cluster="dgx-h100").case()
-    found = outlook.outlook(case, Split(8, 2, "outer"), STOCK)
+    case = case_of("flux1", 2304, 16, cluster="dgx-h100")
+    found = predict(case, Split(8, 2, "outer"), STOCK)
     assert found.ring_seconds > 0
     assert found.step_seconds == pytest.approx(found.compute_seconds + found.a2a_seconds)
     slow = dataclasses.replace(case, profile_of=lambda part, size: slower(case.profile_of(part, size)))
-    exposed = outlook.outlook(slow, Split(8, 2, "outer"), STOCK)
-    attention = 57 * case.seconds_of(4.0 * case.shard.queries * case.shard.attended * 24 * 128)
+    exposed = predict(slow, Split(8, 2, "outer"), STOCK)
+    attention = 57 * 4.0 * case.shard.queries * case.shard.attended * 24 * 128 / case.flops
     everything = exposed.compute_seconds + exposed.a2a_seconds + exposed.ring_seconds
     assert exposed.step_seconds == pytest.approx(everything - attention / 2)
 
@@ -220,9 +216,9 @@ def slower(known: Profile) -> Profile:
 def test_the_best_split_is_cheaper_by_hand() -> None:
     """8 x 2 on 4 nodes of 4, at 1 GB/s between nodes: outer sends 4/2 + 2 messages between nodes, inner 4 * 3/4."""
     known = profile("4x4", 1e9, FAST)
-    case = dataclasses.replace(wish(cluster="ethernet").case(), topology=known.topology, flops=None)
+    case = dataclasses.replace(case_of(cluster="ethernet"), topology=known.topology, flops=None)
     case = dataclasses.replace(case, profile_of=lambda part, _: known.along(part))
-    cost = {place: outlook.outlook(case, Split(8, 2, place), "exact").cost for place in ("outer", "inner")}
+    cost = {place: predict(case, Split(8, 2, place), "exact").cost for place in ("outer", "inner")}
     one = case.message_bytes("q") * case.layer_calls / 1e9
     assert cost == {"outer": pytest.approx(4 * one, rel=0.02), "inner": pytest.approx(3 * one, rel=0.02)}
 
@@ -256,7 +252,7 @@ def test_a_profile_tells_communication_and_with_a_speed_steps(
     file.write_text(json.dumps({"profile": profile("2x4", 1e9, 1e11).to_json()}))
     arguments = ["plan", "--model", "flux2", "--resolution", "1024", "--degree", "8", "--profile", str(file)]
     assert cli.main([*arguments, "--json", str(record)]) == 0
-    assert "speed-up" in capsys.readouterr().out
+    assert "speedup" in capsys.readouterr().out
     assert {row["step_seconds"] for row in json.loads(record.read_text())["splits"]} == {None}
     assert cli.main([*arguments, "--json", str(record), "--tflops", "100"]) == 0
     rows = json.loads(record.read_text())["splits"]
@@ -265,29 +261,31 @@ def test_a_profile_tells_communication_and_with_a_speed_steps(
     assert rows[0]["compute_seconds"] == pytest.approx(flops / 8 / 1e14)
 
 
+MODEL = "--model flux1 --resolution 1024"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "flux9", "--resolution", "1024", "--degree", "12"], ["--model 'flux9'", "flux1", "qwen-image"]),
-        (["--model", "flux1", "--degree", "12"], ["--resolution"]),
-        (["--model", "flux1", "--resolution", "1000", "--degree", "12"], ["--resolution 1000", "16"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "1"], ["--degree 1"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "16"], ["--degree 16", "aurora", "gpu=6,tile=2"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "8", "--topology", "2x3"], ["--topology", "6 ranks"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "8", "--topology", "flat"], ["--topology flat"]),
-        (
-            ["--model", "flux1", "--resolution", "1024", "--degree", "12", "--mode", "slow"],
-            ["--mode 'slow'", "balanced"],
-        ),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--cluster", "abacus"], ["'abacus'", "aurora"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--tflops", "0"], ["--tflops 0"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--text-tokens", "0"], ["--text-tokens 0"]),
-        (["--model", "flux1", "--resolution", "1024", "--degree", "12", "--profile", "none.json"], ["none.json"]),
-        (["--degree", "12"], ["--degree goes with --model"]),
-        (["--plot", "plan.png"], ["--plot"]),
+        ("--model flux9 --resolution 1024 --degree 12 --cluster aurora", ["--model 'flux9'", "flux1", "qwen-image"]),
+        ("--model flux1 --degree 12 --cluster aurora", ["--resolution"]),
+        ("--model flux1 --resolution 1000 --degree 12 --cluster aurora", ["--resolution 1000", "16"]),
+        (f"{MODEL} --degree 8", ["--cluster, one of aurora, dgx-h100, pcie, ethernet", "--profile"]),
+        (f"{MODEL} --degree 8 --cluster pcie --profile file", ["one machine", "--profile"]),
+        (f"{MODEL} --degree 1 --cluster aurora", ["--degree 1"]),
+        (f"{MODEL} --degree 16 --cluster aurora", ["--degree 16", "aurora", "gpu=6,tile=2"]),
+        (f"{MODEL} --degree 8 --cluster aurora --topology 2x3", ["6 ranks", "--degree is 8"]),
+        (f"{MODEL} --degree 8 --cluster aurora --topology flat", ["--topology flat"]),
+        (f"{MODEL} --degree 12 --cluster aurora --mode slow", ["--mode 'slow'", "balanced"]),
+        (f"{MODEL} --degree 12 --cluster abacus", ["'abacus'", "aurora"]),
+        (f"{MODEL} --degree 12 --cluster aurora --tflops 0", ["--tflops 0"]),
+        (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
+        (f"{MODEL} --degree 12 --profile none.json", ["none.json"]),
+        ("--degree 12", ["--degree goes with --model"]),
+        ("--plot plan.png", ["--plot"]),
     ],
 )
-def test_errors(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *arguments]) == 2
+def test_errors(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words), said

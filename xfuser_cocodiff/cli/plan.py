@@ -14,7 +14,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="the planner's choice for each message size, or how to split a degree for a model of real size",
-        description="With --model, it needs no ranks, and goes by --profile or a cluster that is known on paper. "
+        description="With --model, it needs no ranks, and goes by --profile or by a --cluster that is known on paper. "
         "Without, it goes by message sizes: with --profile it runs anywhere, else on every rank, under torchrun or "
         "scripts/emulated_cluster.sh, and probes the links first.",
     )
@@ -25,12 +25,12 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--model", help="flux1, flux2, sd35, qwen-image")
     group.add_argument("--resolution", type=int, help="pixels on a side")
     group.add_argument("--degree", type=int, help="ranks that share a sequence: Ulysses degree times Ring degree")
-    group.add_argument("--cluster", help="aurora (the default), dgx-h100, pcie, ethernet; instead of --profile")
+    group.add_argument("--cluster", help="aurora, dgx-h100, pcie, ethernet; or a --profile")
     group.add_argument("--mode", help="exact, paper, balanced, fast (default: what a run without it would take)")
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="pictures (%(default)s)")
     group.add_argument("--text-tokens", type=int, help="of the prompt (default: the pipeline's; qwen-image: 128)")
-    group.add_argument("--tflops", type=float, help="what a rank reaches, for steps and speed-up on a --profile")
+    group.add_argument("--tflops", type=float, help="what a rank reaches, for steps and speedup on a --profile")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -68,20 +68,17 @@ def _for_sizes(options: argparse.Namespace) -> int:
 
 
 def _for_model(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.simulation import sizing, sizing_report
+    from xfuser_cocodiff.simulation import plan_model
 
     if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
         return fail(f"--model needs {' and '.join(missing)}")
-    if options.profile and options.cluster:
-        return fail("--profile and --cluster are two machines; give one")
-    names = ("model", "resolution", "degree", "topology", "profile", "mode", "steps", "batch", "text_tokens")
+    names = ("model", "resolution", "degree", "topology", "profile", "cluster", "mode", "steps", "batch", "text_tokens")
     given = {name: getattr(options, name) for name in names}
-    cluster = {"cluster": options.cluster} if options.cluster else {}
     try:
-        record = sizing.record(sizing.Wish(**given, **cluster, teraflops=options.tflops))
+        record = plan_model.record(plan_model.Request(**given, teraflops=options.tflops))
     except ValueError as error:
         return fail(str(error))
-    sizing_report.show(record)
+    plan_model.show(record)
     if options.json:
         write_json(options, record)
     return 0

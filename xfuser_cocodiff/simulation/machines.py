@@ -37,8 +37,6 @@ class Machine:
     linear in the logarithm between these points, constant beyond them."""
     contention_across_nodes: float = 1.0
     """By how much more that grows when such a collective crosses nodes."""
-    overlaps: bool = True
-    """Whether a rank computes while a collective runs."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -50,21 +48,16 @@ class Machine:
         """FLOP/s that a rank reaches."""
         return self.peak_flops * self.efficiency
 
-    def profile(self, nodes: int, message_bytes: float) -> Profile:
-        """What the planner would know of `nodes` nodes, with the contention of messages of this size.
-
-        Args:
-            nodes: how many nodes the group covers, all their ranks included.
-            message_bytes: what a rank holds before an all-to-all.
-        """
-        return self.over(self.topology(nodes), message_bytes)
-
     def topology(self, nodes: int) -> Topology:
-        """Of so many nodes, with all their ranks."""
+        """Return the topology of so many nodes, with all their ranks."""
         return Topology.named(**({NODE: nodes} if nodes > 1 else {}), **dict(self.inside))
 
     def over(self, topology: Topology, message_bytes: float) -> Profile:
-        """The same of some ranks.
+        """Return what the planner would know of some ranks.
+
+        Args:
+            topology: theirs.
+            message_bytes: what a rank holds before an all-to-all; contention depends on it.
 
         Raises:
             KeyError: the topology has an axis that the machine has not.

@@ -1,7 +1,7 @@
 """How xDiT shards the heads and tokens of a model, what it does where they do not divide, and what to do about that.
 
 Read in the source of xfuser 0.7.0: its transformer wrappers and its runtime state. Heads are not padded there for these
-models; the plugin pads them, see :mod:`outlook`.
+models; the plugin pads them, see :mod:`prediction`.
 """
 
 from dataclasses import dataclass
@@ -73,8 +73,9 @@ def shard(workload: Workload, resolution: int, degree: int) -> Shard:
     rule, side = RULES[workload.name], resolution // PIXELS_PER_TOKEN
     tokens, text = side**2, workload.text_tokens
     image, key_text = -(-tokens // degree), -(-text // degree)
-    remarks, problem = [], None
-    if (side if rule.image == ROWS else tokens) % degree:
+    query_text, attended = key_text, (image + key_text) * degree
+    remarks, problems = [], []
+    if not _divides(workload, resolution, degree):
         what = f"{side} rows of image tokens" if rule.image == ROWS else f"{tokens} image tokens"
         if rule.image == PADS:
             remarks.append(f"{what} are padded to {image * degree}, and attention sees the padding")
@@ -84,25 +85,23 @@ def shard(workload: Workload, resolution: int, degree: int) -> Shard:
             )
         else:
             near = " and ".join(f"{other} px" for other in _near(workload, resolution, degree))
-            problem = f"{what} do not divide by {degree}, and xDiT fails; {near} would do"
-    if text % degree == 0:
-        return Shard(image, key_text, key_text, (image + key_text) * degree, tuple(remarks), problem)
-    if rule.text == FAILS:
-        problem = problem or (
-            f"{text} text tokens do not divide by {degree}, and xDiT fails; --max_sequence_length "
-            f"{text // degree * degree} would do"
-        )
-    elif rule.text == PADS:
-        remarks.append(f"{text} text tokens are padded to {key_text * degree}, and attention sees the padding")
-    else:
-        seen = f"{degree} times" if rule.text == WHOLE else "once"
-        remarks.append(
-            f"{text} text tokens do not divide by {degree}: every rank has all of them, attention sees them {seen}"
-        )
-        if rule.text == WHOLE:
-            return Shard(image, text, text, (image + text) * degree, tuple(remarks), problem)
-        return Shard(image, text, 0, image * degree + text, tuple(remarks), problem)
-    return Shard(image, key_text, key_text, (image + key_text) * degree, tuple(remarks), problem)
+            problems.append(f"{what} do not divide by {degree}, and xDiT fails; {near} would do")
+    if text % degree:
+        what, shorter = f"{text} text tokens", f"--max_sequence_length {text // degree * degree}"
+        if rule.text == FAILS:
+            problems.append(f"{what} do not divide by {degree}, and xDiT fails; {shorter} would do")
+        elif rule.text == PADS:
+            remarks.append(f"{what} are padded to {key_text * degree}, and attention sees the padding")
+        else:
+            every_rank = f"{what} do not divide by {degree}: every rank has all of them, attention sees them"
+            query_text = text
+            if rule.text == WHOLE:
+                remarks.append(f"{every_rank} {degree} times; {shorter} would share them")
+                key_text, attended = text, (image + text) * degree
+            else:
+                remarks.append(f"{every_rank} once")
+                key_text, attended = 0, image * degree + text
+    return Shard(image, query_text, key_text, attended, tuple(remarks), problems[0] if problems else None)
 
 
 def _near(workload: Workload, resolution: int, degree: int) -> list[int]:

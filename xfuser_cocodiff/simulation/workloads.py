@@ -1,10 +1,9 @@
-"""Diffusion transformers as the simulator sees them: FLOPs of a layer, and bytes of what its all-to-alls move.
+"""Diffusion transformers of real size: heads, tokens, and FLOPs of a layer.
 
 Dimensions are those of the `transformer/config.json` beside the weights on Hugging Face; where diffusers' own defaults
 (0.42.1) are the model's, as for FLUX.1, FLUX.2 and Qwen-Image, a test compares with them.
 """
 
-import math
 from dataclasses import dataclass
 
 PIXELS_PER_TOKEN = 16
@@ -32,49 +31,38 @@ class Workload:
     """Calls per step, one after the other: 2 where guidance is computed by a second call."""
     rows: int = 1
     """Rows of the batch per picture: 2 where guidance is batched."""
-    padded_heads: int | None = None
-    """Heads with padding, where `heads` divide by none of the degrees that people run."""
 
     @property
     def width(self) -> int:
         """Channels of a token."""
         return self.heads * self.head_dim
 
-    @property
-    def moved_heads(self) -> int:
-        """Heads that an all-to-all moves and attention computes, padding included."""
-        return self.padded_heads or self.heads
-
     def tokens(self, resolution: int) -> int:
         """Length of the joint sequence for a square picture of `resolution` pixels."""
         return (resolution // PIXELS_PER_TOKEN) ** 2 + self.text_tokens
-
-    def message_bytes(self, resolution: int, batch: int, ranks: int) -> int:
-        """Bytes of one of Q, K, V and O on a rank, whose tokens are padded so that they divide by `ranks`."""
-        tokens = math.ceil(self.tokens(resolution) / ranks)
-        return batch * self.rows * tokens * self.moved_heads * self.head_dim * BYTES_PER_VALUE
-
-    def linear_flops(self, resolution: int, batch: int) -> float:
-        """FLOPs of one projection from width to width, over all tokens of one call."""
-        return 2.0 * batch * self.rows * self.tokens(resolution) * self.width**2
-
-    def attention_flops(self, resolution: int, batch: int) -> float:
-        """FLOPs of one layer's attention in one call: scores, and their product with V."""
-        return 4.0 * batch * self.rows * self.tokens(resolution) ** 2 * self.moved_heads * self.head_dim
 
     @property
     def mlp_projections(self) -> float:
         """The MLP in projections from width to width."""
         return self.mlp_ratio * (3 if self.gated else 2)
 
+    def projection_flops(self, tokens: float) -> float:
+        """Return the FLOPs of one projection from width to width."""
+        return 2.0 * tokens * self.width**2
+
+    def attention_flops(self, tokens: float, attended: float, heads: float) -> float:
+        """Return the FLOPs of attention in one layer: scores, and their product with V."""
+        return 4.0 * tokens * attended * heads * self.head_dim
+
     def step_flops(self, resolution: int, batch: int) -> float:
-        """FLOPs of a step on all ranks together.
+        """Return the FLOPs of a step on all ranks together.
 
         Embeddings, modulation, norms and RoPE are left out, together less than 1 % at these sizes; SD3.5's last layer
         is counted as if it had an MLP for text, which is less than 0.1 %.
         """
-        layer = (4 + self.mlp_projections) * self.linear_flops(resolution, batch)
-        return self.calls * self.layers * (layer + self.attention_flops(resolution, batch))
+        tokens, rows = self.tokens(resolution), batch * self.rows
+        layer = (4 + self.mlp_projections) * self.projection_flops(rows * tokens)
+        return self.calls * self.layers * (layer + self.attention_flops(rows * tokens, tokens, self.heads))
 
 
 WORKLOADS = {
@@ -84,9 +72,8 @@ WORKLOADS = {
         Workload("flux.1-dev", 19 + 38, 24, 128, mlp_ratio=4, gated=False, text_tokens=512),
         # 8 double and 48 single layers; the pipeline pads text to 512 tokens. Guidance is distilled.
         Workload("flux.2-dev", 8 + 48, 48, 128, mlp_ratio=3, gated=True, text_tokens=512),
-        # SD3.5 large: 38 layers of 38 heads; 77 CLIP and 256 T5 tokens; guidance batched. 38 heads divide by neither 12
-        # nor 24 ranks, on which the paper runs it: it must have padded them, and 48 is the next that does.
-        Workload("sd3.5-large", 38, 38, 64, mlp_ratio=4, gated=False, text_tokens=333, rows=2, padded_heads=48),
+        # SD3.5 large: 38 layers of 38 heads; 77 CLIP and 256 T5 tokens; guidance batched.
+        Workload("sd3.5-large", 38, 38, 64, mlp_ratio=4, gated=False, text_tokens=333, rows=2),
         # 60 double layers. Text is as long as the prompt, which is taken to be 128 tokens; true CFG: two calls.
         Workload("qwen-image", 60, 24, 128, mlp_ratio=4, gated=False, text_tokens=128, calls=2),
     )
