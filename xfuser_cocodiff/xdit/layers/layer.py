@@ -7,7 +7,7 @@ handed back when the processor asks for it. A layer that is not understood runs 
 """
 
 import functools
-import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.xdit.layers.around import Around
 from xfuser_cocodiff.xdit.layers.call import Call, Watch
 from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds, Trigger
 from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, made
@@ -46,67 +47,93 @@ class Layer(Place):
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module, root: Root, shared: Shared) -> None:
         super().__init__(name, root)
-        self._module, self._block, self._shared = module, block, shared
+        # Their forwards hold this layer, not the other way round: a cycle would keep weights.
+        self._module_ref, self._block_ref, self._shared = weakref.ref(module), weakref.ref(block), shared
         self.call: Call | None = None
         self._kind: Kind | None = None
         """Of the last call."""
-        self._around: Layer | None = None
         self._projecting = False
-        self._is_alone = False
-        """Whether the call under way began with the module: what holds it is not called as a module, as a list."""
         self._hooks: list[Any] = []
         self._watch = Watch()
-        self._replaced: dict[nn.Module, tuple[Callable, Callable | None]] = {}
-        """What stands in the place of the forward of submodules, and what stood there."""
+        self._around_forward: weakref.WeakKeyDictionary[nn.Module, Around] = weakref.WeakKeyDictionary()
         self.has_parallel_mlp = has_parallel_mlp(block)
         """Whether there is something to compute while Q, K and V travel."""
         self._triggers: set[Trigger] = set()
 
+    @property
+    def _module(self) -> nn.Module:
+        return self._module_ref()
+
+    @property
+    def _block(self) -> nn.Module:
+        return self._block_ref()
+
     def follow(self) -> None:
         """See the module and its block called from here on; they hold this layer then."""
-        self._hooks = [
-            self._block.register_forward_pre_hook(self._block_begins),
-            self._module.register_forward_pre_hook(self._begins, with_kwargs=True),
-            self._module.register_forward_hook(self._ends, always_call=True),
-            self._block.register_forward_hook(self._block_ends, always_call=True),
-        ]
+        self._replace(self._block, self._call_block)
+        self._replace(self._module, self._call_module)
         if self.has_parallel_mlp:
             for name in PARALLEL_MLP:
-                self._replace(self._block.get_submodule(name), self._putting_off)
+                self._replace(self._block.get_submodule(name), self._put_off)
+
+    def _replace(self, module: nn.Module, call: Callable) -> None:
+        """Call something in the place of a module's forward, once."""
+        if module not in self._around_forward:
+            self._around_forward[module] = Around(module, call)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
         self._watch.stop()
         for hook in self._hooks:
             hook.remove()
-        for submodule, (own, before) in self._replaced.items():
-            if vars(submodule).get("forward") is not own:  # others have put theirs around it, and do as it does
-                continue
-            del submodule.forward
-            if before:
-                submodule.forward = before
+        for around in list(self._around_forward.values()):
+            around.remove()
 
     # A call.
 
-    def _block_begins(self, *_: Any) -> None:
+    def _call_block(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._shared.active():
-            return
-        if self.call:  # of a block that never ended
+            return forward(*args, **kwargs)
+        self._block_begins()
+        try:
+            returned = forward(*args, **kwargs)
+            self._block_ends()
+        finally:
+            self._drop()
+        return returned
+
+    def _call_module(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self._shared.active():
+            return forward(*args, **kwargs)
+        if self.call is None:  # what holds the module is not called as one, such as a list
+            return self._call_block(functools.partial(self._call_module, forward), *args, **kwargs)
+        around, self._shared.current = self._shared.current, self
+        try:
+            self._begins(args, kwargs)
+            returned = forward(*args, **kwargs)
+            if self.call.kind.unknown:
+                self.call.kind.refusal = ELSEWHERE
+        finally:
+            self._shared.current = around
+            self._watch.stop()
             self.call.abandon()
+        return returned
+
+    def _drop(self) -> None:
+        call, self.call = self.call, None
+        self._watch.stop()
+        if call:
+            call.abandon()
+
+    def _block_begins(self) -> None:
         self.call = Call(self._kind.trial.schedule if self._kind and self._kind.trial else Schedule())
         if self._kind is None or self._kind.unknown:
             self._watch.block(self._block, self._module, self.call)
 
-    def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._shared.active():
-            return
-        if self.call is None:
-            self._block_begins()
-            self._is_alone = True
+    def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
         self._watch.stop()
         self.meet()
-        call, self._around, self._shared.current = self.call, self._shared.current, self
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        call, given = self.call, dict[Any, Any]([*enumerate(args), *kwargs.items()])
         call.arguments = {key: value for key, value in given.items() if torch.is_tensor(value)}
         call.kind = self._shared.kinds.of(self._module, call.arguments)
         if call.kind is not self._kind:
@@ -122,28 +149,12 @@ class Layer(Place):
                 if call.kind.arguments and self._goes_first(call):
                     self._project({path: call.arguments[key] for path, key in call.kind.arguments.items()})
 
-    def _ends(self, *_: Any) -> None:
-        if self._shared.current is not self:
-            return
-        self._shared.current, self._around = self._around, None
-        self._watch.stop()
-        if self.call.kind.unknown and sys.exc_info()[0] is None:
-            self.call.kind.refusal = ELSEWHERE
-        self.call.abandon()
-        if self._is_alone:
-            self._is_alone = False
-            self._block_ends()
-
-    def _block_ends(self, *_: Any) -> None:
-        call, self.call = self.call, None
-        if call is None:
-            return
-        self._watch.stop()
-        call.abandon()
+    def _block_ends(self) -> None:
+        call = self.call
         # A refresh says nothing of steps that are encoded by what was sent before.
         is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
         if call.kind and call.kind.trial:
-            call.kind.trial.ran(is_usual=not is_refresh and sys.exc_info()[0] is None)
+            call.kind.trial.ran(is_usual=not is_refresh)
 
     def _goes_first(self, call: Call) -> bool:
         """Whether V is to be projected ahead now, to be sent or to rehearse."""
@@ -155,43 +166,29 @@ class Layer(Place):
     def _listen(self, kind: Kind) -> None:
         """Have V's projections ask for what was made ahead, and the part that comes first say so."""
         for path in kind.recipe.paths:
-            self._replace(self._module.get_submodule(path), functools.partial(self._asking, path))
+            self._replace(self._module.get_submodule(path), functools.partial(self._ask, path))
         if kind.trigger and kind.trigger not in self._triggers:
             inside, path = kind.trigger
             submodule = (self._module if inside else self._block).get_submodule(path)
             self._hooks.append(submodule.register_forward_pre_hook(self._triggered))
             self._triggers.add(kind.trigger)
 
-    def _replace(self, submodule: nn.Module, by: Callable[[Callable], Callable]) -> None:
-        """Put something in the place of a submodule's forward, once."""
-        if submodule not in self._replaced:
-            before, submodule.forward = vars(submodule).get("forward"), by(submodule.forward)
-            self._replaced[submodule] = submodule.forward, before
+    def _ask(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what a projection has made ahead, if that is what it is asked for."""
+        ahead = self.call.ahead.get(path) if self.call and not self._projecting else None
+        if ahead is None or ahead.given is not given or args or kwargs:
+            return forward(given, *args, **kwargs)
+        self.call.asked.add(path)
+        # In a rehearsal, what USP gets must not be what it is compared with.
+        return ahead.returned if self.call.kind.rehearsed else forward(given)
 
-    def _asking(self, path: str, forward: Callable) -> Callable:
-        """A projection's forward that returns what was made ahead, if that is what it is asked for."""
-
-        def ask(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            ahead = self.call.ahead.get(path) if self.call and not self._projecting else None
-            if ahead is None or ahead.given is not given or args or kwargs:
-                return forward(given, *args, **kwargs)
-            self.call.asked.add(path)
-            # In a rehearsal, what USP gets must not be what it is compared with.
-            return ahead.returned if self.call.kind.rehearsed else forward(given)
-
-        return ask
-
-    def _putting_off(self, forward: Callable) -> Callable:
-        """The forward of a part of an MLP that is computed when it has to be, where the schedule has it so."""
-
-        def put_off(given: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.call is None or not self.call.schedule.beside or not self._shared.active():
-                return forward(given, *args, **kwargs)
-            later = Later(lambda: forward(made(given), *args, **kwargs))
-            self.call.later.append(later)
-            return later
-
-        return put_off
+    def _put_off(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a part of an MLP when it has to be, where the schedule has it so."""
+        if self.call is None or not self.call.schedule.beside or not self._shared.active():
+            return forward(given, *args, **kwargs)
+        later = Later(lambda: forward(made(given), *args, **kwargs))
+        self.call.later.append(later)
+        return later
 
     def _triggered(self, _: nn.Module, args: tuple) -> None:
         call, kind = self.call, self._kind

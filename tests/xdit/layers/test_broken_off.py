@@ -1,0 +1,108 @@
+"""Calls that are broken off in the midst of attention, on real ranks: the next run is as if they had never been."""
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.xdit.attention.test_overlap import start
+from tests.xdit.engine.test_engine import config_of
+
+STEPS = 4
+
+
+class Runs:
+    """Runs of a FLUX.1 with the plugin in use, and which layers sent V first."""
+
+    def __init__(self, rank: int, mode: str) -> None:
+        from xfuser_cocodiff.xdit.engine import start as starting
+        from xfuser_cocodiff.xdit.launching import world
+
+        group, self.transformer, step = start(rank, depth=3)
+        self.other = copy.deepcopy(self.transformer)
+        given: dict = {}
+        hook = self.transformer.register_forward_pre_hook(lambda *args: given.update(args[-1]), with_kwargs=True)
+        step()
+        hook.remove()
+        self.given = given
+        self.engine = starting.engine_over(group, config_of(mode))
+        world.use(self.engine)
+        self.sent: list[str] = []
+
+    @torch.no_grad()
+    def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
+        from xfuser_cocodiff.xdit.engine import engine as engines
+
+        send, results = engines.send_to_heads, []
+        self.sent.clear()
+        if declared:
+            self.engine.runs.begin(STEPS)
+        noting = lambda tensors, mesh, label, *args: (  # noqa: E731
+            self.sent.append(label.layer) or send(tensors, mesh, label, *args)
+        )
+        with mock.patch.object(engines, "send_to_heads", noting):
+            for step in range(STEPS):
+                given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
+                results.append((transformer or self.transformer)(**given)[0])
+                if declared:
+                    self.engine.runs.end_step()
+        return results
+
+    def breaking_off(self, error: BaseException, after: int) -> contextlib.AbstractContextManager:
+        """A context in which a call of a layer fails, while V is under way."""
+        calls: list[int] = []
+
+        def fail(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == after:
+                raise error
+
+        hook = self.transformer.single_transformer_blocks[0].attn.norm_q.register_forward_pre_hook(fail)
+        stack = contextlib.ExitStack()
+        stack.callback(hook.remove)
+        return stack
+
+
+def interrupted(rank: int, mode: str, declared: bool) -> None:
+    runs = Runs(rank, mode)
+    runs.run(declared)  # in which layers become known
+    fresh, sent = runs.run(declared), list(runs.sent)
+    layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
+    assert sent == STEPS * [f"{layer}.attn" for layer in layers]
+    for transformer in (runs.other, runs.transformer):
+        with runs.breaking_off(KeyboardInterrupt(), 3), pytest.raises(KeyboardInterrupt):
+            runs.run(declared)
+        for count in range(2):
+            found = runs.run(declared, transformer)
+            # The first call of a layer is not followed, where its transformer is another one.
+            assert count == 0 or runs.sent == sent
+            assert all(torch.equal(*pair) for pair in zip(found, fresh, strict=True))
+        assert runs.engine.layers.current is None
+
+
+@pytest.mark.parametrize(("mode", "declared"), [("balanced", True), ("exact", False)])
+def test_an_interrupt_in_attention_leaves_nothing_behind(mode: str, declared: bool) -> None:
+    ranks.run(interrupted, 2, mode, declared)
+
+
+@torch.no_grad()
+def tried_again(rank: int) -> list[tuple[int, bool]]:
+    """What is noted of a call, which one rank makes where it handles an error, as after one of memory."""
+    runs = Runs(rank, "exact")
+    runs.run(declared=True)
+    runs.engine.runs.begin(STEPS)
+    try:
+        if rank == 0:
+            raise MemoryError
+        runs.transformer(**runs.given)
+    except MemoryError:
+        runs.transformer(**runs.given)
+    return [(kind.trial.calls, kind.trial.is_usual) for kind in runs.engine.layers.kinds]
+
+
+def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:
+    first, second = ranks.run(tried_again, 2)
+    assert first == second == [(2, True), (1, True)]
