@@ -110,9 +110,18 @@ def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Engine) -> None:
     with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
         raise InterruptedError
     assert engine.runs.newest is None
-    for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
-        break
-    assert engine.runs.newest is None
+
+
+def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, engine: Engine) -> None:
+    """And not when the iterator goes, which is not at the same time on all ranks."""
+    for other in (False, True):
+        pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+        for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
+            left = engine.runs.newest
+            break
+        assert engine.runs.newest is left
+        run(pipeline(FlowMatchEulerDiscreteScheduler()) if other else pipe, total=3)
+        assert engine.runs.newest is None
 
 
 def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Engine) -> None:

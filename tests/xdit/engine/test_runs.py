@@ -1,5 +1,6 @@
 """Runs, declared and recognised: what is held of one is never seen in another, whoever calls what in which order."""
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -425,7 +426,8 @@ class Loops:
         from diffusers import DiffusionPipeline
 
         pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
-        for time in DiffusionPipeline.progress_bar(pipeline, self.scheduler.timesteps):
+        times = iter(DiffusionPipeline.progress_bar(pipeline, self.scheduler.timesteps))  # as long as an error is held
+        for time in times:
             velocity = self.velocity(latents, time, prompts)
             latents = self.scheduler.step(velocity, time, latents)[0]
         return latents
@@ -467,6 +469,27 @@ def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...
         assert torch.equal(found[3][0], fresh[rank][0][0])
 
 
+def two_experts(rank: int) -> list[float]:
+    """What each step sends of a run that goes on with a second transformer, as Wan 2.2 has one."""
+    loops = Loops(rank, config_of("balanced", schedule="first=8"))
+    first, second, calls = loops.transformer, copy.deepcopy(loops.transformer), []
+
+    def expert(**given: object) -> tuple:
+        calls.append(1)
+        return (first if len(calls) <= STEPS // 2 else second)(**given)
+
+    loops.transformer = expert
+    loops.run(1, "by_diffusers")
+    return loops.encoded
+
+
+def test_a_second_transformer_is_coded_by_reference() -> None:
+    for encoded in ranks.run(two_experts, 2):
+        change = STEPS // 2
+        assert encoded[0] > 0.2 and encoded[change] > 0.2  # where references begin
+        assert max(encoded[1:change] + encoded[change + 1 :]) < 0.2
+
+
 def anew_on_one_rank(rank: int) -> torch.Tensor:
     """A loop whose prompt another rank is given anew at each step, as by a broadcast."""
     loops = Loops(rank, config_of("balanced"))
@@ -483,6 +506,39 @@ def test_ranks_that_see_different_things_of_a_loop_go_on_exactly() -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", 1)])
     for found, [(wanted, _)] in zip(ranks.run(anew_on_one_rank, 2), exact, strict=True):
         assert torch.equal(found, wanted)
+
+
+def left_early(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two loops after one over an iterable that an error has ended, which one rank holds on to."""
+    loops = Loops(rank, config_of("balanced", timeout=20))
+    velocity, calls = loops.velocity, []
+
+    def fail(*given: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError
+        return velocity(*given)
+
+    loops.velocity, held = fail, []
+    try:
+        loops.run(1, "over_an_iterable")
+    except MemoryError as error:
+        if rank == 0:
+            held.append(error)
+    loops.velocity = velocity
+    by_hand = loops.run(2, "by_hand")
+    again = loops.run(2, "over_an_iterable")
+    assert len(loops.encoded) == STEPS and max(loops.encoded[1:]) < 0.2
+    return by_hand, again
+
+
+def test_a_loop_that_was_left_early_is_the_same_run_on_all_ranks() -> None:
+    """Whatever a rank holds on to of the error."""
+    exact = ranks.run(all_loops, 2, "exact", [(2, "by_hand", 1)])
+    fresh = ranks.run(all_loops, 2, "balanced", [(2, "over_an_iterable", 1)])
+    for found, [(wanted, _)], [(coded, _)] in zip(ranks.run(left_early, 2), exact, fresh, strict=True):
+        torch.testing.assert_close(found[0], wanted)
+        torch.testing.assert_close(found[1], coded, rtol=0.1, atol=0.1)
 
 
 def first_steps(rank: int) -> list[float]:

@@ -91,6 +91,7 @@ class Clock:
                 run = self.begin(by, total and total * getattr(by, "order", 1))
                 return _closing(original(owner, total=total), lambda: self.end(run))
             run = self.begin(by, len(iterable) if isinstance(iterable, Sized) else total)
+            run.may_be_left = True
             return original(owner, _Steps(iterable, lambda: self.end(run)), total)
 
         return progress_bar
@@ -133,7 +134,10 @@ class Clock:
 
 
 class _Steps:
-    """What a progress bar goes over, and word when that is over or left early."""
+    """What a progress bar goes over, and word when that is over.
+
+    Nothing is said where it is left early: a rank that still holds the iterator would say so at another time.
+    """
 
     def __init__(self, given: Any, over: Callable[[], None]) -> None:
         self._given, self._over = given, over
@@ -142,10 +146,8 @@ class _Steps:
         return len(self._given)
 
     def __iter__(self) -> Iterator:
-        try:
-            yield from self._given
-        finally:
-            self._over()
+        yield from self._given
+        self._over()
 
 
 def _closing(bar: Any, over: Callable[[], None]) -> Any:

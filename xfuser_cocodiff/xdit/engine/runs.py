@@ -40,6 +40,8 @@ class Run:
     """That have ended."""
     is_certain: bool = True
     """Whether somebody has declared it."""
+    may_be_left: bool = False
+    """Whether nothing tells when it is broken off: then it is over when another one begins."""
     lost: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
     roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
@@ -89,13 +91,13 @@ class Runs:
         return next((run for run in self._declared if run.by is by), None)
 
     def begin(self, total: int | None = None, by: Any = None) -> Run:
-        """A run is declared. Another one by the same is over.
+        """A run is declared. Another one by the same is over, and any that may have been left.
 
         Args:
             total: its steps, if that is known.
             by: who ends its steps.
         """
-        self._declared = [run for run in self._declared if run.by is not by]
+        self._declared = [run for run in self._declared if run.by is not by and not run.may_be_left]
         self._shown, self._why, self._idle = None, _NO_LAYER, 0
         run = Run(total or None, by)
         self._declared.append(run)
@@ -206,19 +208,21 @@ class Runs:
         if self._current is not newest:  # a newer one is over
             self._code(newest)
         if len(self._declared) > 1:
-            self._compare_prompts(newest, root, args, kwargs)
+            self._compare_prompts(newest, root, args, kwargs, "another one is open")
+        elif newest.may_be_left:
+            self._compare_prompts(newest, root, args, kwargs, "it may have been left")
         return newest
 
-    def _compare_prompts(self, run: Run, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
-        """While another run is open, only the prompt tells that a call is not that one's."""
+    def _compare_prompts(self, run: Run, root: Root, args: tuple, kwargs: dict[str, Any], doubt: str) -> None:
+        """Where there is a doubt whose call it is, only the prompt tells."""
         try:
             now = Moment.of(root.transformer, args, kwargs)
         except UnclearError as error:
-            return self._lose(run, f"another one is open, and {error}")
+            return self._lose(run, f"{doubt}, and {error}")
         same = run.prompts.setdefault((id(root), root.calls), now).same_prompt(now)
         # A rank may be given the same tensor again where another one is given a copy.
         if not self._agreed(same) or not same:
-            self._lose(run, "another one is open, and the prompt has changed")
+            self._lose(run, f"{doubt}, and the prompt has changed")
 
     def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where none is declared.
