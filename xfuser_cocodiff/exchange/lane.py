@@ -58,6 +58,8 @@ class Handle(Generic[T]):
         self.name = name
         self._arrive: Callable[[], Any] | None = arrive
         self._finish, self._holds = finish, holds
+        # What the caller deals with already when the work starts, as where it tries again after an error.
+        self._handled = None if torch.compiler.is_compiling() else sys.exc_info()[1]
 
     def wait(self) -> T:
         """What the work returns, or the error that it raises.
@@ -67,7 +69,7 @@ class Handle(Generic[T]):
         """
         if self._arrive is None:
             raise RuntimeError(f"{self.name} was waited for twice")
-        arrive, self._arrive = self._arrive, None
+        arrive, self._arrive, self._handled = self._arrive, None, None
         with self._holds():
             result = arrive()
         return self._finish(result) if self._finish else result
@@ -76,10 +78,11 @@ class Handle(Generic[T]):
         """Wait, if nobody did, and drop what came of it: for callers that are sent elsewhere.
 
         What the caller runs on the result is run too: other ranks go by it. An error of it is raised unless another one
-        is on its way already, which is the cause.
+        has come up since the work was started, which is the cause.
         """
         if self._arrive is not None:
-            with contextlib.suppress(*[Exception] if sys.exc_info()[0] else []):
+            is_caused = sys.exc_info()[1] not in (None, self._handled)
+            with contextlib.suppress(*[Exception] if is_caused else []):
                 self.wait()
 
     def __del__(self) -> None:
