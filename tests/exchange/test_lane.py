@@ -161,6 +161,22 @@ def test_what_work_reads_lives_until_it_was_waited_for(monkeypatch: pytest.Monke
     assert there() is None
 
 
+def test_what_work_returned_is_not_kept() -> None:
+    lane = Lane()
+    handle = lane.start("work", lambda: torch.zeros(3))
+    result = weakref.ref(handle.wait())
+    del handle
+    lane.start("next", lambda: None).wait()
+    assert result() is None
+    handle = lane.start("last", lambda: torch.zeros(3))
+    result = weakref.ref(handle.wait())
+    del handle
+    deadline = time.monotonic() + 60
+    while result() is not None and time.monotonic() < deadline:  # until the thread has gone to sleep
+        time.sleep(0.01)
+    assert result() is None
+
+
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", {"priority": -1}), ("xpu", {"priority": -1}), ("mtia", {})])
 def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
     given = []

@@ -17,6 +17,7 @@ keeps memory for as long as the host is ahead of the device.
 import contextlib
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -102,7 +103,8 @@ class Lane:
         self.device, self.staged = device, staged
         self._stream = _stream(device)
         self._executor: ThreadPoolExecutor | None = None
-        self._last: Future | None = None
+        self._last: Callable[[], Future | None] = lambda: None
+        """What was started last, as long as somebody else holds it: the thread, or who waits for it."""
 
     def start(
         self,
@@ -136,7 +138,8 @@ class Lane:
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
                 return queue()
 
-        future = self._last = self._executor.submit(run)
+        future = self._executor.submit(run)
+        self._last = weakref.ref(future)
 
         def join() -> Any:
             result, end = future.result()
@@ -146,8 +149,8 @@ class Lane:
 
     def run(self, work: Callable[[], T]) -> T:
         """Run work when all that was started before is done or queued, and return what it returns."""
-        if self._last is None or self._last.done():
-            self._last = None
+        last = self._last()
+        if last is None or last.done():
             return work()  # at once: a thread would only cost time
         return self.start("", work).wait()
 
