@@ -312,6 +312,10 @@ class Device(TorchDispatchMode):
         return network
 
 
+class Found(SimpleNamespace):
+    """What a thread has found, as a class of its own, which weak references need."""
+
+
 class Thread:
     """ThreadPoolExecutor(1): in order, and at once, or when somebody waits."""
 
@@ -329,7 +333,7 @@ class Thread:
         self._queue.append(lambda: found.append(work()))
         if not self._late:
             result()
-        return SimpleNamespace(result=result, done=lambda: bool(found))
+        return Found(result=result, done=lambda: bool(found))
 
 
 def _sizes(values: Iterable[Any]) -> dict[int, int]:

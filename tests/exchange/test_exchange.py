@@ -1,7 +1,9 @@
 """The exchange on real ranks, against a slow reference and its own algebra."""
 
 import dataclasses
+import functools
 import math
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -189,6 +191,29 @@ def test_each_set_of_ranks_has_one_communicator() -> None:
     for rank, (made, bound) in enumerate(ranks.run(make_meshes, 8)):
         assert len(made) == len(set(made)) and all(rank in members for members in made)
         assert bound == [None] * len(made) + [torch.device("cuda", 0)]
+
+
+def timeouts(rank: int) -> tuple[list[timedelta], set[timedelta]]:
+    """How long collectives of a script's group may take, and those of the groups that a mesh with a time of its own and
+    its slow axes use."""
+    world, topology = dist.group.WORLD, Topology.parse("2x2", 4)
+    mesh = Mesh.over(world, topology, timeout=timedelta(seconds=7))
+    way = SlowWay.over(world, mesh, ("node",), functools.partial(Mesh.over, timeout=timedelta(seconds=7)))
+    again = Mesh.over(world, topology, timeout=timedelta(seconds=7))
+    assert again.stages.groups == mesh.stages.groups
+    made = [group for each in (mesh, way.slow, way.fast) for group in each.stages.groups.values()]
+    plain = Mesh.over(world, topology)
+    return [_timeout(world), _timeout(plain.stages.groups[0, 1])], set(map(_timeout, made))
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_a_mesh_leaves_the_timeout_of_its_group_alone() -> None:
+    for own, made in ranks.run(timeouts, 4):
+        assert own == [dist.distributed_c10d.default_pg_timeout] * 2
+        assert made == {timedelta(seconds=7)}
 
 
 def wrong_size(rank: int) -> str:

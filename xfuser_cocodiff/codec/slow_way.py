@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
+from xfuser_cocodiff.exchange.groups import subgroup
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine.topology import Topology
 
@@ -57,8 +57,8 @@ class SlowWay:
         def submesh(dims: list[int]) -> Mesh:
             if dims == moving:
                 return mesh
-            own = subgroup(group, tuple(ranks[i] for i in topology.neighbours(rank, *dims)))
-            set_timeout(own, mesh.stages.timeout)
+            members = tuple(ranks[i] for i in topology.neighbours(rank, *dims))
+            own = subgroup(group, members, mesh.stages.timeout)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
             names = "+".join(topology.axes[dim].name for dim in reversed(dims))
             return made.within(mesh, names)

@@ -6,25 +6,38 @@ from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_nccl_timeout
 
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of ranks of a world, for as long as that lives: communicators are dear and are never freed singly, so there is
-one for each distinct set of ranks, whoever asks for it."""
+_Made = dict[tuple[tuple[int, ...], timedelta | None], dist.ProcessGroup]
+_made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
+"""Groups of ranks of a world, by members and timeout, for as long as that lives: communicators are dear and are never
+freed singly, so there is one for each, whoever asks for it."""
 
 
-def subgroup(group: dist.ProcessGroup, members: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of some ranks of a group, by their global numbers; each of them must call this, in the same order among
-    its groups. Others need not, so that Ulysses groups need not march in step."""
-    if members == tuple(dist.get_process_group_ranks(group)):
+def subgroup(group: dist.ProcessGroup, members: tuple[int, ...], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return the group of some ranks of a group.
+
+    Each of the members must call this, in the same order among its groups. Others need not, so that Ulysses groups need
+    not march in step. All members with no timeout of their own are the group itself; its timeout stays what it is.
+
+    Args:
+        group: which they are in.
+        members: by their global numbers.
+        timeout: how long a collective of theirs may take; the backend's default when not given.
+    """
+    known = _made.setdefault(dist.group.WORLD, {})
+    if (members, timeout) in known:
+        return known[members, timeout]
+    if timeout is None and members == tuple(dist.get_process_group_ranks(group)):
         return group
-    known = _subgroups.setdefault(dist.group.WORLD, {})
-    if members not in known:
-        options = None
-        if dist.get_backend(group) == dist.Backend.NCCL:  # V is not to queue behind computation
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        with _unbound(dist.group.WORLD):
-            known[members] = dist.new_group(members, pg_options=options, use_local_synchronization=True)
-    return known[members]
+    options = None
+    if dist.get_backend(group) == dist.Backend.NCCL:  # V is not to queue behind computation
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout or default_pg_nccl_timeout  # or PyTorch warns that the argument overrides it
+    with _unbound(dist.group.WORLD):
+        made = dist.new_group(members, timeout=timeout, pg_options=options, use_local_synchronization=True)
+    known[members, timeout] = made
+    return made
 
 
 @contextmanager

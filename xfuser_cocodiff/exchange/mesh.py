@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.exchange.groups import set_timeout, subgroup
+from xfuser_cocodiff.exchange.groups import subgroup
 from xfuser_cocodiff.exchange.lane import Handle, Lane
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.exchange.stages import InFlight, Stages
@@ -54,7 +53,7 @@ class Mesh:
             topology: how its ranks nest.
             plans: those that may be used, the first of which is used until there is another policy; all candidates, the
                 flat one first, when not given.
-            timeout: how long a collective may take; torch's default when not given.
+            timeout: how long a stage may take; the backend's default when not given.
             device: where messages lie. Those on an accelerator go through the host's memory where the group is gloo's.
         """
         ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -65,11 +64,9 @@ class Mesh:
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
             members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
-            groups[stage] = subgroup(group, members)
-            if timeout or groups[stage] is not group:
-                set_timeout(groups[stage], timeout or default_pg_timeout)
+            groups[stage] = subgroup(group, members, timeout)
         staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
-        stages = Stages(groups, device, staged, timeout or default_pg_timeout)
+        stages = Stages(groups, device, staged, timeout)
         return cls(topology, stages, Policy(lambda message_bytes: plans[0]), Lane(device, staged))
 
     @functools.cached_property

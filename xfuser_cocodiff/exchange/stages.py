@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_pg_timeout
 
 from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.traffic import Traffic
@@ -56,8 +56,8 @@ class Stages:
     """Where messages lie."""
     staged: bool = False
     """Whether they go through the host's memory, where they lie on an accelerator."""
-    timeout: timedelta = default_pg_timeout
-    """How long a direct send waits for its peer; the groups know it for their collectives."""
+    timeout: timedelta | None = None
+    """How long a stage may take, as the groups know it; None where they have the backend's default."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     """Where all that moves is counted."""
     flat_name: str = FLAT
@@ -109,11 +109,8 @@ class Stages:
         else:
             label, group = self._label(plan, number), self.groups[plan.stages[number]]
             with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
-                # On a device a timeout that is passed here would hold up the host, and a collective has its group's.
-                # The host waits for gloo's anyway, which do not go by that with PyTorch 2.8.
-                is_told = plan.direct[number] or self._host_waits
-                for work in flight.works:
-                    work.wait(self.timeout) if is_told else work.wait()
+                for work in flight.works:  # as long as its group's timeout; on a device, one given here stops the host
+                    work.wait()
                 received = _wait(received)
             if self.staged:
                 received = received.to(self.device, non_blocking=True)
@@ -129,7 +126,8 @@ class Stages:
         if not is_captured(self.device):
             ended = torch.Event(self.device.type)  # which holds nothing, where the collective's work holds its tensors
             ended.record()
-            roll_call.expect(ended.query, group, label, self.timeout.total_seconds())
+            timeout = self.timeout or (self.device.type == "cuda" and default_pg_nccl_timeout) or default_pg_timeout
+            roll_call.expect(ended.query, group, label, timeout.total_seconds())
 
 
 _Begun = tuple[torch.Tensor, tuple[dist.Work, ...]]
