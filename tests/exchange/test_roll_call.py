@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -231,3 +232,69 @@ def test_what_is_overdue_on_a_device_is_told_before_the_watchdog_acts() -> None:
     assert any(expected in text for text in (*first, *third)), (first, third)
     assert absent == []
     assert ranks.run(overdue, 3, True) == [[], [], []]
+
+
+def alarm_twice(rank: int, end: int) -> None:
+    """All come late to an exchange, which a device brings to its end after all; then one is lost, on its way to another
+    one."""
+    said: list[str] = []
+    roll_call._logger.error = lambda text, *values: said.append(text % values)
+    roll_call.PATIENCE_SECONDS = 2.0
+    roll_call.attend()
+    dist.barrier()
+    comes = threading.Event()
+    roll_call.expect(comes.is_set, [0, 1, CULPRIT], "node", 3.0)
+    while not said:
+        time.sleep(0.1)
+    dist.barrier()
+    comes.set()
+    time.sleep(2)
+    dist.barrier()
+    if rank != CULPRIT:
+        roll_call.expect(lambda: False, [0, 1, CULPRIT], "gpu", 3.0)
+    elif end != ABSENT:
+        os.kill(os.getpid(), end)
+    time.sleep(8)
+    raise LostRankError(*said)  # no barrier then, to which one rank would not come
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"), [(ABSENT, "is alive but did not come to it"), (signal.SIGKILL, "is gone or not answering")]
+)
+def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> None:
+    found = ranks.outcomes(alarm_twice, 3, end, lost=CULPRIT if end else None)
+    for result in found[:CULPRIT]:
+        first, second = result.args
+        assert "all of them are alive and came to it" in first
+        assert f"rank {CULPRIT} {expected}" in second
+
+
+def ask_in_order(rank: int, libraries: tuple[str, ...]) -> list[str]:
+    """What the thread that listens does of which CUDA knows, where a device captures graphs."""
+    did: list[str] = []
+
+    class Library:
+        def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:  # noqa: N802 (CUDA's name)
+            did.append(f"mode {mode._obj.value}")
+            return 0
+
+    def load(name: str) -> Library:
+        if name not in libraries:
+            raise OSError(name)
+        return Library()
+
+    roll_call.PATIENCE_SECONDS = 0.5
+    initialised = mock.patch.object(torch.cuda, "is_initialized", lambda: True)
+    with mock.patch.object(roll_call.ctypes, "CDLL", load), initialised:
+        roll_call.attend()
+        roll_call.expect(lambda: bool(did.append("query")) or True, [0], "node", 0.1)
+        time.sleep(2)
+        return list(did)
+
+
+@pytest.mark.parametrize(
+    ("libraries", "expected"), [(("libcuda.so.1",), ["mode 2", "query"]), ((), [])], ids=["CUDA", "unknown"]
+)
+def test_an_event_is_asked_only_where_that_spoils_no_capture(libraries: tuple[str, ...], expected: list[str]) -> None:
+    """Of graphs, in another thread: by CUDA's default, nobody may ask an event meanwhile."""
+    assert ranks.run(ask_in_order, 1, libraries) == [expected]

@@ -2,7 +2,8 @@
 
 Every rank keeps a thread that listens at the rendezvous store. A rank that fails to communicate calls the roll there:
 who does not answer is gone or stopped, and whose answer is that it does not communicate has not come to the exchange.
-An answer stays, so a rank that left because of another's failure is not taken for its cause.
+Calls are numbered, and each is answered anew. What a rank says that fails itself stays: one that left because of
+another's failure is not taken for its cause.
 
 On an accelerator the host does not wait for an exchange, and the backend's watchdog ends the process without a word to
 Python. There the listener is told of exchanges, and calls the roll for one that is overdue, before the watchdog acts.
@@ -11,6 +12,8 @@ Python. There the listener is told of exchanges, and calls the roll for one that
 import atexit
 import collections
 import contextlib
+import ctypes
+import functools
 import logging
 import re
 import threading
@@ -26,7 +29,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 PATIENCE_SECONDS = 10.0
 """How long a rank may take to answer."""
 _LISTEN_SECONDS, _POLL_SECONDS = 0.5, 0.05
-_CALLED = "cocodiff/roll_call/called"
+_CALLS = "cocodiff/roll_call/calls"
+_RELAXED = 2
+"""CUDA's and HIP's mode of a thread that may ask an event while another one captures a graph."""
 
 _logger = logging.getLogger("xfuser_cocodiff")
 _BACKENDS = re.compile(r"gloo|ccl|timed? ?out|connection|socket|broken pipe|peer", re.IGNORECASE)
@@ -119,13 +124,31 @@ def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], st
 
 
 def _overdue() -> _Expected | None:
-    """An exchange that should have ended by now, and has not."""
+    """Return an exchange that should have ended by now, and has not."""
     with _expecting:
-        while _expected and _expected[0].deadline < time.monotonic():
+        while _expected and _expected[0].deadline < time.monotonic() and _may_query():
             first = _expected.popleft()
             if not first.is_done():
                 return first
     return None
+
+
+def _may_query() -> bool:
+    """Return whether the listener may ask events: by CUDA's default, a graph that another thread captures is invalid if
+    any thread does so meanwhile."""
+    return not torch.cuda.is_initialized() or _relax()
+
+
+@functools.cache
+def _relax() -> bool:
+    """Have the calling thread, for good, spoil no capture of another one; returns whether it is so."""
+    for library, name in (
+        ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+        ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
+    ):
+        with contextlib.suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), name)(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+    return False
 
 
 def is_attended() -> bool:
@@ -141,7 +164,7 @@ def attend() -> None:
         _attended = weakref.ref(store)
         # A connection of its own: the other one is taken while this rank waits for a key.
         own, rank = store.clone(), dist.get_rank()
-        own.set(_key("attends", rank), "")
+        own.set(_key("answers", rank), "0 ")
         _expected.clear()  # of another world
         listener = threading.Thread(target=_listen, args=(own, rank, _attended), name="roll call", daemon=True)
         listener.start()
@@ -155,23 +178,31 @@ def _leave(listener: threading.Thread) -> None:
 
 
 def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | None]) -> None:
-    """Answer once, when the roll is called, unless the world is torn down before; or call it for what is overdue."""
+    """Answer calls of the roll until the world is torn down, and call it for what is overdue."""
+    _relax.cache_clear()  # of another thread
+    answered, late = 0, None
     with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could ask
         while attended() and not _leaving.wait(_LISTEN_SECONDS):
-            late = _overdue()
-            if late or store.check([_CALLED]):
-                store.set(_key("answers", rank), late.stage if late else _now())
-                if late:
-                    failure = f"has taken more than {late.seconds:.0f} s"
-                    _logger.error("cocodiff: %s", _explained(late.group, late.stage, failure))
-                return
+            if late and late.is_done():  # a false alarm
+                store.set(_key("fails", rank), "")
+                late = None
+            if late is None and (late := _overdue()):
+                failure = f"has taken more than {late.seconds:.0f} s"
+                _logger.error("cocodiff: %s", _explained(late.group, late.stage, failure))
+            before = answered
+            while store.check([_key("called", answered + 1)]):
+                answered += 1
+            if answered > before:
+                store.set(_key("answers", rank), f"{answered} {_now()}")
 
 
 def _now() -> str:
-    """What this rank communicates in, on its host or on its device."""
-    with _expecting:
-        under_way = next((each.stage for each in _expected if not each.is_done()), None)
-    return ", ".join([*list(_stages.values()), *([under_way] if under_way else [])])
+    """Return what this rank communicates in, on its host or on its device."""
+    under_way = []
+    if _may_query():
+        with _expecting:
+            under_way = [each.stage for each in _expected if not each.is_done()][:1]
+    return ", ".join([*_stages.values(), *under_way])
 
 
 def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
@@ -195,22 +226,37 @@ def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -
 def _call(members: list[int], here: int, stage: str) -> str:
     """Call the roll and say what came of it; raises where there is no store to ask."""
     store = _get_default_store().clone()
-    store.set(_key("answers", here), stage)
-    store.set(_CALLED, "")
-    attending = [rank for rank in range(dist.get_world_size()) if store.check([_key("attends", rank)])]
-    missing, deadline = set(members) | set(attending), time.monotonic() + PATIENCE_SECONDS
+    store.set(_key("fails", here), stage)
+    number = store.add(_CALLS, 1)
+    store.set(_key("called", number), "")
+
+    def said(rank: int) -> str | None:
+        """What a rank communicates in; None where it does not answer."""
+        if failed := _read(store, "fails", rank):
+            return failed
+        answered, _, now = (_read(store, "answers", rank) or "0").partition(" ")
+        return now if int(answered) >= number else None
+
+    attending = {rank for rank in range(dist.get_world_size()) if _read(store, "answers", rank) is not None}
+    missing, deadline = set(members) | attending, time.monotonic() + PATIENCE_SECONDS
     while missing and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        missing = {rank for rank in missing if not store.check([_key("answers", rank)])}
+        missing = {rank for rank in missing if said(rank) is None}
     if missing:
         return f"{_ranks(missing)} gone or not answering"
-    if absent := {rank for rank in members if not store.get(_key("answers", rank))}:
+    if absent := {rank for rank in members if not said(rank)}:
         return f"{_ranks(absent)} alive but did not come to it"
     return "all of them are alive and came to it, so a link between them failed, or one of them is too slow"
 
 
-def _key(kind: str, rank: int) -> str:
-    return f"cocodiff/roll_call/{kind}/{rank}"
+def _read(store: dist.Store, kind: str, rank: int) -> str | None:
+    """Read what a rank has said, if it has."""
+    key = _key(kind, rank)
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _key(kind: str, number: int) -> str:
+    return f"cocodiff/roll_call/{kind}/{number}"
 
 
 def _ranks(numbers: set[int]) -> str:
