@@ -236,10 +236,12 @@ def speak(rank: int) -> list[list[str]]:
     return found
 
 
-def test_figures_are_promised_when_something_is_coded() -> None:
+def test_what_codes_and_how_to_measure_its_error_is_said_when_something_is_coded() -> None:
     at_start, few, again, many, compiled = ranks.run(speak, 2)[0]
-    assert [("dB" in line, "on node" in line) for line in at_start] == [(False, True)]
-    assert ["bits=4," in line and "51.8 dB at 8 steps" in line for line in few] == [True]
+    assert [line.startswith("cocodiff: lossy: ") and "node" in line for line in at_start] == [True], at_start
+    for lines, bits, steps in ((few, 4, 3), (many, 2, 20)):
+        assert [f"bits={bits}," in line for line in lines] == [True]
+        assert f"measure it with cocodiff quality --model NAME --steps {steps} --mode 'balanced'" in lines[0]
     assert again == []
-    assert ["bits=2," in line and "53.6 dB at 50 steps" in line for line in many] == [True]
-    assert compiled == []  # where modes do what they do elsewhere
+    assert not any("dB" in line for line in (*at_start, *few, *many))  # no figure of another model
+    assert compiled == at_start  # where modes do what they do elsewhere

@@ -264,18 +264,6 @@ FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits
 _USUAL_STEPS = 50
 FEW_STEPS = 12
 """Up to so many steps, values change too much between two of them for few bits."""
-QUALITY = {
-    "balanced": ("53.6 dB at 50 steps", "51.8 dB at 8 steps"),
-    "fast": ("47.9 dB at 50 steps", "46.3 dB at 8 steps"),
-    "paper": ("45.7 dB at 50 steps", "35.3 dB at 8 steps"),
-}
-"""What to expect of modes, in runs of many steps and of few: `cocodiff quality` on the small trained model, 16 seeds,
-bf16, to the exact picture."""
-
-
-def quality(mode: str, total: int | None) -> str:
-    """What to expect of a mode in a run of so many steps, in words."""
-    return f"{QUALITY[mode][_are_few(total)]} to the exact picture in a small model"
 
 
 def usual(mode: str, total: int | None) -> CodecSchedule | None:

@@ -321,8 +321,12 @@ class Runtime:
             self._tell_unmatched()
             self._told = len(self._states)
         if not report.was_refresh and report.sent_bytes and report.exact_layers < len(self._states):
-            expected = "as you changed it" if self._changes else modes.quality(self.mode, self.total)
-            self._once(self._say, f"mode {self.mode} codes by {self.schedule} ({expected})")
+            mode = f"{self.mode}@{self._changes}" if self._changes else self.mode
+            self._once(
+                self._say,
+                f"mode {self.mode} codes by {self.schedule}; the error depends on the model and its steps: measure it "
+                f"with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
+            )
 
     def _tell_references(self) -> None:
         wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
