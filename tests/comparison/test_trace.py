@@ -52,7 +52,7 @@ def test_overlap_is_that_of_single_moments(tmp_path: Path) -> None:
         events += work("kernel", 20, end - 1, end, launched + 6, thread=2)
     rng.shuffle(events)
     hidden = sum(moment in busy for moments in exchanges for moment in moments)
-    found = trace.overlaps(write(tmp_path / "trace.json.gz", events))
+    found = trace.overlaps([write(tmp_path / "trace.json.gz", events)])
     assert found == {"v": pytest.approx(hidden / sum(map(len, exchanges)))}
     assert 0 < found["v"] < 1
 
@@ -77,9 +77,8 @@ def test_kinds_and_ranks_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for rank, busy in enumerate((True, False)):
         monkeypatch.setitem(globals(), "_numbers", itertools.count(1))  # every process has the same ones
         files.append(write(tmp_path / f"trace{rank}.json.gz", exchanging(busy)))
-    assert [trace.overlaps(file) for file in files] == [{"v": 0.5, "qk": 1.0}, {"v": 0.0, "qk": 0.0}]
-    trace.merge(files, tmp_path / "trace.json.gz")
-    assert trace.overlaps(tmp_path / "trace.json.gz") == {"v": 0.25, "qk": 0.5}
+    assert [trace.overlaps([file]) for file in files] == [{"v": 0.5, "qk": 1.0}, {"v": 0.0, "qk": 0.0}]
+    assert trace.overlaps(files) == {"v": 0.25, "qk": 0.5}
 
 
 def test_on_an_accelerator_a_profiler_sees_ranges_and_nobody_takes_times() -> None:

@@ -1,11 +1,13 @@
 """How far long commands say they are: arithmetic on a clock that stands still unless it is told."""
 
 import io
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
-from xfuser_cocodiff.reporting.progress import Line, Progress, Teller, duration
+from xfuser_cocodiff.comparison.launch import Launches
+from xfuser_cocodiff.reporting.progress import Teller, duration
 
 
 class Clock:
@@ -28,32 +30,24 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_what_was_expected_counts_until_something_is_known(clock: Clock) -> None:
-    progress = Progress({"small": (10, 1.0), "large": (4, 5.0)}, clock=clock)
-    assert progress.left_seconds == 10 * 1 + 4 * 5
+def test_what_was_expected_is_corrected_by_what_is_done(clock: Clock) -> None:
+    told = Teller(None, clock)
+    told.foresee({"small": (10, 1.0), "large": (4, 5.0)})
+    assert told.left_seconds == 10 * 1 + 4 * 5
     clock.now += 3  # a small piece took three times as long, and so will the large ones
-    progress.advance("small")
-    assert progress.left_seconds == 9 * 3 + 4 * 15
-    clock.now += 40  # four large ones took twice as long: that is what is known of them now
-    progress.advance("large", 2)
-    assert progress.left_seconds == 9 * 3 + 2 * 20
-    progress.expect("small", 1)
-    assert progress.left_seconds == 1 * 3 + 2 * 20
+    told.begin("small", "")
+    told.advance()
+    assert told.left_seconds == 3 * (9 * 1 + 4 * 5)
+    clock.now += 41  # two large ones, twice as long as that
+    told.begin("large", "")
+    told.advance(2)
+    assert told.left_seconds == 4 * (9 * 1 + 2 * 5)
+    told.expect(0)
+    assert told.left_seconds == 4 * 9
     clock.now += 2  # of the piece that is under way
-    assert progress.left_seconds == 41
+    assert told.left_seconds == 34
     clock.now += 1000
-    assert progress.left_seconds == 0
-
-
-def test_nothing_is_said_of_what_nothing_is_known_of(clock: Clock) -> None:
-    progress = Progress({"start": (3, 0.0), "step": (8, 1.0)}, is_relative=True, clock=clock)
-    clock.now += 20
-    progress.advance("start")
-    assert progress.left_seconds is None and str(progress) == ""
-    clock.now += 2
-    progress.advance("step")
-    assert progress.left_seconds == 2 * 20 + 7 * 2
-    assert str(progress) == "about 55 s left"
+    assert told.left_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -91,56 +85,48 @@ def test_lines_come_often_at_first_and_at_once_when_something_begins(clock: Cloc
 
 def test_a_terminal_has_one_line(clock: Clock) -> None:
     output = Terminal()
-    line = Line(output, clock)
-    line.show("a long text")
-    line.show("short")
+    told = Teller(output, clock)
+    told.say("a long text")
+    told.say("short")
     assert output.getvalue() == "\ra long text" + "\rshort      "
-    line.end()
-    assert output.getvalue().endswith("\r           \r".replace(" " * 11, " " * 5))
-
-
-def test_other_ranks_say_nothing(clock: Clock) -> None:
-    told = Teller(None, clock)
-    told.foresee({"a": (1, 1.0)})
-    told.begin("a", "first")
-    told.advance()
     told.end()
+    assert output.getvalue().endswith("\r     \r")
 
 
-def test_launches_of_a_comparison(clock: Clock) -> None:
-    """Two launches of two runs of four steps: a start takes 10 seconds, a step 2."""
+def test_launches_of_a_comparison(clock: Clock, tmp_path: Path) -> None:
+    """Two launches of two runs of four steps: a start takes 10 seconds, as long as the 5 steps that it counts as."""
     output = io.StringIO()
-    launches = LaunchProgress(Line(output, clock), launches=2, runs=2, steps=4, clock=clock)
+    launches = Launches(tmp_path, Console(file=output), number=2, runs=2, steps=4, clock=clock)
     for name in ("stock", "exact"):
         launches.begin(name)
         clock.now += 10
         for run in (1, 2):
             for step in (1, 2, 3, 4):
-                launches.stands(run, step, 4)
                 clock.now += 2
-        launches.end()
+                launches.stands(name, run, step, 4)
     assert output.getvalue().splitlines() == [
         "stock: starting",
-        "stock: run 1, step 1 of 4",  # and nothing of what is left, since nothing is known
-        "stock: run 1, step 3 of 4, about 35 s left",  # 5 steps here, a start, and 8 more
+        "stock: run 1, step 1 of 4, about 40 s left",  # 7 steps here, a start, and 8 more
+        "stock: run 1, step 3 of 4, about 35 s left",
         "stock: run 2, step 1 of 4, about 30 s left",
-        "exact: starting",
+        "exact: starting, about 25 s left",
         "exact: run 1, step 1 of 4, about 15 s left",
         "exact: run 2, step 1 of 4, about 5 s left",
     ]
 
 
-def test_steps_that_nobody_foresaw(clock: Clock) -> None:
+def test_steps_that_nobody_foresaw(clock: Clock, tmp_path: Path) -> None:
     output = io.StringIO()
-    launches = LaunchProgress(Line(output, clock), launches=1, runs=1, steps=None, clock=clock)
+    launches = Launches(tmp_path, Console(file=output), number=1, runs=1, steps=0, clock=clock)
     launches.begin("script")
-    launches.stands(1, 1, 3)
-    clock.now += 30
-    launches.stands(1, 2, 3)
-    launches.stands(2, 1, 3)  # more than one run, as scripts may make them
+    clock.now += 60
+    launches.stands("script", 1, 1, 3)
+    clock.now += 10
+    launches.stands("script", 1, 2, 3)
+    launches.stands("script", 2, 1, 3)  # more than one run, as scripts may make them
     assert output.getvalue().splitlines() == [
         "script: starting",
-        "script: run 1, step 1 of 3",
-        "script: run 1, step 2 of 3, about 30 s left",
+        "script: run 1, step 1 of 3, about 20 s left",
+        "script: run 1, step 2 of 3, about 10 s left",
         "script: run 2, step 1 of 3, about 5 s left",
     ]

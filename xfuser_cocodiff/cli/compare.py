@@ -142,7 +142,7 @@ def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
         said += [note for note in report.notes(pair) if note not in said]
     for side in found["runs"]:
         if side["trace"]:
-            said.append(f"Trace, for https://ui.perfetto.dev: {settings[-1].folder / side['trace']}")
+            said.append(f"Traces of the ranks, for https://ui.perfetto.dev: {settings[-1].folder / side['trace']}")
         for what, share in side["overlap"].items():
             said.append(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
     console.print()

@@ -13,10 +13,9 @@ from rich.console import Console
 
 from xfuser_cocodiff.comparison import emulate, launch, trace
 from xfuser_cocodiff.comparison.figures import Outcome, figures
-from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
+from xfuser_cocodiff.comparison.launch import Launches
 from xfuser_cocodiff.machine.launcher import SHARE_FIELD
 from xfuser_cocodiff.reporting import host
-from xfuser_cocodiff.reporting.progress import Line
 from xfuser_cocodiff.settings.options import ACROSS_NODES, ASKED, EXACT, MODES, OPTIONS, TRACE_VARIABLE
 from xfuser_cocodiff.xdit.launching import command
 
@@ -44,24 +43,21 @@ class Contender:
     """Of the records, one per launch so far."""
     launched: list[str] = field(default_factory=list)
     """The command of its last launch."""
+    traces: list[Path] = field(default_factory=list)
+    """By rank; none where it was not traced."""
 
-    trace: Path | None = None
-    """Of all ranks."""
-
-    def launch(self, out: Path, console: Console, launches: LaunchProgress) -> None:
-        """Run once more, recording into a fresh folder of `out`."""
+    def launch(self, launches: Launches) -> None:
+        """Run once more, recording into a fresh folder."""
         label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
         self.launched = command.launch(self.arguments, self.launcher)
-        self.folders.append(self._run(label, self.launched, self.environment, out, console, launches))
+        self.folders.append(launches.run(label, self.launched, self.environment))
 
-    def launch_traced(self, out: Path, console: Console, launches: LaunchProgress) -> None:
+    def launch_traced(self, launches: Launches) -> None:
         """Run once more for a trace; a launch of its own, since tracing takes time."""
         arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
-        environment = {**self.environment, TRACE_VARIABLE: "1"}
         launched = command.launch(arguments, self.launcher)
-        folder = self._run(f"{self.name} traced", launched, environment, out, console, launches)
-        self.trace = out / f"trace-{self.name}.json.gz"
-        trace.merge(sorted(folder.glob("trace*.json.gz"), key=_rank), self.trace)
+        folder = launches.run(f"{self.name} traced", launched, {**self.environment, TRACE_VARIABLE: "1"})
+        self.traces = trace.files(folder)
 
     def finish(self, out: Path, repeats: int) -> None:
         """Note in `out` that all launches of this side are there, so that another comparison can go on with them."""
@@ -104,27 +100,9 @@ class Contender:
                 shutil.copytree(earlier / "records" / name, folder / name, dirs_exist_ok=True)
             shutil.copyfile(_manifest(earlier, self.name), _manifest(out, self.name))
 
-    @staticmethod
-    def _run(
-        label: str,
-        launched: list[str],
-        environment: dict[str, str],
-        out: Path,
-        console: Console,
-        launches: LaunchProgress,
-    ) -> Path:
-        folder = out / "records" / label.replace(" ", "-")
-        shutil.rmtree(folder, ignore_errors=True)
-        launch.run(label, launched, environment, folder, out / "logs" / f"{folder.name}.log", console, launches)
-        return folder
-
 
 def _manifest(out: Path, side: str) -> Path:
     return out / "records" / f"{side}.json"
-
-
-def _rank(file: Path) -> int:
-    return int("".join(filter(str.isdigit, file.name)))
 
 
 @dataclass(frozen=True)
@@ -222,26 +200,21 @@ def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, 
     """Run each side as often as it takes; one whose records are complete is finished."""
     for contender in to_run:
         _manifest(out, contender.name).unlink(missing_ok=True)
-    script = command.is_script(to_run[0].arguments)
+    arguments = to_run[0].arguments
+    script, steps = command.is_script(arguments), _number(arguments, "num_inference_steps", 0)
     turns = repeats if script else 1
-    launches = _foreseen(to_run, turns + traced, repeats, console)
+    # Scripts make a run each, as far as one knows, and xDiT's command all repeats.
+    runs = 1 if script else repeats + _number(arguments, "warmup_calls", 0)
+    launches = Launches(out, console, len(to_run) * (turns + traced), runs, steps)
     for turn in range(turns):
         # Turns change, so that neither side always runs first.
         for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
-            contender.launch(out, console, launches)
+            contender.launch(launches)
             if turn == turns - 1:
                 Outcome.read(contender.folders, repeats // turns)
                 contender.finish(out, repeats)
     for contender in to_run if traced else ():
-        contender.launch_traced(out, console, launches)
-
-
-def _foreseen(to_run: Sequence[Contender], launches: int, repeats: int, console: Console) -> LaunchProgress:
-    """What is to be done: scripts make a run each, as far as one knows, and xDiT's command all repeats."""
-    arguments = to_run[0].arguments
-    runs = 1 if command.is_script(arguments) else repeats + _number(arguments, "warmup_calls", 0)
-    line = Line(None if console.quiet else console.file)
-    return LaunchProgress(line, len(to_run) * launches, runs, _number(arguments, "num_inference_steps", 0))
+        contender.launch_traced(launches)
 
 
 def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:
@@ -254,8 +227,8 @@ def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, 
             "model": command.option(arguments, "model"),
             "degree": check(arguments),
             "command": shlex.join(contender.launched),
-            "trace": contender.trace.relative_to(out).as_posix() if contender.trace else None,
-            "overlap": trace.overlaps(contender.trace) if contender.trace else {},
+            "trace": contender.traces[0].relative_to(out).as_posix() if contender.traces else None,
+            "overlap": trace.overlaps(contender.traces),
             **figures(outcome, outcomes[0], out),
         }
         for contender, outcome in zip(contenders, outcomes, strict=True)

@@ -1,25 +1,28 @@
-"""Runs one recorded launch of xDiT: output in a log, progress on the console, its processes stopped with ours."""
+"""Runs recorded launches of xDiT: output in a log, progress on the console, its processes stopped with ours."""
 
 import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from xfuser_cocodiff.comparison.launch_progress import LaunchProgress
+from xfuser_cocodiff.reporting.progress import Teller
 from xfuser_cocodiff.settings.options import RECORD_VARIABLE
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 40
 """How long a launch may take to stop; torchrun gives its ranks 30 seconds."""
 TAIL_LINES = 25
+_USUAL_STEPS, _START_STEPS = 28, 5
+"""Of a run, until one has said; and as how many steps the start of a launch counts."""
 
 # The last line of a traceback, perhaps behind the rank's name; what torchrun says of it afterwards is no news.
 _ERROR = re.compile(r"^(?:\[[^\]]+\]:?\s*)*((?!\S*ChildFailedError)[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
@@ -29,49 +32,94 @@ class LaunchError(RuntimeError):
     """A launch of xDiT failed."""
 
 
-def run(
-    name: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    record: Path,
-    log: Path,
-    console: Console,
-    launches: LaunchProgress,
-) -> None:
-    """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
+class Launches:
+    """Launches of a comparison: each recorded, its output in a log, its progress on the console.
 
     Args:
-        name: what to call the launch on the console.
-        command: program and arguments.
-        environment: of the command; the variable that turns on recording is added.
-        record: folder for the records of its ranks.
-        log: file for its output.
-        console: where its start and end are told.
-        launches: where its steps are told.
-
-    Raises:
-        LaunchError: it failed; holds its error and the end of its log.
+        out: folder of the comparison, for records and logs.
+        console: where starts, ends and progress are told.
+        number: of launches that are foreseen.
+        runs: of each.
+        steps: of each run; 0 where that is not known.
+        clock: seconds.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    console.print(f"{name}: started, output in {log}")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={**environment, RECORD_VARIABLE: str(record.resolve())},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            _follow(name, process, record / "progress.json", launches)
-        finally:
-            stop(process)
-            launches.end()
-    if process.returncode != 0:
-        raise LaunchError(_explain(name, process.returncode, log))
-    console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
+
+    def __init__(
+        self,
+        out: Path,
+        console: Console,
+        number: int,
+        runs: int,
+        steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out, self._console, self._number, self._runs = out, console, number, runs
+        self._steps = steps or _USUAL_STEPS
+        self._done = self._run = 0
+        self._told = Teller(None if console.quiet else console.file, clock)
+        self._told.foresee({"step": (number * self._steps_of_one, 1.0)}, is_relative=True)
+
+    def run(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Path:
+        """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
+
+        Args:
+            name: what to call the launch on the console.
+            command: program and arguments.
+            environment: of the command; the variable that turns on recording is added.
+
+        Returns:
+            The folder with the records of its ranks, which is a fresh one.
+
+        Raises:
+            LaunchError: it failed; holds its error and the end of its log.
+        """
+        folder = self._out / "records" / name.replace(" ", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        log = self._out / "logs" / f"{folder.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        self._console.print(f"{name}: started, output in {log}")
+        self.begin(name)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env={**environment, RECORD_VARIABLE: str(folder.resolve())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None:
+                    if found := read_progress(folder / "progress.json"):
+                        self.stands(name, found["run"], found["step"], found["total_steps"])
+                    time.sleep(POLL_SECONDS)
+            finally:
+                stop(process)
+                self._told.end()
+        if process.returncode != 0:
+            raise LaunchError(_explain(name, process.returncode, log))
+        self._console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
+        return folder
+
+    @property
+    def _steps_of_one(self) -> int:
+        return _START_STEPS + self._runs * self._steps
+
+    def begin(self, name: str) -> None:
+        """Say that a launch begins."""
+        self._number -= 1
+        self._done = self._run = 0
+        self._told.say(f"{name}: starting")
+
+    def stands(self, name: str, run: int, step: int, steps: int | None) -> None:
+        """Say which step of which run the launch has made, and of how many if that is known."""
+        self._steps = steps or self._steps
+        done = _START_STEPS + (run - 1) * self._steps + step
+        more, left = done - self._done, max(0, self._steps_of_one - done)
+        self._told.expect(left + more + self._number * self._steps_of_one)
+        self._told.advance(more, f"{name}: run {run}, step {step} of {steps or '?'}", at_once=run > self._run)
+        self._done, self._run = done, run
 
 
 @contextlib.contextmanager
@@ -92,14 +140,6 @@ def stop(process: subprocess.Popen) -> None:
                 os.killpg(process.pid, how)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
-
-
-def _follow(name: str, process: subprocess.Popen, file: Path, launches: LaunchProgress) -> None:
-    launches.begin(name)
-    while process.poll() is None:
-        if progress := read_progress(file):
-            launches.stands(progress["run"], progress["step"], progress["total_steps"])
-        time.sleep(POLL_SECONDS)
 
 
 def read_progress(file: Path) -> dict | None:

@@ -1,4 +1,4 @@
-"""One trace of all ranks from those that each of them left, and what it tells of overlap.
+"""What the traces of the ranks tell of overlap on a device.
 
 The format is Chrome's, for ui.perfetto.dev or chrome://tracing.
 """
@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-NANOSECONDS = 1000
-"""In a microsecond, the unit of times in a trace."""
 _EXCHANGE = re.compile(r"cocodiff\.(\w+)\.exchange")
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -24,54 +22,27 @@ Interval = tuple[float, float]
 """Begin and end."""
 
 
-def merge(traces: Sequence[Path], out: Path) -> None:
-    """Write the traces of all ranks as one, in which every process is named by its rank.
-
-    Args:
-        traces: gzipped, of rank 0 and up.
-        out: gzipped as well.
-    """
-    found = [json.loads(gzip.decompress(file.read_bytes())) for file in traces]
-    start = found[0].get("baseTimeNanoseconds", 0)
-    events: list[dict[str, Any]] = []
-    for rank, trace in enumerate(found):
-        late = (trace.get("baseTimeNanoseconds", 0) - start) / NANOSECONDS
-        events += [_of_rank(event, rank, late) for event in trace["traceEvents"]]
-    merged = {**found[0], "traceEvents": events}
-    out.write_bytes(gzip.compress(json.dumps(merged).encode()))
+def files(folder: Path) -> list[Path]:
+    """Return the traces that the ranks of a launch left, by rank."""
+    return sorted(folder.glob("trace*.json.gz"), key=lambda file: int("".join(filter(str.isdigit, file.name))))
 
 
-def _of_rank(event: dict[str, Any], rank: int, late: float) -> dict[str, Any]:
-    """An event with a process, a clock and identifiers that no other rank has."""
-    moved = {**event, "pid": f"rank {rank}: {event.get('pid')}"}
-    if "ts" in event:
-        moved["ts"] = event["ts"] + late
-    if "id" in event:
-        moved["id"] = f"{rank}:{event['id']}"
-    if event.get("name") == "process_name":
-        moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
-    return moved
-
-
-def overlaps(trace: Path) -> dict[str, float]:
-    """How much of the exchanges passed while kernels ran on other streams, as the device's own clock has it.
+def overlaps(traces: Sequence[Path]) -> dict[str, float]:
+    """Return how much of the exchanges passed while kernels ran on other streams, as the device's own clock has it.
 
     What an exchange is on a device is found by what the host has launched within the exchange's range: a device's own
     ranges tell the innermost one only.
 
     Args:
-        trace: of one rank or of all, gzipped.
+        traces: of all ranks, gzipped.
 
     Returns:
         For each kind of exchange, named by what it brings, a share of its time; empty where no device was traced.
     """
-    ranks: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-        name, _, rest = str(event.get("pid")).partition(":")
-        ranks[name if rest else ""].append(event)  # all are of one where traces are not merged
     seconds: Counter[str] = Counter()
     hidden: Counter[str] = Counter()
-    for events in ranks.values():
+    for file in traces:
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         rank = _Rank(events)
         for event in events:
             named = _EXCHANGE.fullmatch(event.get("name", ""))
