@@ -8,13 +8,12 @@ from unittest import mock
 
 gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the time
 
-from tests.small_transformers import FAMILIES  # noqa: E402
-
 for name in (
     "pytest",  # and Hypothesis, which ranks have no use for but in importing the test that calls them
     "hypothesis.strategies",
     "tests.ranks",
-    *(f"tests.small_transformers.{family}" for family in FAMILIES),
+    "tests.small_transformers",
+    "tests.small_pipelines.loops",
     "xfuser_cocodiff.comparison.quality",
     *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):

@@ -3,22 +3,50 @@
 Sizes in shapes: B batch, C channels, F frames, R rows, W columns, N tokens.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from xfuser import xFuserArgs
 from xfuser.core.distributed import (
     get_runtime_state,
     get_sequence_parallel_rank,
     get_sequence_parallel_world_size,
     get_sp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+    initialize_runtime_state,
 )
-from xfuser.core.distributed.runtime_state import DiTRuntimeState
 
 from xfuser_cocodiff.models import weights
 
 STEPS = 2
+SIZES = {
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_kv_heads"), 8),
+    **dict.fromkeys(("attention_head_dim", "head_dim"), 16),
+    **dict.fromkeys(("num_layers", "num_single_layers", "n_layers", "num_hidden_layers"), 2),
+    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers"), 1),
+    **dict.fromkeys(("in_channels", "out_channels"), 4),
+    **dict.fromkeys(("joint_attention_dim", "cap_feat_dim", "text_dim", "text_embed_dim", "text_embed_2_dim"), 16),
+    **dict.fromkeys(("timestep_embed_dim", "caption_channels"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 64),
+    **dict.fromkeys(("axes_dims_rope", "rope_axes_dim"), (4, 6, 6)),
+    "axes_lens": (64, 32, 32),
+    "cross_attention_dim": 128,
+    "guidance_embeds": True,
+    "mlp_ratio": 2.0,
+    "pooled_projection_dim": 8,
+    "sample_size": 16,
+}
+"""Arguments of the models' classes, wherever one takes them and is not given others."""
+
+
+def build(kind: type[nn.Module], **sizes: Any) -> nn.Module:
+    """Return a model of :data:`SIZES`, but for those that are given."""
+    taken = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
+    return kind(**{**{name: size for name, size in SIZES.items() if name in taken}, **sizes})
 
 
 class Pipeline:
@@ -42,6 +70,9 @@ class SmallTransformer:
     """Of one sample."""
     text = 12
     """Text tokens where a case does not say."""
+    model: type[nn.Module]
+    sizes: ClassVar[dict[str, Any]] = {}
+    """Arguments of the model's class beside :data:`SIZES`."""
     wrapper: type | None = None
     """xDiT's wrapper around a diffusers model; None where the model is xDiT's own class."""
     pipeline_class: type[Pipeline] = Pipeline
@@ -60,11 +91,11 @@ class SmallTransformer:
         self.start = self.noise(*self.latent_shape)
 
     def build(self) -> nn.Module:
-        raise NotImplementedError
+        return build(self.model, **self.sizes)
 
     def condition(self) -> dict[str, Any]:
         """Arguments of the forward that stay the same over the steps."""
-        raise NotImplementedError
+        return {"encoder_hidden_states": self.noise(self.text, 16)}
 
     def ready(self) -> None:
         """Prepare for the runtime state that has just been initialised."""
@@ -96,16 +127,17 @@ class SmallTransformer:
 class RowSliced(SmallTransformer):
     """A model whose pipeline gives each rank a band of latent rows."""
 
+    inputs: ClassVar[dict[str, Any]] = {}
+    """What the runtime state is told beside the size of a picture; with frames, of a video."""
+
     def ready(self) -> None:
         state = get_runtime_state()
-        self.set_input_parameters(state)
+        tell = state.set_video_input_parameters if "num_frames" in self.inputs else state.set_input_parameters
+        tell(height=128, width=128, batch_size=self.batch, num_inference_steps=STEPS, **self.inputs)
         super().ready()
         state.set_patched_mode(False)
         [(first, end)] = state.pp_patches_token_start_end_idx_global
         self.conditions |= self.rope(slice(first, end))
-
-    def set_input_parameters(self, state: DiTRuntimeState) -> None:
-        state.set_input_parameters(height=128, width=128, batch_size=self.batch, num_inference_steps=STEPS)
 
     def rope(self, tokens: slice) -> dict[str, Any]:
         """The forward's argument for rotary embedding of this rank's tokens, where it takes one."""
@@ -130,3 +162,19 @@ class RowSliced(SmallTransformer):
 def band_of(whole: torch.Tensor) -> torch.Tensor:
     """This rank's part, along the last dim but one."""
     return whole.chunk(get_sequence_parallel_world_size(), dim=-2)[get_sequence_parallel_rank()]
+
+
+def prepare_ranks(rank: int, degree: int, cfg: int = 1) -> None:
+    """Make xDiT's groups of all ranks, one for Ulysses on each branch of guidance."""
+    init_distributed_environment(rank=rank, world_size=degree * cfg)
+    initialize_model_parallel(
+        classifier_free_guidance_degree=cfg, sequence_parallel_degree=degree, ulysses_degree=degree
+    )
+
+
+def use(small: SmallTransformer, degree: int, **options: Any) -> None:
+    """Begin a runtime state with these options of the plugin, whose names here lack "cocodiff_"; stock's with none."""
+    options = {f"cocodiff_{name}": value for name, value in options.items()}
+    config, _ = xFuserArgs(model="small", ulysses_degree=degree, use_cocodiff=bool(options), **options).create_config()
+    initialize_runtime_state(small.pipeline, config)
+    small.ready()

@@ -15,52 +15,19 @@ from tests.quick import slow_but
 from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
 
 if TYPE_CHECKING:
-    from tests.small_transformers import SmallTransformer
+    pass
 
 STEPS = 4
-
-
-def models() -> "dict[str, type[SmallTransformer]]":
-    """Transformers with several classes of attention, or with attention that exchanges nothing."""
-    from xfuser.model_executor.models.transformers.transformer_flux2 import xFuserFlux2Transformer2DWrapper
-
-    from tests import small_transformers
-
-    class Flux2(small_transformers.SmallTransformer):
-        latent_shape = (64, 16)
-
-        def build(self) -> torch.nn.Module:
-            return xFuserFlux2Transformer2DWrapper(
-                patch_size=1,
-                in_channels=16,
-                num_layers=2,
-                num_single_layers=4,
-                num_attention_heads=8,
-                attention_head_dim=16,
-                joint_attention_dim=16,
-                timestep_guidance_channels=32,
-                mlp_ratio=2.0,
-                axes_dims_rope=(4, 4, 4, 4),
-                guidance_embeds=False,
-            )
-
-        def condition(self) -> dict[str, Any]:
-            ids = {"img_ids": torch.zeros(self.batch, 64, 4), "txt_ids": torch.zeros(self.batch, self.text, 4)}
-            return {"encoder_hidden_states": self.noise(self.text, 16), "guidance": None, **ids}
-
-    others = "Krea2", "MiniMaxH3Fused", "Wan", "HunyuanVideo", "LTX2", "ZImage"
-    return {"Flux2": Flux2} | {name: small_transformers.MODELS[name] for name in others}
 
 
 class Held:
     """Runs of a small transformer, and what is said and held of them."""
 
     def __init__(self, rank: int, degree: int, model: str) -> None:
-        from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+        from tests.small_transformers import MODELS, prepare_ranks
 
-        init_distributed_environment(rank=rank, world_size=degree)
-        initialize_model_parallel(sequence_parallel_degree=degree, ulysses_degree=degree)
-        self.small, self.degree = models()[model](), degree
+        prepare_ranks(rank, degree)
+        self.small, self.degree = MODELS[model](), degree
 
     def use(self, **options: Any) -> None:
         from xfuser import xFuserArgs
@@ -106,9 +73,9 @@ def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
 @pytest.mark.parametrize(
     ("model", "layers"),
     slow_but(
-        [("Flux2", 6), ("MiniMaxH3Fused", 2), ("LTX2", 2)],
+        [("Klein", 6), ("MiniMaxH3Fused", 2), ("LTX2", 2)],
         [
-            ("Flux2", 6),
+            ("Klein", 6),
             ("Krea2", 2),
             ("MiniMaxH3Fused", 2),
             ("Wan", 2),
@@ -126,9 +93,10 @@ def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
 
 def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], list[float], list[bool]]:
     """Wan2.2 A14B in small: the second of two transformers takes over in the middle of a run."""
+    from tests.small_transformers import MODELS
     from xfuser_cocodiff.models import weights
 
-    held, second = Held(rank, 2, "Wan"), models()["Wan"]()
+    held, second = Held(rank, 2, "Wan"), MODELS["Wan"]()
     weights.fill(second.pipeline, seed=1)
     early, late = held.small.velocity, second.velocity
     held.small.velocity = lambda latents, time: (early if time[0] > 0.5 else late)(latents, time)
@@ -186,7 +154,7 @@ def test_real_ranks_go_by_a_tuned_schedule_and_refuse_one_of_other_layers_alike(
 
 
 def on_a_budget(rank: int) -> list[tuple[list[int], list[str], list[int]]]:
-    held, found, whole = Held(rank, 2, "Flux2"), [], None
+    held, found, whole = Held(rank, 2, "Klein"), [], None
     for share in (1, 0.6, 0.2):  # all there is, in 8 bits, and for some layers
         held.use(cocodiff_memory_budget=whole and whole * share / 2**30)
         for _ in range(2):

@@ -25,7 +25,6 @@ LOOPS = {
     "MiniMaxH3": Coded(2, 32),
     "MiniMaxH3Ref2VA": Coded(2, 32),
     "LingBotVideo": Coded(2, 16),
-    "LingBotVideoMoE": Coded(2, 16, decibels=18),
     "SD3": Coded(4, 8),
     "PixArtAlpha": Coded(2, 24),
 }
@@ -53,20 +52,14 @@ class Seen:
 def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[str, Seen]:
     """On a rank: a pipeline as stock runs it, with the plugin exact, and approximating."""
     from xfuser import xFuserArgs
-    from xfuser.core.distributed import (
-        init_distributed_environment,
-        initialize_model_parallel,
-        initialize_runtime_state,
-    )
+    from xfuser.core.distributed import initialize_runtime_state
 
-    from tests import small_pipelines
+    from tests.small_pipelines import loops
+    from tests.small_transformers import prepare_ranks
     from xfuser_cocodiff.comparison.recorder import Recorder
     from xfuser_cocodiff.xdit.door import activation
 
-    init_distributed_environment(rank=rank, world_size=degree * cfg)
-    initialize_model_parallel(
-        classifier_free_guidance_degree=cfg, sequence_parallel_degree=degree, ulysses_degree=degree
-    )
+    prepare_ranks(rank, degree, cfg)
     activation._clock.listeners = [recorder := Recorder(Path(folder))]
 
     def config(**options: Any) -> Any:
@@ -74,7 +67,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
         parallel = {"ulysses_degree": degree, "use_cfg_parallel": cfg > 1}
         return xFuserArgs(model="small", use_cocodiff=bool(options), **parallel, **flags).create_config()[0]
 
-    small = small_pipelines.build(name, config())
+    small = getattr(loops, name)(config())
 
     def run(**options: Any) -> Seen:
         initialize_runtime_state(small.pipeline, config(**options))

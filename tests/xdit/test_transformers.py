@@ -24,47 +24,34 @@ if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
 
 BF16 = torch.bfloat16
+PLAIN: list[dict[str, Any]] = [{}, {"batch": 3}, {"dtype": BF16}]
 CASES: dict[str, list[dict[str, Any]]] = {
-    "Wan": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Wan": PLAIN,
     "HunyuanVideo": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
     "HunyuanVideo15": [{"text": 12}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "ZImage": [{}, {"batch": 3}, {"dtype": BF16}],
+    "ZImage": PLAIN,
     "ZImageSixHeads": [{}, {"dtype": BF16}],
     "CogVideoX": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
-    "PixArtSigma": [{}, {"batch": 3}, {"dtype": BF16}],
     "Lumina2": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "LTX2": [{}, {"batch": 3}, {"dtype": BF16}],
-    "HunyuanDiT": [{}, {"batch": 3}, {"dtype": BF16}],
+    "LTX2": PLAIN,
+    "HunyuanDiT": PLAIN,
     "Krea2": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
     "Cosmos3": [{"text": 12}, {"text": 13}],  # one sample; casts nothing to bf16
     "MiniMaxH3Fused": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
-    "Sana": [{}, {"batch": 3}, {"dtype": BF16}],
-    "LingBotVideoMoE": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Sana": PLAIN,
     # The quick set has nothing of those that follow.
-    "WanI2V": [{}, {"batch": 3}, {"dtype": BF16}],
-    "WanTI2V": [{}, {"batch": 3}, {"dtype": BF16}],
-    "WanA14B": [{}, {"batch": 3}, {"dtype": BF16}],
-    "WanVACE": [{}, {"batch": 3}, {"dtype": BF16}],
-    "HunyuanVideo15I2V": [{"text": 13}, {"text": 12, "batch": 3}, {"text": 12, "dtype": BF16}],
-    "Kontext": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "WanA14B": PLAIN,
     "FluxControl": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "Klein": [{}, {"batch": 3}, {"dtype": BF16}],
-    "QwenEdit": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "QwenEditPlus": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 13, "dtype": BF16}],
+    "Klein": PLAIN,
     "ConsisID": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
-    "ConsisIDFace": [{"text": 8}, {"text": 9, "batch": 3}, {"text": 9, "dtype": BF16}],
-    "Latte": [{}, {"batch": 3}, {"dtype": BF16}],
-    "LTX2Gated": [{}, {"batch": 3}, {"dtype": BF16}],
+    "Latte": PLAIN,
     "Krea2Masked": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "Krea2AllHeads": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
     "Ideogram4": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "Ideogram4Guided": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
     "MiniMaxH3": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
-    "LingBotVideo": [{"text": 16}, {"text": 13}, {"text": 16, "batch": 3}, {"text": 16, "dtype": BF16}],
-    "StepVideo": [{}, {"batch": 3}, {"dtype": BF16}],
+    "StepVideo": PLAIN,
 }
 """Arguments of the models: text that divides the degree and text that does not, batches, dtypes."""
-ALIKE = [*CASES][[*CASES].index("WanI2V") :]
+SLOW = [*CASES][[*CASES].index("WanA14B") :]
 """Models that are each much like another one: not in the quick set, and at one degree in the whole one."""
 
 
@@ -81,17 +68,12 @@ class Fault:
         return self.with_any_text or case["text"] % degree > 0
 
 
-_ONCE_FOR_EACH_RANK = "text that is not divided comes out of the exchange once for each rank"
 _FILLING = "tokens that only fill up the sequence are attended to"
 FAULTS = {
     "Cosmos3": Fault("K and V of text, of which each rank has all, come out of the exchange once for each rank"),
     "Latte": Fault("attention over time, whose frames are not divided, goes through the exchange"),
-    "Kontext": Fault(_ONCE_FOR_EACH_RANK, with_any_text=False),
-    "FluxControl": Fault(_ONCE_FOR_EACH_RANK, with_any_text=False),
-    **dict.fromkeys(
-        ("QwenEdit", "QwenEditPlus", "Krea2", "Krea2AllHeads", "Ideogram4", "Ideogram4Guided", "LingBotVideo"),
-        Fault(_FILLING, with_any_text=False),
-    ),
+    "FluxControl": Fault("text that is not divided comes out of the exchange once for each rank", with_any_text=False),
+    **dict.fromkeys(("Krea2", "Ideogram4"), Fault(_FILLING, with_any_text=False)),
 }
 """By model."""
 
@@ -166,12 +148,9 @@ def denoise_alone(rank: int, model: str) -> list[torch.Tensor]:
 
 
 def _build(rank: int, model: str, degree: int) -> "list[SmallTransformer]":
-    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+    from tests.small_transformers import MODELS, prepare_ranks
 
-    from tests.small_transformers import MODELS
-
-    init_distributed_environment(rank=rank, world_size=degree)
-    initialize_model_parallel(sequence_parallel_degree=degree, ulysses_degree=degree)
+    prepare_ranks(rank, degree)
     return [MODELS[model](**case) for case in CASES[model]]
 
 
@@ -188,16 +167,11 @@ def _observe(small: "SmallTransformer", degree: int) -> Observation:
 
 def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> Denoising:
     """Denoise with the plugin in a way, or as stock xDiT does."""
-    from xfuser import xFuserArgs
-    from xfuser.core.distributed import initialize_runtime_state
-
+    from tests.small_transformers import use
     from xfuser_cocodiff.xdit.engine.engine import active
 
-    options = {f"cocodiff_{name}": getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
-    options |= {"use_cocodiff": True, "cocodiff_mode": "exact"} if way else {}
-    config, _ = xFuserArgs(model="small", ulysses_degree=degree, **options).create_config()
-    initialize_runtime_state(small.pipeline, config)
-    small.ready()
+    options = {name: getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
+    use(small, degree, **options, **({"mode": "exact"} if way else {}))
     active().traffic.reset()
     with _stock_exchange() as calls:
         latents = small.denoise()
@@ -221,8 +195,8 @@ def _stock_exchange() -> Iterator[list[mock.Mock]]:
         yield [single, collectives.all_to_all_single]
 
 
-QUICK = [*zip((model for model in CASES if model not in ALIKE), itertools.cycle([2, 4]))]
-ALL = [*itertools.product((model for model, _ in QUICK), WAYS), *zip(ALIKE, itertools.cycle([8, 4]))]
+QUICK = [*zip((model for model in CASES if model not in SLOW), itertools.cycle([2, 4]))]
+ALL = [*itertools.product((model for model, _ in QUICK), WAYS), *zip(SLOW, itertools.cycle([8, 4]))]
 RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in ALL]
 
 

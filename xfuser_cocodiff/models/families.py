@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-EXACT = "tests/xdit/test_transformers.py", "tests/xdit/test_pipelines.py"
-"""Where small transformers, and whole pipelines, are held against stock xDiT bit for bit."""
+TRANSFORMERS = "tests/xdit/test_transformers.py"
+"""Where small transformers are compared with stock xDiT bit for bit; :data:`PIPELINES` as whole pipelines."""
 LOOPS = "tests/xdit/test_run_loops.py"
 """Where the loops that pipelines have of their own are, and modes that approximate in them."""
 
@@ -35,21 +35,26 @@ class Family:
     @property
     def tested(self) -> str:
         """Tests of its exact mode."""
-        if not self.small:
-            return "-"
-        tested = f"{EXACT[self.small[0] in PIPELINES]}: {', '.join(self.small)}"
-        return f"{tested}; {LOOPS}: {', '.join(self.loops)}" if self.loops else tested
+        models = [(PIPELINES.get(self.small[0], TRANSFORMERS), self.small)] if self.small else []
+        loops = [(LOOPS, self.loops)] if self.loops else []
+        return "; ".join(f"{file}: {', '.join(names)}" for file, names in models + loops) or "-"
 
 
-PIPELINES = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
-"""Small models that tests run as pipelines."""
+PIPELINES = {
+    **dict.fromkeys(("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image"), "tests/xdit/test_pipelines.py"),
+    **dict.fromkeys(
+        ("FLUX.1-Kontext-dev", "Qwen-Image-Edit", "Wan2.1-I2V", "Wan2.2-TI2V", "Wan2.1-VACE-1.3B"),
+        "tests/xdit/test_more_pipelines.py",
+    ),
+}
+"""Small models that tests run as pipelines, and where."""
 _BOTH = ("add_v_proj", "to_v")
 _WRAPPED = ("module.to_v",)
 _NOTHING_MOVES = "it keeps K and V of all frames on every rank and exchanges nothing"
 
 FAMILIES = (
     Family("FLUX.1", ("FLUX.1-dev",), ("FLUX.1-dev",), v_first=_BOTH),
-    Family("FLUX.1 Kontext", ("FLUX.1-Kontext-dev",), ("Kontext",), v_first=_BOTH),
+    Family("FLUX.1 Kontext", ("FLUX.1-Kontext-dev",), ("FLUX.1-Kontext-dev",), v_first=_BOTH),
     Family("FLUX.1 control", (), ("FluxControl",), v_first=("module.add_v_proj", "module.to_v")),
     Family("FLUX.2", ("FLUX.2-dev",), ("FLUX.2-dev",), v_first=(*_BOTH, "to_qkv_mlp_proj")),
     Family("FLUX.2 klein", ("FLUX.2-klein-4B", "FLUX.2-klein-9B"), ("Klein",), v_first=(*_BOTH, "to_qkv_mlp_proj")),
@@ -60,30 +65,30 @@ FAMILIES = (
     Family(
         "Qwen-Image-Edit",
         ("Qwen-Image-Edit", "Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511"),
-        ("QwenEdit", "QwenEditPlus"),
+        ("Qwen-Image-Edit",),
         v_first=_BOTH,
     ),
     Family("Z-Image", ("Z-Image", "Z-Image-Turbo"), ("ZImage", "ZImageSixHeads")),
     Family("Lumina 2", ("Lumina2", "Lumina-Image-2.0"), ("Lumina2",)),
-    Family("Krea 2", ("Krea-2-Raw", "Krea-2-Turbo"), ("Krea2", "Krea2Masked", "Krea2AllHeads")),
-    Family("Ideogram 4", ("Ideogram-4",), ("Ideogram4", "Ideogram4Guided")),
+    Family("Krea 2", ("Krea-2-Raw", "Krea-2-Turbo"), ("Krea2", "Krea2Masked")),
+    Family("Ideogram 4", ("Ideogram-4",), ("Ideogram4",)),
     Family("HunyuanDiT", (), ("HunyuanDiT",), v_first=_WRAPPED),
-    Family("PixArt", (), ("PixArtSigma",), loops=("PixArtAlpha",), v_first=_WRAPPED),
+    Family("PixArt", (), (), loops=("PixArtAlpha",), v_first=_WRAPPED),
     Family("Sana", (), ("Sana",), attention="yunchang", v_first=_WRAPPED),
     Family("Wan, text to video", ("Wan2.1-T2V",), ("Wan",)),
     Family("Wan, two experts", ("Wan2.2-T2V", "Wan2.2-I2V", "Wan2.2-Distilled-I2V"), ("WanA14B",)),
-    Family("Wan, image to video", ("Wan2.1-I2V",), ("WanI2V",)),
-    Family("Wan, text and image to video", ("Wan2.2-TI2V",), ("WanTI2V",)),
-    Family("Wan VACE", ("Wan2.1-VACE-1.3B", "Wan2.1-VACE-14B"), ("WanVACE",)),
+    Family("Wan, image to video", ("Wan2.1-I2V",), ("Wan2.1-I2V",)),
+    Family("Wan, text and image to video", ("Wan2.2-TI2V",), ("Wan2.2-TI2V",)),
+    Family("Wan VACE", ("Wan2.1-VACE-1.3B", "Wan2.1-VACE-14B"), ("Wan2.1-VACE-1.3B",)),
     Family("Causal Wan", ("CausalWan",), (), attention="own", v_first=_NOTHING_MOVES, coded=_NOTHING_MOVES),
     Family("HunyuanVideo", ("HunyuanVideo",), ("HunyuanVideo",), v_first=_BOTH),
     Family(
         "HunyuanVideo 1.5",
         ("Hunyuanvideo-1.5", "Hunyuanvideo-1.5-Distilled", "Hunyuanvideo-1.5-Sparse"),
-        ("HunyuanVideo15", "HunyuanVideo15I2V"),
+        ("HunyuanVideo15",),
         v_first=_BOTH,
     ),
-    Family("LTX-2", ("LTX-2", "LTX-2.3", "LTX-2.5", "LTX-2.5-distilled", "LTX-2.5-full"), ("LTX2", "LTX2Gated")),
+    Family("LTX-2", ("LTX-2", "LTX-2.3", "LTX-2.5", "LTX-2.5-distilled", "LTX-2.5-full"), ("LTX2",)),
     Family(
         "MiniMax-H3",
         ("MiniMax-H3", "MiniMax-H3-Ref2VA", "FastH3", "FastH3-Dense"),
@@ -95,11 +100,11 @@ FAMILIES = (
     Family(
         "LingBot-Video",
         ("LingBot-Video-Dense", "LingBot-Video-MoE"),
-        ("LingBotVideo", "LingBotVideoMoE"),
-        loops=("LingBotVideo", "LingBotVideoMoE"),
+        (),
+        loops=("LingBotVideo",),
     ),
     Family("CogVideoX", (), ("CogVideoX",), v_first=_WRAPPED),
-    Family("ConsisID", (), ("ConsisID", "ConsisIDFace"), v_first=_WRAPPED),
+    Family("ConsisID", (), ("ConsisID",), v_first=_WRAPPED),
     Family("Latte", (), ("Latte",), v_first=_WRAPPED),
     Family("StepVideo", (), ("StepVideo",), attention="yunchang", v_first=("wqkv",)),
 )
@@ -143,7 +148,7 @@ def cells() -> list[tuple[str, ...]]:
             "stock's bits" if family.is_exact else "nothing moves",
             "no" if isinstance(family.v_first, str) else ", ".join(family.v_first),
             "yes" if family.coded is True else "no",
-            ", ".join(family.small) or "-",
+            ", ".join(family.small or family.loops) or "-",
         )
         for family in FAMILIES
     ]
@@ -152,7 +157,7 @@ def cells() -> list[tuple[str, ...]]:
 _ABOVE = """# Models
 
 Written from `xfuser_cocodiff/models/families.py`, whose rows tests check; `cocodiff models --list` prints them too, and
-`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 and 8, in fp32, and in
+`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 or 8, in fp32, and in
 bf16 where xDiT casts the model. *V first* names the projections of the attention module that V comes from: with these V
 is sent before Q and K are made. *Coded*: modes that approximate act on every layer, for the bytes that their schedule
 promises.

@@ -1,0 +1,191 @@
+"""Small pipelines with loops of their own; each is built once in a rank, and gets a new runtime state for every run."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from diffusers import DiffusionPipeline, MiniMaxH3Scheduler, SD3Transformer2DModel
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import (
+    MiniMaxH3CoreDenoiseStep,
+    MiniMaxH3Ref2VACoreDenoiseStep,
+)
+from xfuser import xFuserPixArtAlphaPipeline, xFuserStableDiffusion3Pipeline
+from xfuser.config import EngineConfig
+from xfuser.model_executor.models.transformers.transformer_lingbot_video import (
+    get_lingbot_video_classes,
+    xFuserLingBotVideoTransformer3DWrapper,
+)
+from xfuser.model_executor.pipelines.pipeline_lingbot_video import (
+    get_lingbot_video_pipeline_class,
+    xFuserLingBotVideoPipeline,
+)
+
+from tests.example_models import pixart
+from tests.small_transformers.base import build
+from tests.small_transformers.videos import IS_TEXT, minimax
+from xfuser_cocodiff.models import sd35, weights
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    """Noise that is the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class SmallPipeline:
+    """A pipeline and how it is called."""
+
+    pipeline: Any
+    """What the runtime state is made of."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Build it for stock's configuration."""
+
+    def run(self, steps: int) -> list[torch.Tensor]:
+        """Denoise; what it returns on this rank, if anything."""
+        raise NotImplementedError
+
+
+class Scripted(SmallPipeline):
+    """A pipeline of xDiT's own, which its scripts call."""
+
+    kind: type
+    options: ClassVar[dict[str, Any]]
+
+    def __init__(self, config: EngineConfig) -> None:
+        pipeline = self.plain()
+        pipeline.set_progress_bar_config(disable=True)
+        self.pipeline = self.kind(pipeline, config)
+
+    def plain(self) -> DiffusionPipeline:
+        """That of diffusers, which it wraps."""
+        raise NotImplementedError
+
+    def run(self, steps: int) -> list[torch.Tensor]:
+        made = self.pipeline(
+            prompt="a photo of a cat",
+            negative_prompt="old coins",
+            height=128,
+            width=128,
+            num_inference_steps=steps,
+            generator=torch.Generator().manual_seed(3),
+            output_type="latent",
+            **self.options,
+        )
+        return [made.images] if made else []
+
+
+class PixArtAlpha(Scripted):
+    """With the size of the picture among its conditions, as that for 1024 pixels has it."""
+
+    kind = xFuserPixArtAlphaPipeline
+    options: ClassVar = {"clean_caption": False, "use_resolution_binning": False}
+
+    def plain(self) -> DiffusionPipeline:
+        return pixart.alpha()
+
+
+class SD3(Scripted):
+    """As 3.5, of which there is a small model, but for Q and K, which are not normalised."""
+
+    kind = xFuserStableDiffusion3Pipeline
+    options: ClassVar = {"guidance_scale": 4.0, "max_sequence_length": 43}  # beside CLIP's 77 tokens
+
+    def plain(self) -> DiffusionPipeline:
+        pipeline = sd35.pipeline()
+        sizes = {name: value for name, value in pipeline.transformer.config.items() if not name.startswith("_")}
+        pipeline.transformer = SD3Transformer2DModel(**{**sizes, "qk_norm": None})
+        return weights.fill(pipeline, seed=0)
+
+
+class MiniMaxH3(SmallPipeline):
+    """The blocks of its modular pipeline from an encoded prompt to latents: a video and its sound from text."""
+
+    blocks: type = MiniMaxH3CoreDenoiseStep
+    transformer = "transformer"
+    video_channels, audio_channels, text = 24, 32, 12
+    """Channels of latents without the autoencoders that would say others, and text tokens."""
+    frames = 124
+    """The fewest that it makes: 5 seconds, as 37 frames and 207 moments of sound."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.modular = self.blocks().init_pipeline()
+        transformer = minimax(in_channels=self.video_channels, audio_in_channels=self.audio_channels)
+        schedulers = {"scheduler": MiniMaxH3Scheduler(), "audio_scheduler": MiniMaxH3Scheduler(shift=3.0)}
+        self.modular.update_components(**{self.transformer: transformer}, **schedulers)
+        weights.fill(self.modular, seed=0)
+        transformer.fuse_qkv_projections()  # as xDiT's runner does
+        self.pipeline = SimpleNamespace(transformer=transformer)
+        self.modular.set_progress_bar_config(disable=True)
+
+    def conditions(self) -> dict[str, Any]:
+        """What it is given beside text."""
+        return {}
+
+    def run(self, steps: int) -> list[torch.Tensor]:
+        state = self.modular(
+            prompt_embeds=noise(1, self.text, 16, seed=1),
+            text_token_tags=torch.full((self.text,), IS_TEXT),
+            height=64,
+            width=64,
+            num_frames=self.frames,
+            num_inference_steps=steps + 1,  # the last of which is where it ends
+            generator=torch.Generator().manual_seed(3),
+            **self.conditions(),
+        )
+        return [state.get("latents"), state.get("audio_latents")]
+
+
+class MiniMaxH3Ref2VA(MiniMaxH3):
+    """The same from a picture beside the text, by another transformer."""
+
+    blocks = MiniMaxH3Ref2VACoreDenoiseStep
+    transformer = "transformer_ref"
+
+    def conditions(self) -> dict[str, Any]:
+        return {
+            "normalized_references": [MiniMaxH3ImageReference(image=torch.zeros(3, 64, 64))],
+            "condition_latents": [noise(1, self.video_channels, 1, 4, 4, seed=2)],
+            "audio_condition_latents": [],
+        }
+
+
+class LingBotVideo(SmallPipeline):
+    """xDiT's pipeline over a double of LingBot's: a video from text, guided by one that it is not to be, in a call of
+    its own or on ranks of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))
+        from lingbot_video.scheduling_flow_unipc import FlowUniPCMultistepScheduler
+
+        plain, base = get_lingbot_video_classes()[0], get_lingbot_video_pipeline_class()
+        transformer = build(plain, hidden_size=128, depth=2, freq_dim=32, axes_dims=(4, 6, 6))
+        parts = dict.fromkeys(("vae", "text_encoder", "processor"))
+        self.pipeline = base(transformer=transformer, scheduler=FlowUniPCMultistepScheduler(), **parts)
+        weights.fill(self.pipeline, seed=0)
+        # As from_pretrained of the wrappers makes them, which have no other way in.
+        for wrapped, wrapper in (
+            (transformer, xFuserLingBotVideoTransformer3DWrapper),
+            (self.pipeline, xFuserLingBotVideoPipeline),
+        ):
+            wrapped.__class__ = type(wrapper.__name__, (wrapper, type(wrapped)), {})
+        transformer._install_usp_attention()
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def run(self, steps: int) -> list[torch.Tensor]:
+        made = self.pipeline(
+            height=128,
+            width=128,
+            num_frames=9,
+            num_inference_steps=steps,
+            guidance_scale=3.0,
+            generator=torch.Generator().manual_seed(3),
+            prompt_embeds=noise(1, 16, 16, seed=1),
+            prompt_mask=torch.ones(1, 16, dtype=torch.long),
+            negative_prompt_embeds=noise(1, 12, 16, seed=2),
+            negative_prompt_mask=torch.ones(1, 12, dtype=torch.long),
+            output_type="latent",
+        )
+        return [made.frames]

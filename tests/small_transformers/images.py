@@ -1,0 +1,290 @@
+"""Small transformers of models that make pictures."""
+
+from typing import Any, ClassVar
+
+import torch
+from diffusers import FluxTransformer2DModel, HunyuanDiT2DModel, Lumina2Transformer2DModel, SanaTransformer2DModel
+from diffusers.models.embeddings import get_2d_rotary_pos_embed
+from torch import nn
+from xfuser.core.distributed import get_sequence_parallel_world_size, get_sp_group
+from xfuser.model_executor.models.transformers.hunyuan_transformer_2d import xFuserHunyuanDiT2DWrapper
+from xfuser.model_executor.models.transformers.sana_transformer_2d import xFuserSanaTransformer2DWrapper
+from xfuser.model_executor.models.transformers.transformer_flux import xFuserFluxTransformer2DWrapper
+from xfuser.model_executor.models.transformers.transformer_flux2 import xFuserFlux2Transformer2DWrapper
+from xfuser.model_executor.models.transformers.transformer_ideogram4 import get_ideogram4_transformer_wrapper_class
+from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKrea2Transformer2DWrapper
+from xfuser.model_executor.models.transformers.transformer_lumina2 import xFuserLumina2Transformer2DWrapper
+from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
+
+from tests.small_transformers.base import Pipeline, RowSliced, SmallTransformer, band_of
+
+
+def places(axes: int, image: int = 0) -> torch.Tensor:
+    """Coordinates of 8 x 8 tokens, (64, axes); the first one tells images from each other."""
+    row_and_column = torch.cartesian_prod(torch.arange(8), torch.arange(8))
+    return torch.cat([torch.full((64, 1), image), row_and_column, torch.zeros(64, axes - 3, dtype=torch.long)], dim=1)
+
+
+class FluxControlPipeline(Pipeline):
+    """The runtime state takes tokens of twice the size from the name."""
+
+
+class FluxControl(RowSliced):
+    """FLUX.1 with an image to go by in channels of its own, in the classes of PipeFusion."""
+
+    latent_shape = (64, 16)  # N C
+    text = 16
+    model = FluxTransformer2DModel
+    sizes: ClassVar = {"in_channels": 32, "out_channels": 16}
+    wrapper = xFuserFluxTransformer2DWrapper
+    pipeline_class = FluxControlPipeline
+
+    def ready(self) -> None:
+        if get_sequence_parallel_world_size() == 1:
+            self.wrapper = None  # it goes by stages, which one rank is not given
+        super().ready()
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {"max_condition_sequence_length": self.text, "split_text_embed_in_sp": self.splits_text}
+
+    def condition(self) -> dict[str, Any]:
+        self.control = self.noise(*self.latent_shape)
+        return {
+            "encoder_hidden_states": self.own_text(self.noise(self.text, 16)),
+            "pooled_projections": self.noise(8),
+            "guidance": 3.5 * self.ones(dtype=self.dtype),
+            "txt_ids": self.own_text(torch.zeros(self.text, 3)),
+        }
+
+    def rope(self, tokens: slice) -> dict[str, Any]:
+        return {"img_ids": places(3)[tokens]}
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        band = band_of(torch.cat([latents, self.control], dim=-1))
+        found = SmallTransformer.velocity(self, band, time / 1000)  # FLUX takes times up to 1
+        velocity = found[0] if isinstance(found, tuple) else found  # a stage has what goes to the next one too
+        return get_sp_group().all_gather(velocity, dim=-2)
+
+
+class Klein(SmallTransformer):
+    """FLUX.2-klein, which knows no guidance, as it edits: text, 64 image tokens and as many of an image to go by."""
+
+    latent_shape = (64, 16)  # N C
+    text = 16
+    model = xFuserFlux2Transformer2DWrapper
+    sizes: ClassVar = {
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_single_layers": 4,
+        "timestep_guidance_channels": 32,
+        "axes_dims_rope": (4, 4, 4, 4),
+        "guidance_embeds": False,
+    }
+
+    def condition(self) -> dict[str, Any]:
+        self.reference = self.noise(*self.latent_shape)
+        image = torch.cat([places(4), places(4, image=10)])
+        text = nn.functional.pad(torch.arange(self.text)[:, None], (3, 0))
+        return super().condition() | {
+            "guidance": None,
+            "img_ids": image.expand(self.batch, -1, -1),
+            "txt_ids": text.expand(self.batch, -1, -1),
+        }
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return super().velocity(torch.cat([latents, self.reference], dim=1), time / 1000)[:, :64]
+
+
+class ZImage(SmallTransformer):
+    """64 image and 32 caption tokens; lists of samples go in and come out."""
+
+    latent_shape = (4, 1, 16, 16)  # C F R W
+    heads = 8
+    model = xFuserZImageTransformer2DWrapper
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        patches = {"all_patch_size": (2,), "all_f_patch_size": (1,)}
+        heads = dict.fromkeys(("n_heads", "n_kv_heads"), self.heads)
+        return {**patches, **heads, "dim": 16 * self.heads, "axes_dims": [4, 6, 6], "axes_lens": [64, 32, 32]}
+
+    def condition(self) -> dict[str, Any]:
+        return {"cap_feats": list(self.noise(self.text, 16))}
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.transformer(list(latents), 1 - time, **self.conditions, return_dict=False)[0])
+
+
+class ZImageSixHeads(ZImage):
+    """Six heads, which the attention pads with zeros to the next multiple of the degree."""
+
+    heads = 6
+
+    def build(self) -> nn.Module:
+        transformer = super().build()
+        # xDiT's runner does this for the check of the runtime state; the layers go by n_heads.
+        degree = get_sequence_parallel_world_size()
+        transformer.register_to_config(num_attention_heads=-(-self.heads // degree) * degree)
+        return transformer
+
+
+class Lumina2(SmallTransformer):
+    """64 image tokens after the caption; 24 query heads share 8 key heads, packed in one exchange."""
+
+    latent_shape = (4, 16, 16)  # C R W
+    model = Lumina2Transformer2DModel
+    sizes: ClassVar = {
+        "hidden_size": 192,
+        "num_attention_heads": 24,
+        "num_kv_heads": 8,
+        "multiple_of": 32,
+        "axes_dim_rope": (4, 2, 2),
+    }
+    wrapper = xFuserLumina2Transformer2DWrapper
+    longest = 16
+
+    def condition(self) -> dict[str, Any]:
+        # Samples of unequal length, and lengths that do not divide, make the wrapper mask keys.
+        lengths = torch.tensor([max(1, self.text - sample) for sample in range(self.batch)])
+        return {
+            "encoder_hidden_states": self.noise(self.longest, 16),
+            "encoder_attention_mask": torch.arange(self.longest) < lengths[:, None],
+        }
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return super().velocity(latents, (1 - time) / 1000)
+
+
+class Krea2(SmallTransformer):
+    """Text, then 64 image tokens; each K/V head is sent as often as there are Q heads that share it."""
+
+    latent_shape = (64, 16)  # N C
+    is_masked = False
+    model = xFuserKrea2Transformer2DWrapper
+    sizes: ClassVar = {
+        "in_channels": 16,
+        "num_key_value_heads": 4,
+        "text_hidden_dim": 32,
+        "num_text_layers": 3,
+        "text_num_attention_heads": 4,
+        "text_num_key_value_heads": 4,
+        "text_intermediate_size": 48,
+        "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1,
+    }
+
+    def condition(self) -> dict[str, Any]:
+        conditions = {
+            "encoder_hidden_states": self.noise(self.text, 3, 32),
+            "position_ids": torch.cat([torch.zeros(self.text, 3, dtype=torch.long), places(3)]),
+        }
+        if self.is_masked:
+            lengths = torch.tensor([self.text - 3 - sample for sample in range(self.batch)])
+            conditions["encoder_attention_mask"] = torch.arange(self.text) < lengths[:, None]
+        return conditions
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        return super().velocity(latents, time / 1000)
+
+
+class Krea2Masked(Krea2):
+    """With prompts of several lengths, of which the rest is masked."""
+
+    is_masked = True
+
+
+class IdeogramPipeline(Pipeline):
+    """With a second transformer for what goes without text."""
+
+    second = "unconditional_transformer"
+
+
+class Ideogram4(SmallTransformer):
+    """Padding, which the wrapper leaves out, then text and 64 image tokens; guided by a second transformer, which sees
+    the image alone."""
+
+    latent_shape = (64, 8)  # N C
+    padding = 5
+    count = 2
+    pipeline_class = IdeogramPipeline
+    sizes: ClassVar = {"in_channels": 8, "adaln_dim": 32, "llm_features_dim": 24, "mrope_section": (4, 2, 2)}
+
+    def build(self) -> nn.Module:
+        self.model = get_ideogram4_transformer_wrapper_class()
+        transformer = super().build()
+        transformer._install_xfuser_processors()
+        return transformer
+
+    def ready(self) -> None:
+        for transformer in self.transformers:
+            transformer._init_sp_state()
+
+    def condition(self) -> dict[str, Any]:
+        is_padding, is_image, is_text = 0, 2, 3
+        indicator = torch.tensor([is_padding] * self.padding + [is_text] * self.text + [is_image] * 64)
+        text = torch.arange(self.padding + self.text)[:, None].expand(-1, 3)
+        return {
+            "encoder_hidden_states": self.noise(len(indicator), 24),
+            "position_ids": torch.cat([text, 2**16 + places(3)]).expand(self.batch, -1, -1),
+            "segment_ids": torch.where(indicator == is_padding, -1, 1).expand(self.batch, -1),
+            "indicator": indicator.expand(self.batch, -1),
+        }
+
+    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        image = {name: given[:, -64:] for name, given in self.conditions.items()}
+        image["encoder_hidden_states"] = torch.zeros_like(image["encoder_hidden_states"])
+        without = self.transformers[1](latents, timestep=1 - time, **image, return_dict=False)[0]
+        # Its times go from 0 to 1, and all of the sequence has room for an image.
+        padded = nn.functional.pad(latents, (0, 0, self.padding + self.text, 0))
+        return without + 3 * (super().velocity(padded, (1 - time) / 1000)[:, -64:] - without)
+
+
+class HunyuanDiT(RowSliced):
+    """64 image tokens and skip connections, exchanged in self-attention only."""
+
+    latent_shape = (4, 16, 16)  # C R W
+    model = HunyuanDiT2DModel
+    sizes: ClassVar = {
+        "patch_size": 2,
+        "hidden_size": 128,
+        "num_layers": 4,
+        "cross_attention_dim": 32,
+        "cross_attention_dim_t5": 24,
+        "pooled_projection_dim": 16,
+        "text_len": 6,
+        "text_len_t5": 8,
+    }
+    wrapper = xFuserHunyuanDiT2DWrapper
+
+    def condition(self) -> dict[str, Any]:
+        return {
+            "encoder_hidden_states": self.noise(6, 32),
+            "text_embedding_mask": self.ones(6),
+            "encoder_hidden_states_t5": self.noise(8, 24),
+            "text_embedding_mask_t5": self.ones(8),
+            "image_meta_size": torch.tensor([128, 128, 128, 128, 0, 0], dtype=self.dtype).repeat(self.batch, 1),
+            "style": 0 * self.ones(),
+        }
+
+    def rope(self, tokens: slice) -> dict[str, Any]:
+        whole = get_2d_rotary_pos_embed(16, ((0, 0), (8, 8)), (8, 8), output_type="pt")
+        return {"image_rotary_emb": tuple(part[tokens] for part in whole)}
+
+
+class Sana(RowSliced):
+    """256 image tokens. Linear self-attention exchanges them by yunchang, and cross-attention, by USP, text as well, of
+    which each rank has all."""
+
+    latent_shape = (4, 16, 16)  # C R W
+    model = SanaTransformer2DModel
+    sizes: ClassVar = {
+        "num_cross_attention_heads": 8,
+        "cross_attention_head_dim": 16,
+        "guidance_embeds": False,
+    }
+    wrapper = xFuserSanaTransformer2DWrapper
+    inputs: ClassVar = {"split_text_embed_in_sp": False}
+
+    def condition(self) -> dict[str, Any]:
+        return {"encoder_hidden_states": self.noise(self.text, 32)}
