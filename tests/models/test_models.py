@@ -4,9 +4,6 @@ One process, without xDiT.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 import skimage.data
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import snapshot_download
 from PIL import Image
 from torch.nn import functional
 from transformers import AutoTokenizer
@@ -23,7 +19,6 @@ from xfuser_cocodiff.models import captions, flux1, flux2, hub, qwen_image, sd35
 
 RANDOM = {"FLUX.2-dev": flux2, "SD3.5": sd35, "Qwen-Image": qwen_image}
 MODELS = ["FLUX.1-dev", *RANDOM]
-DEGREES = (2, 3, 4, 6, 8, 12, 24)
 PROMPT = "a photo of a cat"
 
 
@@ -103,12 +98,6 @@ def _tensors(pipe: DiffusionPipeline):
     for component, module in pipe.components.items():
         if isinstance(module, torch.nn.Module):
             yield from ((f"{component}.{key}", value) for key, value in module.state_dict().items())
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_heads_divide_by_every_degree(name):
-    heads = RANDOM[name].transformer().config.num_attention_heads
-    assert [heads % degree for degree in DEGREES] == [0] * len(DEGREES)
 
 
 def test_shipped_flux1_paints(tmp_path):
@@ -199,25 +188,6 @@ def test_qwen_image_cuts_off_its_opening_exactly(out):
 
 
 # The cache
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_snapshot_is_found_offline(out, name):
-    repo = hub.REGISTRY[name].repo
-    found = Path(snapshot_download(repo, cache_dir=out / "hub", local_files_only=True))
-    assert (found / "model_index.json").exists() and len(found.name) == 40 and int(found.name, 16)
-    assert found.parent.parent == out / "hub" / f"models--{repo.replace('/', '--')}"
-
-
-def test_pipelines_load_by_name_under_hf_home(out):
-    repos = [hub.REGISTRY[name].repo for name in MODELS]
-    code = "import sys; from diffusers import DiffusionPipeline as P\n"
-    code += "for repo in sys.argv[1:]: print(type(P.from_pretrained(repo)).__name__)"
-    env = os.environ | {"HF_HOME": str(out), "HF_HUB_OFFLINE": "1"}
-    for leftover in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        env.pop(leftover, None)
-    run = subprocess.run([sys.executable, "-c", code, *repos], env=env, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["FluxPipeline", "Flux2Pipeline", "StableDiffusion3Pipeline", "QwenImagePipeline"]
 
 
 def test_writing_again_changes_nothing(out):

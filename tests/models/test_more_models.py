@@ -10,7 +10,18 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
 from tests.quick import slow_but
-from xfuser_cocodiff.models import flux1_kontext, flux2_klein, hub, lumina2, qwen_image_edit, tokenizers, wan
+from xfuser_cocodiff.models import (
+    flux1_kontext,
+    flux2,
+    flux2_klein,
+    hub,
+    lumina2,
+    qwen_image,
+    qwen_image_edit,
+    sd35,
+    tokenizers,
+    wan,
+)
 
 SMALL = {"height": 128, "width": 128}
 EDITED = {"height": 256, "width": 256}
@@ -52,12 +63,6 @@ def test_result_depends_on_all_that_goes_in(name: str, tmp_path: Path) -> None:
         assert np.abs(result(pipe, **{**inputs, **other}) - first).max() > 0.1, other
 
 
-@pytest.mark.slow  # those of the paper are tested so
-@pytest.mark.parametrize("name", SHAPES)
-def test_writing_again_changes_nothing(name: str, tmp_path: Path) -> None:
-    assert hub.write_cache(tmp_path / "a", [name])[name].name == hub.write_cache(tmp_path / "b", [name])[name].name
-
-
 def test_input_image_comes_with_models_that_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for edits in (False, True):
         monkeypatch.setitem(hub.REGISTRY, "Lumina2", hub.SmallModel("some/tiny", Path.mkdir, edits))
@@ -67,7 +72,10 @@ def test_input_image_comes_with_models_that_edit(tmp_path: Path, monkeypatch: py
     assert (image.size, image.mode) == ((256, 256), "RGB") and np.asarray(image).std() > 20
 
 
-@pytest.mark.parametrize("module", [flux1_kontext, qwen_image_edit.qwen_image, flux2_klein, lumina2, wan])
+MODULES = flux1_kontext, flux2, flux2_klein, lumina2, qwen_image, sd35, wan
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_heads_divide_by_every_degree(module: Any) -> None:
     assert module.transformer().config.num_attention_heads == 24
 
