@@ -23,7 +23,7 @@ def start(rank: int, ring: int = 1) -> None:
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
 
 
-def use(topology: str, ring: int = 1) -> None:
+def use(topology: str, ring: int = 1, **more: str) -> None:
     """A runtime state with the plugin in use."""
     from types import SimpleNamespace
 
@@ -39,6 +39,7 @@ def use(topology: str, ring: int = 1) -> None:
         "cocodiff_topology": topology,
         "cocodiff_a2a": "hierarchical",
         "cocodiff_mode": "exact",
+        **more,
     }
     config = xFuserArgs(model="tiny", ulysses_degree=world, ring_degree=ring, **options).create_config()[0]
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=world))

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, padded_heads
+from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.engine.engine import active
 from xfuser_cocodiff.xdit.patching.log import info
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -53,6 +54,7 @@ def _with_any_heads(original: Callable) -> Callable:
     def _check_model_and_parallel_config(self: Any, pipeline: Any, parallel_config: Any) -> None:
         degree, heads = parallel_config.sp_config.ulysses_degree, self._get_model_attention_heads(pipeline)
         is_ours = getattr(parallel_config.sp_config, "cocodiff", None) and parallel_config.pp_degree == 1
+        is_ours = is_ours and known_usp.is_known()
         if not is_ours or heads % degree == 0:
             original(self, pipeline, parallel_config)
             return
@@ -66,7 +68,7 @@ def _with_any_rows(original: Callable) -> Callable:
     @functools.wraps(original)
     def _calc_patches_metadata(self: Any) -> None:
         engine, height = getattr(self, "cocodiff", None), self.input_config.height
-        if engine is None or engine.mesh is None or engine.model != _WRAPPER:
+        if engine is None or engine.mesh is None or engine.keeps_usp or engine.model != _WRAPPER:
             original(self)
             return
         multiple = self.vae_scale_factor * self.backbone_patch_size * self.parallel_config.sp_degree
@@ -87,7 +89,7 @@ def _with_any_tokens(original: Callable) -> Callable:
         from xfuser.core.distributed import get_sequence_parallel_world_size
 
         engine, missing = active(), -hidden_states.shape[1] % get_sequence_parallel_world_size()
-        if engine.mesh is None or not missing or img_ids is None:
+        if engine.mesh is None or engine.keeps_usp or not missing or img_ids is None:
             return original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         hidden_states, img_ids = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (hidden_states, img_ids))
         engine.padding = missing

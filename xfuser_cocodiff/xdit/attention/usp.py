@@ -63,7 +63,7 @@ def _usp(original: Callable) -> Callable:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         engine = active()
-        if engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling()):
+        if engine.keeps_usp or (engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling())):
             return original(query, key, value, *args, **kwargs)
         given = _Given(*args, **kwargs)
         if engine.mesh is None:

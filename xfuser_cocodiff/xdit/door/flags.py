@@ -18,6 +18,7 @@ from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 from xfuser_cocodiff.xdit.door.agreement import agree, by_rank, meet, refuse
+from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform import platform
@@ -161,6 +162,7 @@ def _differences(proposals: list[dict]) -> str:
         "plan": "--cocodiff_a2a",
         "ring_topology": "--cocodiff_topology",
         "synchronous": "CCL_OP_SYNC",
+        "usp": "xfuser's USP",
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
     return ", ".join(
@@ -189,4 +191,5 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
         "kernels": kernels.resolved(config.kernels, device_type),  # which a node may not be able to build
         "any_kernels": config.kernels == kernels.AUTO,
+        "usp": known_usp.digest(),
     }

@@ -54,6 +54,8 @@ class Engine:
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
     planned_ring: Planned | None = None
     """What the ring goes by."""
+    keeps_usp: bool = False
+    """Whether xDiT's USP runs as it is, since it is not the one that is known here."""
     model: str = ""
     """The class of its transformer."""
     padding: int = 0
@@ -158,7 +160,7 @@ class Engine:
             self.trials.end_step()
 
     def _follows(self) -> bool:
-        return self.mesh is not None and self.mesh.topology.size > 1 and self._counts()
+        return self.mesh is not None and not self.keeps_usp and self.mesh.topology.size > 1 and self._counts()
 
     def all_agree(self, value: object) -> bool:
         """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""

@@ -20,7 +20,7 @@ from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned, planned_mesh
 from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.settings.options import AUTO, EXACT
-from xfuser_cocodiff.xdit.engine import machine, ring
+from xfuser_cocodiff.xdit.engine import known_usp, machine, ring
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
 from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -84,6 +84,12 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if around and ring.found(group, parallel.ring_degree) != config.ring:
         warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
         return Engine(config)
+    if keeps_usp := not known_usp.is_known():
+        lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
+        versions = ", ".join(known_usp.DIGESTS)
+        because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
+        warn(because)
+        config, around = replace(config, mode=EXACT), None
     # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
     at_once = devices.of(compute_device().type).queues
     if around and engine_config.runtime_config.use_torch_compile:
@@ -93,7 +99,9 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
         warn(engine.exact_because)
         return engine
-    return engine_over(group, config, at_once=at_once, around=around)
+    engine = engine_over(group, config, at_once=at_once, around=around)
+    engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
+    return engine
 
 
 def engine_over(

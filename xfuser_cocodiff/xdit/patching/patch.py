@@ -24,6 +24,8 @@ class Patch:
     """Makes the replacement from the original; None where the plugin uses it as it is, and it only has to be there."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None where the replacement does not care."""
+    mentions: tuple[str, ...] = ()
+    """Names that the module has to use: of attributes that it sets, which no source declares."""
     unless: tuple[str, str] | None = None
     """Module and symbol of a host that does of itself what this row is for."""
     during: Callable[[], AbstractContextManager[None]] | None = None
@@ -45,7 +47,8 @@ class Patch:
             return f"{self.name} does not exist"
         if self.parameters is not None and found != self.parameters:
             return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)})"
-        return None
+        missing = [name for name in self.mentions if not source.mentions(self.module, name)]
+        return f"{self.module} does not use {', '.join(missing)}" if missing else None
 
 
 @dataclass

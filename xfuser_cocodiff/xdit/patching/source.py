@@ -1,12 +1,14 @@
 """Finds out what a symbol is without importing its module: patches are checked before anything is touched."""
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def found(module: str, symbol: str) -> tuple[str, ...] | None:
@@ -39,6 +41,39 @@ def parameters(module: str, symbol: str) -> tuple[str, ...] | None:
         arguments = [*declared.posonlyargs, *declared.args, declared.vararg, *declared.kwonlyargs, declared.kwarg]
         return tuple(argument.arg for argument in arguments if argument)
     return ()
+
+
+def digest(module: str, symbols: tuple[str, ...]) -> str | None:
+    """Return a hash of functions as a module's file has them, whatever their comments, docstrings and formatting; the
+    same in every version of Python. None where one of them is not there."""
+    tree = _tree(module)
+    found = [_find(tree.body, symbol) if tree else None for symbol in symbols]
+    if not all(isinstance(node, ast.FunctionDef) for node in found):
+        return None
+    return hashlib.sha256(repr([_plain(node) for node in found]).encode()).hexdigest()[:16]
+
+
+def mentions(module: str, name: str) -> bool:
+    """Whether a module's file uses a name, of a variable or attribute, or as a string."""
+    tree = _tree(module)
+    nodes = ast.walk(tree) if tree else ()
+    return any(
+        name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "value", None)) for node in nodes
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A syntax tree as nested tuples, of what it says alone."""
+    if isinstance(value, list):
+        return tuple(_plain(item) for item in value)
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = dict(ast.iter_fields(value))
+    if isinstance(value, ast.FunctionDef) and ast.get_docstring(value, clean=False) is not None:
+        fields["body"] = fields["body"][1:]
+    # Versions of Python differ in which empty fields there are.
+    said = ((name, _plain(field)) for name, field in fields.items() if field not in (None, []) and name != "ctx")
+    return type(value).__name__, *said
 
 
 def declared(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
