@@ -86,6 +86,41 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
     assert not any("gone" in text for text in said), said
 
 
+def come_late_then_never(rank: int, text: str) -> str:
+    """One rank comes late to an exchange of shares that no buffer holds, which all wait for, and not to the next."""
+    roll_call.PATIENCE_SECONDS = 5.0
+    topology = Topology.parse("flat", 3)
+    plan = Plan.parse(text, topology)
+    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=6))
+    sent = torch.arange(3.0)[:, None] + torch.full((3, 1 << 20), 10.0 * rank)
+    if rank == CULPRIT:
+        time.sleep(1)
+    received = mesh.all_to_all(sent, plan)
+    assert torch.equal(received, 10 * torch.arange(3.0)[:, None] + torch.full((3, 1 << 20), float(rank)))
+    if rank == CULPRIT:
+        time.sleep(ranks.TIMEOUT)
+    said: list[Exception] = []
+
+    def exchange() -> None:
+        try:
+            mesh.all_to_all(sent, plan)
+        except LostRankError as error:
+            said.append(error)
+
+    waiting = threading.Thread(target=exchange, daemon=True)
+    waiting.start()
+    waiting.join(40)  # a guard, since nothing else ends a wait that has no timeout
+    raise said[0] if said else TimeoutError("this rank waits on")
+
+
+@pytest.mark.parametrize("plan", ["flat*", "flat"])
+def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
+    results = ranks.outcomes(come_late_then_never, 3, plan, lost=CULPRIT)
+    for result in results[:CULPRIT]:
+        assert isinstance(result, LostRankError), result
+        assert f"rank {CULPRIT} is alive but did not come to it" in str(result)
+
+
 @pytest.mark.parametrize(
     ("case", "end"),
     slow_but([], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
