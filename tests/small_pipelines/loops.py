@@ -23,8 +23,8 @@ from xfuser.model_executor.pipelines.pipeline_lingbot_video import (
     xFuserLingBotVideoPipeline,
 )
 
-from tests.example_models import pixart
-from tests.small_transformers.base import build
+from tests import example_models
+from tests.sizes import build
 from tests.small_transformers.videos import IS_TEXT, minimax
 from xfuser_cocodiff.models import sd35, weights
 
@@ -84,7 +84,7 @@ class PixArtAlpha(Scripted):
     options: ClassVar = {"clean_caption": False, "use_resolution_binning": False}
 
     def plain(self) -> DiffusionPipeline:
-        return pixart.alpha()
+        return example_models.pixart_alpha()
 
 
 class SD3(Scripted):

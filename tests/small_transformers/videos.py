@@ -21,7 +21,8 @@ from xfuser.model_executor.models.transformers.transformer_ltx2 import xFuserLTX
 from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
-from tests.small_transformers.base import Pipeline, RowSliced, SmallTransformer, band_of, build
+from tests.sizes import build
+from tests.small_transformers.base import Pipeline, RowSliced, SmallTransformer, band_of
 
 
 class Wan(SmallTransformer):
