@@ -312,11 +312,6 @@ def test_without_the_series_the_plugin_brings_long_context(ring: int) -> None:
     assert max(ranks.run(long_context_error, 2, ring)) < 1e-5
 
 
-@pytest.mark.slow  # test_pipelines has whole models
-def test_without_the_series_the_plugin_brings_pipefusion() -> None:
-    assert ranks.run(exchange_of_stages, 2) == [True, True]
-
-
 def test_without_the_series_a_small_z_image_does_not_load() -> None:
     assert "shape" in str(ranks.outcomes(saved_and_loaded, 1))
 

@@ -1,4 +1,4 @@
-"""An HTTP service of Ray actors with the plugin by its variables: stock's pictures, and a soak of mixed requests."""
+"""An HTTP service of Ray actors with the plugin by its variables: a soak of mixed requests."""
 
 import base64
 import importlib.util
@@ -31,16 +31,10 @@ pytestmark = [
 STOCK = Path(__file__).parent.parent / "stock"
 MODEL = "black-forest-labs/FLUX.1-dev"
 SERVICE = [sys.executable, str(STOCK / "http_service.py"), "--model_path", MODEL, "--ulysses_parallel_degree", "2"]
-VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"}
 BALANCED = {
-    **VARIABLES,
+    **{"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"},
     **{"COCODIFF_MODE": "balanced", "COCODIFF_SLOW_AXES": "node", "COCODIFF_A2A": "hierarchical"},
     "COCODIFF_V_FIRST": "on",  # also where a request is of another size than the last one
-}
-STOCK_VARIABLES = {
-    "COCODIFF_DISABLE": "1",
-    "PYTHONPATH": str(STOCK),
-    "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}',  # nobody but the plugin tells Ray of any
 }
 KINDS = [
     {"prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "seed": seed}
@@ -85,18 +79,10 @@ class Service:
         pytest.fail(f"the service does not listen:\n{self._log.read_text()[-6000:]}")
 
 
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 @contextmanager
 def service(folder: Path, **variables: str) -> Iterator[Service]:
     folder.mkdir()
-    port, master_port = free_ports(2)
+    port, master_port = ranks.free_port(), ranks.free_port()
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
     # Paths of Ray's sockets must be short; its own folder keeps it from joining another Ray of this machine.
     with (
@@ -123,19 +109,6 @@ def service(folder: Path, **variables: str) -> Iterator[Service]:
             except subprocess.TimeoutExpired:  # an answer is under way; Ray has somebody who cleans up
                 process.kill()
                 process.wait()
-
-
-def topologies(folder: Path) -> list[str | None]:
-    return [json.loads((folder / f"rank{rank}.json").read_text())["topology"] for rank in range(2)]
-
-
-def test_the_service_gives_stocks_pictures_in_exact_mode(hub: Path, tmp_path: Path) -> None:
-    with service(tmp_path / "stock", **STOCK_VARIABLES) as stock:
-        expected = [stock.ask(kind)[0] for kind in KINDS]
-    record = tmp_path / "record"
-    with service(tmp_path / "exact", **VARIABLES, COCODIFF_MODE="exact", COCODIFF_RECORD=str(record)) as exact:
-        assert [exact.ask(kind)[0] for kind in KINDS] == expected
-    assert topologies(record) == ["node=2,gpu=1"] * 2
 
 
 def fresh(rank: int, kind: dict) -> bytes | None:

@@ -38,46 +38,6 @@ def topology(folder: Path) -> str | None:
     return json.loads((folder / "record" / "rank0.json").read_text())["topology"]
 
 
-@pytest.fixture(scope="module")
-def torchrun() -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
-
-@pytest.fixture(scope="module")
-def script(torchrun: list[str]) -> list[str]:
-    return [*torchrun, str(STOCK / "flux_script.py"), *ARGUMENTS, "--coco_path", "latents.safetensors"]
-
-
-@pytest.fixture(scope="module")
-def without_plugin(hub: Path, script: list[str], tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """What the script ends in where the plugin keeps out."""
-    folder = tmp_path_factory.mktemp("stock") / "run"
-    launch(script, folder, **WITHOUT_PLUGIN)
-    return load_file(folder / "latents.safetensors")["latents"]
-
-
-VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables", "expected"),
-    [(FLAGS, {}, "node=2"), ([], VARIABLES, "node=2,gpu=1")],
-    ids=["flag", "variable"],
-)
-@pytest.mark.slow  # forked, the same is tested below, and the xdit command with nothing but the plugin installed
-def test_example_script(
-    script: list[str],
-    without_plugin: torch.Tensor,
-    tmp_path: Path,
-    flags: list[str],
-    variables: dict[str, str],
-    expected: str,
-) -> None:
-    launch([*script, *flags], tmp_path / "run", COCODIFF_RECORD="record", **variables)
-    assert torch.equal(load_file(tmp_path / "run/latents.safetensors")["latents"], without_plugin)
-    assert topology(tmp_path / "run") == expected  # whether it was the plugin that ran there
-
-
 def run_forked(rank: int, port: int, folder: Path, arguments: list[str]) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port))
