@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import on_ranks
+from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.xdit.door import activation
 from xfuser_cocodiff.xdit.launching import world
 
@@ -81,6 +82,18 @@ def warned(rank: int) -> list[str]:
 
 def test_what_libraries_say_of_themselves_is_said_once() -> None:
     assert ranks.run(warned, 3) == [["this is deprecated"], [], []]
+
+
+def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def work(*_: object) -> dict:
+        with roll_call.naming_the_lost([], "probe"):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    monkeypatch.setattr(world, "start", lambda *_: None)
+    monkeypatch.setattr(roll_call, "_explained", lambda group, stage, failure: f"{stage}: rank 1 is lost")
+    options = argparse.Namespace(topology=None, timeout=None, json=None, plot=None)
+    assert on_ranks.run(options, work, print, None) == on_ranks.LOST_STATUS
+    assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"
 
 
 def test_ranks_print_no_more_than_the_outcome() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from xfuser_cocodiff.cli.answer import fail, write_json
 from xfuser_cocodiff.machine.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
+LOST_STATUS = 1
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
@@ -33,10 +35,14 @@ def run(
         work: takes the group of all ranks and their topology, and returns the record.
         show: prints a record.
         draw: takes a record and a file; None where there is nothing to draw.
+
+    Returns:
+        The exit status: 2 for a bad command line, 1 where a rank is lost.
     """
     _quiet()
     import torch.distributed as dist
 
+    from xfuser_cocodiff.exchange.roll_call import LostRankError
     from xfuser_cocodiff.xdit.launching import world
 
     try:
@@ -47,6 +53,9 @@ def run(
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))
+    except LostRankError as error:  # on every rank that is left; a traceback of each would hide who is missing
+        print(f"cocodiff: {error}", file=sys.stderr, flush=True)
+        return LOST_STATUS
     first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
