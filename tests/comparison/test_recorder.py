@@ -120,6 +120,12 @@ def test_a_run_without_latents_is_left_out(watched: recorder.Recorder) -> None:
     assert not watched._complete()
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"COCODIFF_RECORD=.*file is not valid: .*; valid is a folder"):
+        recorder.Recorder(tmp_path / "file").begin_run(1)
+
+
 def test_latents_make_no_picture() -> None:
     assert strip(torch.zeros(1, 16, 8, 8)) is None
 

@@ -35,6 +35,11 @@ class Outcome:
         return next(filter(Path.exists, files), None)
 
     @property
+    def runs(self) -> list[dict[str, Any]]:
+        """Every run of every rank."""
+        return [run for repeat in self.repeats for run in repeat]
+
+    @property
     def step_seconds(self) -> list[float]:
         """One per repeat."""
         return [record.step_seconds(repeat) for repeat in self.repeats]
@@ -64,7 +69,7 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
         "ratio_to_stock": median(seconds) / median(stock.step_seconds),
         **_traffic(side),
         **_coding(side),
-        "peak_memory_bytes": record.peak_memory_bytes(side.repeats),
+        "peak_memory_bytes": max(run["peak_memory_bytes"] for run in side.runs),
         "latents": _latents(side, stock),
         "image": _image(side, stock, out),
     }
@@ -96,11 +101,10 @@ def _traffic(side: Outcome) -> dict[str, Any]:
 
 
 def _coding(side: Outcome) -> dict[str, Any]:
-    codecs, reason = record.codecs(side.repeats), record.coded_reason(side.repeats)
-    if codecs is None and reason is None:
-        exactly = "everything was to travel exactly" if side.engine["topology"] else "the plugin was not in use"
-        reason = exactly if record.is_exact(side.repeats) else "no exchange of a coded layer was seen"
-    fraction = codecs["bytes_slow_fraction"] if codecs else record.coded_fraction(side.repeats)
+    """Return what codecs did, or why they did nothing in the recorder's words."""
+    codecs, runs = record.codecs(side.repeats), side.runs
+    fraction = codecs["bytes_slow_fraction"] if codecs else runs[0].get("coded_fraction")
+    reason = next(filter(None, (run.get("coded_reason") for run in runs)), None)
     return {"codecs": codecs, "coded_fraction": fraction, "coded_reason": reason}
 
 
@@ -110,7 +114,7 @@ def _latents(side: Outcome, stock: Outcome) -> dict[str, Any]:
         "bit_equal": not differing,
         **fidelity.compare_latents(*(one.folder / "latents.safetensors" for one in (stock, side))),
         "differs_at": differing,
-        "repeatable": record.repeatable(side.repeats),
+        "repeatable": not any(record.differing(side.repeats[:1], [repeat]) for repeat in side.repeats),
     }
 
 

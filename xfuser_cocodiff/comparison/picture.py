@@ -34,25 +34,28 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
     return factor
 
 
-def draw_pictures(rows: Mapping[str, Path], out: Path) -> None:
-    """Save pictures one above the other, each beside its name.
+def draw_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
+    """Save pictures as a contact sheet: a row of them beside each name.
 
     Args:
-        rows: pictures of one size, by what stands beside them.
+        rows: pictures of one size, as many for each name: bytes (height, width, 3), or grey values from 0 to 1.
         out: a file of any kind that matplotlib writes.
     """
     from matplotlib.figure import Figure
 
-    shown = {name: read_picture(file) for name, file in rows.items()}
-    height, width = next(iter(shown.values())).shape[:2]
-    inches = min(1.3, 6.5 * height / width)
-    figure = Figure(figsize=(1.4 + inches * width / height, len(shown) * (inches + 0.08)), layout="constrained")
-    for axes, (name, pixels) in zip(np.atleast_1d(figure.subplots(len(shown))), shown.items(), strict=True):
-        axes.imshow(pixels)
-        axes.set(xticks=[], yticks=[])
-        axes.set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
-        axes.spines[:].set_visible(False)
-    figure.savefig(out, dpi=110, bbox_inches="tight")
+    first = next(iter(rows.values()))
+    height, width = first[0].shape[:2]
+    inches = min(1.2, 6.5 * height / width)
+    size = 1.3 + len(first) * (inches * width / height + 0.05), len(rows) * (inches + 0.08)
+    figure = Figure(figsize=size, layout="constrained")
+    table = figure.subplots(len(rows), len(first), squeeze=False)
+    for axes, (name, pictures) in zip(table, rows.items(), strict=True):
+        axes[0].set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
+        for place, picture in zip(axes, pictures, strict=True):
+            place.imshow(picture, cmap="gray", vmin=0, vmax=1)
+            place.set(xticks=[], yticks=[])
+            place.spines[:].set_visible(False)
+    figure.savefig(out, dpi=150, bbox_inches="tight")
 
 
 def draw_step(groups: Mapping[str, Sequence[dict[str, Any]]], out: Path) -> None:
@@ -120,26 +123,6 @@ def draw_errors(errors: Mapping[str, Sequence[float]], out: Path) -> None:
         axes.set_ylabel("step")
         if shown.count():
             figure.colorbar(image, label="relative error")
-
-
-def draw_sheet(rows: Mapping[str, np.ndarray], out: Path) -> None:
-    """Save a contact sheet.
-
-    Args:
-        rows: pictures (N, height, width) of grey values from 0 to 1, by what stands beside them.
-        out: a file of any kind that matplotlib writes.
-    """
-    from matplotlib.figure import Figure
-
-    columns = max(map(len, rows.values()))
-    figure = Figure(figsize=(1.2 + 1.1 * columns, 1.1 * len(rows)), layout="constrained")
-    table = figure.subplots(len(rows), columns, squeeze=False)
-    for axes, (name, pictures) in zip(table, rows.items(), strict=True):
-        axes[0].set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=8)
-        for place, picture in zip(axes, pictures, strict=True):
-            place.imshow(picture, cmap="gray", vmin=0, vmax=1)
-            place.set(xticks=[], yticks=[])
-    figure.savefig(out, dpi=150)
 
 
 @contextmanager

@@ -108,21 +108,6 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     }
 
 
-def coded_fraction(repeats: Sequence[Repeat]) -> float | None:
-    """What the recorder says of runs in which codecs did nothing: 0 where they were to do something, else None."""
-    return next((run["coded_fraction"] for repeat in repeats for run in repeat if "coded_fraction" in run), None)
-
-
-def coded_reason(repeats: Sequence[Repeat]) -> str | None:
-    """Why nothing was encoded, in the recorder's words; None where it gives none."""
-    return next((run["coded_reason"] for repeat in repeats for run in repeat if run.get("coded_reason")), None)
-
-
-def is_exact(repeats: Sequence[Repeat]) -> bool:
-    """Whether nothing was to be encoded: the recorder keeps no account of it then."""
-    return all(run.get("codecs") is None for repeat in repeats for run in repeat)
-
-
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
     """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
     return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}
@@ -150,11 +135,6 @@ def _settled(values: list[float]) -> list[float]:
     return values[1:] or values
 
 
-def peak_memory_bytes(repeats: Sequence[Repeat]) -> int:
-    """Largest peak of any rank."""
-    return max(run["peak_memory_bytes"] for repeat in repeats for run in repeat)
-
-
 def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str, int]]:
     """Repeats and ranks (counted from 0) whose final latents are not stock's bit for bit."""
     return [
@@ -163,8 +143,3 @@ def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str
         for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True))
         if mine["latents_sha256"] != its["latents_sha256"]
     ]
-
-
-def repeatable(repeats: Sequence[Repeat]) -> bool:
-    """Whether every repeat ended in the same latents as the first."""
-    return not any(differing(repeats[:1], [repeat]) for repeat in repeats[1:])

@@ -83,7 +83,10 @@ class Recorder:
         self.end_run()
         if not self.runs:
             atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{RECORD_VARIABLE}={self.folder} is not valid: {error}; valid is a folder") from None
         self.runs.append({"total_steps": total, "steps": []})
         active().traffic.reset()
         active().traffic.timed = True

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xfuser_cocodiff.comparison import picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
 from xfuser_cocodiff.comparison.overview import CHANCE, Setting, columns, overlap, speedup
@@ -55,7 +57,7 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     names = [setting.title for setting in settings] if beside else [""]
     picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
     if shown := _shown(settings[-1]):
-        picture.draw_pictures(shown, out / PICTURES)
+        picture.draw_sheet(shown, out / PICTURES)
     content = {
         "record": record,
         "settings": settings,
@@ -71,15 +73,16 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     return page
 
 
-def _shown(setting: Setting) -> dict[str, Path]:
+def _shown(setting: Setting) -> dict[str, list[np.ndarray]]:
     """Pictures of a comparison by what is said of them; none where a side has none, or one of another size."""
-    files: dict[str, Path] = {}
+    shown = {}
     for run, row in zip(setting.record["runs"], setting.rows(), strict=True):
         if run["image"]["path"] is None:
             return {}
         said = row.picture if row.psnr in ("equal", NOTHING) else row.psnr
-        files[row.side if said == NOTHING else f"{row.side}\n{said}"] = setting.folder / run["image"]["path"]
-    return files if len({read_picture(file).shape for file in files.values()}) == 1 else {}
+        name = row.side if said == NOTHING else f"{row.side}\n{said}"
+        shown[name] = [read_picture(setting.folder / run["image"]["path"])]
+    return shown if len({one.shape for [one] in shown.values()}) == 1 else {}
 
 
 def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
