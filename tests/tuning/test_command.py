@@ -9,6 +9,7 @@ import pytest
 from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.codec import allotment
+from xfuser_cocodiff.tuning import report
 from xfuser_cocodiff.tuning.tune import CHECKS
 
 
@@ -25,6 +26,14 @@ from xfuser_cocodiff.tuning.tune import CHECKS
 def test_bad_input_is_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path) -> None:
     assert cli.main(["tune", "--out", str(tmp_path / "tuned.json"), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("decibels", "is_poor"), [(24.7, True), (29.9, True), (30.0, False), (48.0, False)])
+def test_poor_quality_on_held_out_prompts_is_said(decibels: float, is_poor: bool) -> None:
+    said = report.caution({"held_out": {"psnr_db_mean": decibels}, "target": {"bytes": 0.15}})
+    assert bool(said) == is_poor
+    if said:
+        assert f"{decibels:.1f} dB" in said and "--bytes 0.15" in said and "--psnr" in said
 
 
 def broken_off_and_resumed(rank: int, folder: str) -> list[int]:

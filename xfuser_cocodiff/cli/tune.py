@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
         record[name] = {"prompts": these, "seeds": seeds, "size": options.size, "dtype": options.dtype, **record[name]}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     report.show(record)
+    if caution := report.caution(record):
+        print(f"cocodiff: {caution}", file=sys.stderr)
     if options.plot:
         report.draw(record, options.plot)
     if options.sheet:

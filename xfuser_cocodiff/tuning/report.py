@@ -9,6 +9,9 @@ from xfuser_cocodiff.reporting.axes import fidelity_by_bytes
 from xfuser_cocodiff.reporting.words import NOTHING
 from xfuser_cocodiff.tuning.tune import TUNED
 
+POOR_DB = 30
+"""PSNR to exact results below which a difference is plain to see."""
+
 
 def show(record: Mapping[str, Any]) -> None:
     """Print the check on what was not tuned on, and the bits of each layer."""
@@ -34,6 +37,18 @@ def show(record: Mapping[str, Any]) -> None:
                 codecs[entry["tensor"]].append(entry["codec"].removeprefix("bits="))
         bits.add_row(layer, *(" ".join(codecs[letter]) for letter in LETTERS))
     console.print(bits)
+
+
+def caution(record: Mapping[str, Any]) -> str | None:
+    """Return a warning where what was not tuned on looks poor, and what to do about it."""
+    decibels = record["held_out"]["psnr_db_mean"]
+    if decibels >= POOR_DB:
+        return None
+    target = "--bytes {bytes:g}" if "bytes" in record["target"] else "--psnr {psnr_db:g}"
+    return (
+        f"warning: {decibels:.1f} dB on held-out prompts at {target.format(**record['target'])}: below {POOR_DB} dB "
+        "results differ visibly from exact ones; allow more --bytes, ask for a --psnr, or tune runs of more --steps"
+    )
 
 
 def _checked(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
