@@ -10,18 +10,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
 from tests.quick import slow_but
-from xfuser_cocodiff.models import (
-    flux1_kontext,
-    flux2,
-    flux2_klein,
-    hub,
-    lumina2,
-    qwen_image,
-    qwen_image_edit,
-    sd35,
-    tokenizers,
-    wan,
-)
+from xfuser_cocodiff.models import flux1, flux2, hub, lumina2, qwen_image, sd35, tokenizers, wan
 
 SMALL = {"height": 128, "width": 128}
 EDITED = {"height": 256, "width": 256}
@@ -72,16 +61,16 @@ def test_input_image_comes_with_models_that_edit(tmp_path: Path, monkeypatch: py
     assert (image.size, image.mode) == ((256, 256), "RGB") and np.asarray(image).std() > 20
 
 
-MODULES = flux1_kontext, flux2, flux2_klein, lumina2, qwen_image, sd35, wan
+TRANSFORMERS = flux1.kontext_transformer, *(each.transformer for each in (flux2, lumina2, qwen_image, sd35, wan))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_heads_divide_by_every_degree(module: Any) -> None:
-    assert module.transformer().config.num_attention_heads == 24
+@pytest.mark.parametrize("transformer", TRANSFORMERS)
+def test_heads_divide_by_every_degree(transformer: Any) -> None:
+    assert transformer().config.num_attention_heads == 24
 
 
 def test_the_text_encoder_of_qwen_image_edit_sees_the_image() -> None:
     tokenizer = tokenizers.qwen2(image_token="<|image_pad|>")
     image = Image.new("RGB", (1024, 1024))
-    read = qwen_image_edit.processor(tokenizer)(text=["a <|image_pad|> cat"], images=image, return_tensors="pt")
-    assert read["input_ids"].eq(tokenizer.image_token_id).sum() == qwen_image_edit.TOKENS_SEEN
+    read = qwen_image.processor(tokenizer)(text=["a <|image_pad|> cat"], images=image, return_tensors="pt")
+    assert read["input_ids"].eq(tokenizer.image_token_id).sum() == qwen_image.TOKENS_SEEN

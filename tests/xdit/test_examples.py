@@ -55,7 +55,7 @@ EXAMPLES = {
     "FLUX.1": Example("flux_example.py", f"{SMALL}.flux1:pipeline"),
     "FLUX.1 control": Example("flux_control_example.py", f"{OURS}:flux_control", "--max_sequence_length 32"),
     "FLUX.2": Example("flux2_example.py", f"{SMALL}.flux2:pipeline", "--max_sequence_length 48"),
-    "FLUX.2 klein": Example("flux2_example.py", f"{SMALL}.flux2_klein:pipeline", "--max_sequence_length 48"),
+    "FLUX.2 klein": Example("flux2_example.py", f"{SMALL}.flux2:klein", "--max_sequence_length 48"),
     "HunyuanDiT": Example("hunyuandit_example.py", f"{OURS}:hunyuandit", UNBINNED),
     "PixArt-Alpha": Example("pixartalpha_example.py", f"{OURS}:pixart_alpha", UNBINNED),
     "PixArt-Sigma": Example("pixartsigma_example.py", f"{OURS}:pixart_sigma", UNBINNED),

@@ -1,90 +1,76 @@
-"""A small FLUX.1-dev: the real classes with 8 heads of 16, trained weights, 128 x 128 pixels as 256 tokens."""
+"""A small FLUX.1-dev: the real classes with 8 heads of 16, trained weights, 128 x 128 pixels as 256 tokens.
+
+And a small FLUX.1-Kontext-dev: 24 heads of 8, random weights, 256 x 256 pixels as 64 tokens. Its pipeline scales every
+input image to about a million pixels, which the autoencoder packs into 1024 tokens.
+"""
+
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 
-from xfuser_cocodiff.models import tokenizers
-
-TEXT_WIDTH = 64
-LATENT_CHANNELS = 4
+from xfuser_cocodiff.models import tokenizers, weights
+from xfuser_cocodiff.models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, clip_encoder, t5_encoder
 
 
-def transformer() -> FluxTransformer2DModel:
-    """About 2.3 million parameters: 2 double and 4 single blocks."""
+def transformer(heads: int = 8, rope: tuple[int, ...] = (0, 8, 8)) -> FluxTransformer2DModel:
+    """2 double and 4 single blocks; about 2.3 million parameters.
+
+    Args:
+        heads: how many.
+        rope: dims of a head for each axis. FLUX.1 gives every token 0 on the first axis, so the dims go to rows and
+            columns; Kontext's first axis tells the input image from the one that is made.
+    """
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=4 * LATENT_CHANNELS,  # patches of 2 x 2
         num_layers=2,
         num_single_layers=4,
-        attention_head_dim=16,
-        num_attention_heads=8,
+        attention_head_dim=sum(rope),
+        num_attention_heads=heads,
         joint_attention_dim=TEXT_WIDTH,
         pooled_projection_dim=TEXT_WIDTH,
         guidance_embeds=True,
-        # FLUX.1 gives every token 0 on the first axis; the dims go to rows and columns, which have little to spare.
-        axes_dims_rope=(0, 8, 8),
+        axes_dims_rope=rope,
     )
 
 
 def autoencoder() -> AutoencoderKL:
-    """4 x downsampling to 4 channels; no attention, so that it can be trained on crops."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 64),
-        layers_per_block=1,
-        latent_channels=LATENT_CHANNELS,
-        norm_num_groups=8,
-        sample_size=128,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
+    """4 x downsampling to 4 channels."""
+    return autoencoder_kl((16, 32, 64))
 
 
-def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
-    """A two-layer CLIP text encoder over `tokenizer`, 64 wide."""
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        projection_dim=TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return CLIPTextModel(config)
+def kontext_transformer() -> FluxTransformer2DModel:
+    """2 double and 4 single blocks of 24 heads."""
+    return transformer(24, (4, 2, 2))
 
 
-def t5_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
-    """A two-layer T5 encoder over `tokenizer`, 64 wide."""
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=4 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-    )
-    return T5EncoderModel(config)
+def _components(transformer: FluxTransformer2DModel, vae: AutoencoderKL) -> dict[str, Any]:
+    clip, t5 = tokenizers.clip(), tokenizers.t5()
+    return {
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        "vae": vae,
+        "text_encoder": clip_encoder(clip),
+        "tokenizer": clip,
+        "text_encoder_2": t5_encoder(t5),
+        "tokenizer_2": t5,
+        "transformer": transformer,
+    }
 
 
 def pipeline(seed: int = 0) -> FluxPipeline:
     """The whole pipeline, untrained, from a seed."""
     torch.manual_seed(seed)
-    clip, t5 = tokenizers.clip(), tokenizers.t5()
-    return FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=autoencoder(),
-        text_encoder=clip_encoder(clip),
-        tokenizer=clip,
-        text_encoder_2=t5_encoder(t5),
-        tokenizer_2=t5,
-        transformer=transformer(),
-    )
+    return FluxPipeline(**_components(transformer(), autoencoder()))
+
+
+def kontext(seed: int = 0) -> FluxKontextPipeline:
+    """The whole pipeline of Kontext, with random weights from a seed; 16 x downsampling."""
+    vae = autoencoder_kl((8, 8, 16, 32, 64), sample_size=1024)
+    return weights.fill(FluxKontextPipeline(**_components(kontext_transformer(), vae)), seed)

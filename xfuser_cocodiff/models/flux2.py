@@ -1,12 +1,25 @@
-"""A small FLUX.2-dev: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
+"""Small FLUX.2-dev and klein-4B: the real classes with 24 heads of 8, random weights, 128 px as 256 tokens."""
 
-from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
-from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedTokenizerBase
+from diffusers import (
+    AutoencoderKLFlux2,
+    FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
+)
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from xfuser_cocodiff.models import tokenizers, weights
+from xfuser_cocodiff.models.parts import decoder_sizes, qwen_tokens
 
 TEXT_WIDTH = 32
-# The pipeline stacks the hidden states 10, 20 and 30 of its text encoder.
+# The pipelines stack the hidden states 10, 20 and 30 of their text encoders; klein's own call has 9, 18 and 27.
 TEXT_LAYERS, TEXT_STATES = 30, 3
 
 # The user's words only: FLUX.2's system message is the same for every prompt, and in a short max_sequence_length it
@@ -15,6 +28,13 @@ CHAT_TEMPLATE = """
 {%- for message in messages if message.role == "user" -%}
 {%- for part in message.content if part.type == "text" -%}<|im_start|>{{ part.text }}<|im_end|>{%- endfor -%}
 {%- endfor -%}
+""".strip()
+# Qwen 3's, without its tools and thoughts.
+KLEIN_CHAT_TEMPLATE = """
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}{{ "\n" }}{{ message.content }}<|im_end|>{{ "\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant{{ "\n" }}{%- endif -%}
 """.strip()
 
 
@@ -48,17 +68,8 @@ def autoencoder() -> AutoencoderKLFlux2:
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Mistral3ForConditionalGeneration:
     """A Mistral 3 over `tokenizer`, 32 wide and 30 layers deep; its vision tower is there but never runs."""
-    text = dict(
-        model_type="mistral",
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        num_hidden_layers=TEXT_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=None,
-    )
+    sizes = decoder_sizes(tokenizer, TEXT_WIDTH, TEXT_LAYERS)
+    text = dict(**sizes, model_type="mistral", head_dim=8, sliding_window=None)
     vision = dict(
         model_type="pixtral",
         hidden_size=16,
@@ -86,5 +97,25 @@ def pipeline(seed: int = 0) -> Flux2Pipeline:
         text_encoder=text_encoder(tokenizer),
         tokenizer=tokenizer,
         transformer=transformer(),
+    )
+    return weights.fill(pipe, seed)
+
+
+def klein_text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
+    """A Qwen 3 over `tokenizer`, 32 wide and 30 layers deep."""
+    sizes = decoder_sizes(tokenizer, TEXT_WIDTH, TEXT_LAYERS)
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, **qwen_tokens(tokenizer)))
+
+
+def klein(seed: int = 0) -> Flux2KleinPipeline:
+    """The whole pipeline of klein, into whose transformer guidance is distilled, with random weights from a seed."""
+    tokenizer = tokenizers.qwen2(KLEIN_CHAT_TEMPLATE)
+    pipe = Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=autoencoder(),
+        text_encoder=klein_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer(guided=False),
+        is_distilled=True,
     )
     return weights.fill(pipe, seed)

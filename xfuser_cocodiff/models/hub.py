@@ -121,9 +121,11 @@ def _copy_shipped(name: str) -> Callable[[Path], None]:
     return write
 
 
-def _save_random(module: str) -> Callable[[Path], None]:
-    # The import waits until the model is asked for: it pulls in all of diffusers.
-    return lambda folder: import_module(f"xfuser_cocodiff.models.{module}").pipeline().save_pretrained(folder)
+def _save_random(module: str, pipeline: str = "pipeline") -> Callable[[Path], None]:
+    def write(folder: Path) -> None:  # The import waits until the model is asked for: it pulls in all of diffusers.
+        getattr(import_module(f"xfuser_cocodiff.models.{module}"), pipeline)().save_pretrained(folder)
+
+    return write
 
 
 def _draw_input(file: Path) -> None:
@@ -140,9 +142,11 @@ REGISTRY = {
     "FLUX.2-dev": SmallModel("black-forest-labs/FLUX.2-dev", _save_random("flux2")),
     "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
     "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
-    "FLUX.1-Kontext-dev": SmallModel("black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1_kontext"), edits=True),
-    "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image_edit"), edits=True),
-    "FLUX.2-klein-4B": SmallModel("black-forest-labs/FLUX.2-klein-4B", _save_random("flux2_klein")),
+    "FLUX.1-Kontext-dev": SmallModel(
+        "black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1", "kontext"), edits=True
+    ),
+    "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image", "edit"), edits=True),
+    "FLUX.2-klein-4B": SmallModel("black-forest-labs/FLUX.2-klein-4B", _save_random("flux2", "klein")),
     "Lumina2": SmallModel("Alpha-VLLM/Lumina-Image-2.0", _save_random("lumina2")),
     "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _copy_shipped("Wan2.1-T2V"), films=True),
     "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan"), films=True),

@@ -14,9 +14,9 @@ from transformers import (
     Qwen2_5_VLTextModel,
 )
 
-from xfuser_cocodiff.models import flux1, tokenizers, weights
+from xfuser_cocodiff.models import tokenizers, weights
+from xfuser_cocodiff.models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens, t5_encoder
 
-TEXT_WIDTH = 64
 LATENT_CHANNELS = 8
 # The pipeline cuts off what the real tokenizer makes of its system message: so many tokens stand for it here.
 OPENING = 108
@@ -61,18 +61,9 @@ def autoencoder() -> AutoencoderKLHunyuanVideo15:
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLTextModel:
     """A four-layer text model of a Qwen 2.5-VL over `tokenizer`, 64 wide: the prompt skips its last two layers."""
-    config = Qwen2_5_VLTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3]),
-        bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-    )
-    return Qwen2_5_VLTextModel(config)
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3])
+    sizes = decoder_sizes(tokenizer, TEXT_WIDTH, layers=4)
+    return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, rope_parameters=rope, **qwen_tokens(tokenizer)))
 
 
 def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
@@ -84,7 +75,7 @@ def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
         transformer=transformer(),
         vae=autoencoder(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=flux1.t5_encoder(letters),  # reads only what a prompt has between quotation marks
+        text_encoder_2=t5_encoder(letters),  # reads only what a prompt has between quotation marks
         tokenizer_2=letters,
         guider=ClassifierFreeGuidance(guidance_scale=6.0),
     )

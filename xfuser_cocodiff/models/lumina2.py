@@ -4,9 +4,8 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pip
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerBase
 
 from xfuser_cocodiff.models import tokenizers, weights
+from xfuser_cocodiff.models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoencoder_kl, decoder_sizes
 
-TEXT_WIDTH = 64
-LATENT_CHANNELS = 4
 HEADS, HEAD_DIM = 24, 8
 
 
@@ -28,38 +27,14 @@ def transformer() -> Lumina2Transformer2DModel:
 
 def autoencoder() -> AutoencoderKL:
     """8 x downsampling, which the pipeline counts on, to 4 channels."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 16, 32, 64),
-        layers_per_block=1,
-        latent_channels=LATENT_CHANNELS,
-        norm_num_groups=8,
-        sample_size=128,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
+    return autoencoder_kl((16, 16, 32, 64))
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Gemma2Model:
     """A three-layer Gemma 2 over `tokenizer`, 64 wide: the prompt is what it has before its last layer."""
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=4 * TEXT_WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.pad_token_id,
-    )
-    return Gemma2Model(config)
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.pad_token_id)
+    sizes = decoder_sizes(tokenizer, TEXT_WIDTH, layers=3)
+    return Gemma2Model(Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16, **ends))
 
 
 def pipeline(seed: int = 0) -> Lumina2Pipeline:

@@ -1,21 +1,21 @@
 """A small SD 3.5: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
 
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase, T5Config, T5EncoderModel
+from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 
-from xfuser_cocodiff.models import flux1, tokenizers, weights
+from xfuser_cocodiff.models import flux1, parts, tokenizers, weights
 
 HEADS, HEAD_DIM = 24, 8
 # The two CLIP encoders side by side are as wide as T5: the pipeline pads the narrower of the two.
-TEXT_WIDTH = 2 * flux1.TEXT_WIDTH
+TEXT_WIDTH = 2 * parts.TEXT_WIDTH
 
 
 def transformer() -> SD3Transformer2DModel:
     """4 joint blocks, the last of which drops its text."""
     return SD3Transformer2DModel(
         sample_size=32,
-        in_channels=flux1.LATENT_CHANNELS,
-        out_channels=flux1.LATENT_CHANNELS,
+        in_channels=parts.LATENT_CHANNELS,
+        out_channels=parts.LATENT_CHANNELS,
         num_layers=4,
         attention_head_dim=HEAD_DIM,
         num_attention_heads=HEADS,
@@ -28,22 +28,8 @@ def transformer() -> SD3Transformer2DModel:
 
 
 def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
-    """FLUX.1's small CLIP text encoder with a projection, 64 wide."""
-    return CLIPTextModelWithProjection(flux1.clip_encoder(tokenizer).config)
-
-
-def t5_encoder(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
-    """A two-layer T5 encoder over `tokenizer`, 128 wide."""
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=2 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=8,
-        feed_forward_proj="gated-gelu",
-    )
-    return T5EncoderModel(config)
+    """A two-layer CLIP text encoder with a projection, 64 wide."""
+    return CLIPTextModelWithProjection(parts.clip_config(tokenizer))
 
 
 def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
@@ -56,7 +42,7 @@ def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
         tokenizer=clip,
         text_encoder_2=clip_encoder(clip),
         tokenizer_2=clip,
-        text_encoder_3=t5_encoder(t5),
+        text_encoder_3=parts.t5_encoder(t5, TEXT_WIDTH),
         tokenizer_3=t5,
         transformer=transformer(),
     )

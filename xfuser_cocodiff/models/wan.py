@@ -6,10 +6,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
 from xfuser_cocodiff.models import tokenizers, weights
-
-TEXT_WIDTH = 64
-LATENT_CHANNELS = 4
-
+from xfuser_cocodiff.models.parts import LATENT_CHANNELS, TEXT_WIDTH, t5_sizes
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 24,
@@ -33,29 +30,15 @@ def scheduler() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
-def autoencoder() -> AutoencoderKLWan:
-    """8 x downsampling in space and 4 x in time, to 4 channels."""
-    return AutoencoderKLWan(
-        base_dim=8,
-        z_dim=LATENT_CHANNELS,
-        num_res_blocks=1,
-        latents_mean=[0.0] * LATENT_CHANNELS,
-        latents_std=[1.0] * LATENT_CHANNELS,
-    )
+def autoencoder(channels: int = LATENT_CHANNELS, **more: Any) -> AutoencoderKLWan:
+    """8 x downsampling in space and 4 x in time."""
+    mean, std = [0.0] * channels, [1.0] * channels
+    return AutoencoderKLWan(base_dim=8, z_dim=channels, num_res_blocks=1, latents_mean=mean, latents_std=std, **more)
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
     """A two-layer UMT5 encoder over `tokenizer`, 64 wide."""
-    config = UMT5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=4 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-    )
-    return UMT5EncoderModel(config)
+    return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer)))
 
 
 def pipeline(seed: int = 0) -> WanPipeline:

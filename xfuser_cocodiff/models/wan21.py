@@ -1,9 +1,10 @@
 """A small Wan 2.1, text to video: the real classes with 8 heads of 32, trained weights, 9 frames of 128 x 128."""
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 
 from xfuser_cocodiff.models import captions, tokenizers, wan
+from xfuser_cocodiff.models.parts import TEXT_WIDTH
 
 LATENT_CHANNELS = 8
 
@@ -15,21 +16,9 @@ def transformer() -> WanTransformer3DModel:
         attention_head_dim=32,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        text_dim=wan.TEXT_WIDTH,
+        text_dim=TEXT_WIDTH,
         ffn_dim=768,
         num_layers=5,
-    )
-
-
-def autoencoder() -> AutoencoderKLWan:
-    """8 x downsampling in space and 4 x in time, to 8 channels; wide where that costs little time."""
-    return AutoencoderKLWan(
-        base_dim=8,
-        z_dim=LATENT_CHANNELS,
-        dim_mult=[1, 2, 4, 6],
-        num_res_blocks=1,
-        latents_mean=[0.0] * LATENT_CHANNELS,
-        latents_std=[1.0] * LATENT_CHANNELS,
     )
 
 
@@ -40,7 +29,7 @@ def pipeline(seed: int = 0) -> WanPipeline:
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=wan.text_encoder(tokenizer),
-        vae=autoencoder(),
+        vae=wan.autoencoder(LATENT_CHANNELS, dim_mult=[1, 2, 4, 6]),  # wide where that costs little time
         scheduler=wan.scheduler(),
         transformer=transformer(),
     )
