@@ -40,7 +40,9 @@ def test_every_family_is_tested() -> None:
 
 
 def test_the_page_is_the_table() -> None:
-    assert (Path(__file__).parents[2] / "docs/models.md").read_text() == families.page()
+    lines = (Path(__file__).parents[2] / "docs/models.md").read_text().splitlines()
+    rows = [tuple(line.strip("| ").split(" | ")) for line in lines if line.startswith("|")]
+    assert rows[:1] + rows[2:] == [families.COLUMNS, *families.cells()]
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture) -> None:

@@ -152,34 +152,3 @@ def cells() -> list[tuple[str, ...]]:
         )
         for family in FAMILIES
     ]
-
-
-_ABOVE = """# Models
-
-Written from `xfuser_cocodiff/models/families.py`, whose rows tests check; `cocodiff models --list` prints them too, and
-`--json` gives them to programs. *Exact* is `torch.equal` to stock xDiT at Ulysses degrees 2, 4 or 8, in fp32, and in
-bf16 where xDiT casts the model. *V first* names the projections of the attention module that V comes from: with these V
-is sent before Q and K are made. *Coded*: modes that approximate act on every layer, for the bytes that their schedule
-promises.
-"""
-_LOOPS = ", ".join(loop for family in FAMILIES for loop in family.loops)
-_BELOW = f"""
-- Run in the loops of their pipelines too, at degrees 2 and 4:
-  {_LOOPS}.
-  Exact has stock's bits there, and modes that approximate code every step but the first.
-- Causal Wan: {_NOTHING_MOVES}.
-- LingBot-Video's own package is in no index: tests have a double of its model and loop, which gave the real ones' bits
-  with their weights when it was held against them, at commit f348dca of robbyant/lingbot-video.
-- Stable Diffusion 3.5 medium: stock xDiT 0.7.0 fails at its blocks with two attentions (`UnboundLocalError`).
-- Where stock xDiT differs from one rank, so does the plugin, which has its bits: Cosmos 3 and Latte always; Kontext,
-  FLUX.1 control, Qwen-Image-Edit, Krea 2, Ideogram 4 and LingBot-Video where text does not divide.
-- Wan VACE: xDiT's command gives its prompt as a list, which the pipeline of diffusers refuses; scripts give it as text.
-- `cocodiff models` writes small pipelines of eleven names, with which the real runner runs. Tests have more, of
-  Wan from pictures: Wan2.1-I2V, Wan2.2-I2V, Wan2.2-TI2V and Wan2.1-VACE-1.3B.
-"""
-
-
-def page() -> str:
-    """The families as docs/models.md has them."""
-    table = [COLUMNS, ("---",) * len(COLUMNS), *cells()]
-    return "\n".join([_ABOVE, *(f"| {' | '.join(line)} |" for line in table), _BELOW])
