@@ -18,7 +18,6 @@ import torch
 
 from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.attention import schedule
 from xfuser_cocodiff.codec.codecs import Codec
 from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.kernels.layout import merged
@@ -518,10 +517,10 @@ def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mod
     assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]
 
 
-@pytest.mark.parametrize("beside", ["", *schedule.BESIDE])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("mode", ["exact", "balanced"])
 def test_only_what_travels_while_something_is_computed_takes_a_thread(
-    monkeypatch: pytest.MonkeyPatch, mode: str, beside: str
+    monkeypatch: pytest.MonkeyPatch, mode: str, beside: bool
 ) -> None:
     from xfuser_cocodiff.bench import kernels as bench
     from xfuser_cocodiff.exchange import lane
@@ -530,7 +529,7 @@ def test_only_what_travels_while_something_is_computed_takes_a_thread(
     started, attend = [], bench.ulysses_attention
 
     def attended(*given: object, **named: object) -> torch.Tensor:
-        others = {"beside": lambda: None, "beside_what": beside} if beside else {}
+        others = {"beside": lambda: None} if beside else {}
         return attend(*given, **named, **others)
 
     class Executor(ThreadPoolExecutor):

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
-from xfuser_cocodiff.attention.schedule import BESIDE_O, BESIDE_QKV
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
@@ -35,7 +34,6 @@ def ulysses_attention(
     early: Handle[list[torch.Tensor]] | None = None,
     layer_codecs: LayerCodecs | None = None,
     beside: Callable[[], object] | None = None,
-    beside_what: str = BESIDE_QKV,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back.
 
@@ -49,8 +47,7 @@ def ulysses_attention(
         layer: its name in traces.
         early: the exchange of V, or of its first head group, already under way.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        beside: computes something else.
-        beside_what: while this travels, see schedule.BESIDE.
+        beside: computes something else, while Q, K and V travel.
 
     Returns:
         O, shape (B, H, S/P, D).
@@ -58,7 +55,6 @@ def ulysses_attention(
     if groups == 1 and layer_codecs is None and beside is None:
         return _at_once(query, key, value, attend, mesh, layer, early)
     head_groups = [HeadGroup(index, groups) for index in range(groups)]
-    computes = beside_what if beside else None
     coming: list[Handle[list[torch.Tensor]]] = []
     going: list[Handle[None]] = []
     result = None
@@ -66,9 +62,9 @@ def ulysses_attention(
         for head_group in head_groups:  # all of them now, so that the links never run dry
             with_value = early is None or head_group.index > 0
             tensors, what = ([query, key, value], "qkv") if with_value else ([query, key], "qk")
-            is_awaited = groups == 1 and with_value and computes != BESIDE_QKV
+            is_awaited = groups == 1 and with_value and beside is None
             coming.append(send_to_heads(tensors, mesh, Label(what, layer), head_group, layer_codecs, is_awaited))
-        if beside and computes == BESIDE_QKV:
+        if beside:
             beside()
         first_value = early.wait() if early else []  # Q and K follow the choice of tokens that came with it
         for head_group, handle in zip(head_groups, coming, strict=True):
@@ -77,11 +73,8 @@ def ulysses_attention(
             attended = attend(its_query, its_key, its_value, head_group)
             if result is None:
                 result = attended.new_empty(*query.shape[:-1], attended.shape[-1])
-            is_awaited = groups == 1 and computes != BESIDE_O
             label = Label("o", layer)
-            going.append(send_to_sequence(attended, result, mesh, label, head_group, layer_codecs, is_awaited))
-        if beside and computes == BESIDE_O:
-            beside()
+            going.append(send_to_sequence(attended, result, mesh, label, head_group, layer_codecs, groups == 1))
         for sending in going:
             sending.wait()
         return result

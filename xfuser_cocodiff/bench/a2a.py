@@ -23,7 +23,6 @@ from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
 from xfuser_cocodiff.measuring.choice import Plans
 from xfuser_cocodiff.measuring.contest import contest, slowest, target_seconds, turns
-from xfuser_cocodiff.measuring.plan_trial import EFFORTS, tried
 from xfuser_cocodiff.measuring.planned import check_fits, known_of
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
@@ -67,7 +66,7 @@ def measure(
     started = time.perf_counter()
     profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
-    choose = Plans(topology, profile)
+    choose = Plans(profile)
     cluster = links.from_environment()
     plans = plans or fixed_plans(topology, profile)
     told.foresee(_foreseen(sizes, turns(len(plans) + 2, repeats), profile))
@@ -75,11 +74,6 @@ def measure(
     for size in sizes:
         tensor = _tensor(size, topology, device)
         told.begin(str(size), f"{_bytes(tensor.nbytes)} per rank")
-        choose(tensor.nbytes)
-        if profile_file is None:  # as in a run that has time for it
-            for asked in choose.open:
-                others, message = choose.contenders(asked), choose.message(asked)
-                choose.settled[asked] = tried(mesh, others, message, EFFORTS[0], group, device)
         chosen = choose(tensor.nbytes)
         contenders = {str(plan): plan for plan in plans} | {"auto": chosen}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}

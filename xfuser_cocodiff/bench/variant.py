@@ -1,6 +1,5 @@
 """The variants that `bench model` compares: stock, and modes of the plugin, each within a run of its own."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -119,7 +118,6 @@ def over(config: CocoDiffConfig, profile: Profile) -> Variant:
     ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
     known = Findings({}, profile.along(ulysses) if group.size() > 1 else None)
     engine = start.engine_over(group, config, known, around=around if around.size() > 1 else None)
-    engine.trials.allowance.share = math.inf
     choose, plans = engine.mesh.policy.choose, dict[str, None]()
 
     def noted(message_bytes: int) -> Plan:

@@ -19,8 +19,7 @@ class Policy:
     comparisons of sizes, they can be traced for sizes that are not known yet. Where there are none, `choose` is asked,
     which must then not look at the size."""
     ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
-    """Whether a tensor of so many bytes is better sent ahead than in one message with the others, of so many together.
-    Asked where that is not found out by a trial."""
+    """Whether a tensor of so many bytes is better sent ahead than in one message with others, of so many together."""
     gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """The plan of an all-gather of blocks of so many bytes; where there is none, the mesh's own is taken."""
     traced_ahead: int | None = 0

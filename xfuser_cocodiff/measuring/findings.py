@@ -1,5 +1,5 @@
-"""What was found of a machine, kept for the next process: its links, the plan of each size, the schedule of each kind
-of layer. So only the first run of a machine has to find out.
+"""What was found of a machine, kept for the next process: its links, and the schedule of each kind of layer. So only
+the first run of a machine has to find out.
 
 A file is of one machine, as the ranks of a group see it together: other hosts, devices, links or versions have another
 file, and what is found then starts anew.
@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
-from xfuser_cocodiff.machine.topology import FLAT, Topology
 
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 @dataclass
@@ -31,18 +29,10 @@ class Findings:
     machine: dict[str, Any]
     """What it was found on, as JSON values: versions, topology and what each rank says of itself."""
     profile: Profile | None = None
-    samples: dict[str, Any] = field(default_factory=dict)
-    """Pieces of a probe, where it is not complete."""
-    plans: dict[str, dict[int, Plan]] = field(default_factory=dict)
-    """By topology, which may be that of some axes, and by size."""
     schedules: dict[str, Schedule] = field(default_factory=dict)
     """By kind of layer."""
     folder: Path | None = None
     """Where this rank keeps them; None where it does not."""
-
-    def plans_of(self, topology: Topology) -> dict[int, Plan]:
-        """Plans that were tried along the axes of a topology."""
-        return self.plans.setdefault(str(topology), {})
 
     def to_json(self) -> dict[str, Any]:
         """The inverse of :meth:`from_json`."""
@@ -50,10 +40,6 @@ class Findings:
             "schema": _SCHEMA,
             "machine": self.machine,
             "profile": self.profile and self.profile.to_json(),
-            "samples": {} if self.profile else self.samples,
-            "plans": {
-                name: {str(size): str(plan) for size, plan in found.items()} for name, found in self.plans.items()
-            },
             "schedules": {kind: list(schedule) for kind, schedule in self.schedules.items()},
         }
 
@@ -68,20 +54,11 @@ class Findings:
             if values["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
-            degree = values["machine"].get("degree")
-            topologies = {name: Topology.parse(name, degree if name == FLAT else None) for name in values["plans"]}
-            plans = {
-                name: {int(size): Plan.parse(plan, topologies[name]) for size, plan in found.items()}
-                for name, found in values["plans"].items()
-            }
             schedules = {
-                kind: Schedule(bool(v_first), int(groups), str(beside))
-                for kind, (v_first, groups, beside) in values["schedules"].items()
+                kind: Schedule(bool(v_first), int(groups), bool(beside), bool(flat))
+                for kind, (v_first, groups, beside, flat) in values["schedules"].items()
             }
-            samples = {
-                name: tuple(found) if isinstance(found, list) else found for name, found in values["samples"].items()
-            }
-            return cls(values["machine"], profile, samples, plans, schedules)
+            return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not what was found of a machine: {type(error).__name__} {error}") from None
 

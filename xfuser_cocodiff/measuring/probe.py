@@ -1,8 +1,7 @@
 """The probe: measures what the planner needs to know of the links of a mesh.
 
 Every figure is taken while all ranks communicate, since that is what an all-to-all does, and is that of the slowest
-rank; all ranks of the group end up with the same profile. It comes in pieces, of which each takes a tenth of a second
-or two on slow links, so that a run can take them one after the other.
+rank; all ranks of the group end up with the same profile. Each takes a tenth of a second or two on slow links.
 """
 
 import dataclasses
@@ -38,8 +37,6 @@ _COPIED_BYTES = {False: 2**20, True: 2**27}
 _CODED_TOKENS, _CODED_CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
 """What copies and the codec are timed by, tokens of 128 values and calls in a row, by whether the device queues work.
 There, less would show what it costs to launch kernels, which is hidden while the host is ahead."""
-COPY, CODEC, OVERLAP, DIRECT = "copy", "codec", "overlap", "direct "
-"""Names of pieces; those of stages are their axes, with another one of direct sends for each."""
 
 Sample = tuple[float, int, float]
 """One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
@@ -53,99 +50,46 @@ def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profi
         group: all ranks of the mesh.
         device: where the tensors of the all-to-alls lie.
     """
-    probe = Probe(mesh, group, device)
-    while probe.missing:
-        probe.go_on()
-    profile = probe.profile
-    assert profile is not None  # nothing is missing
-    return profile
+    return Probe(mesh, group, device).measure()
 
 
 class Probe:
-    """The probe of a mesh, piece by piece. All ranks must call its methods alike.
+    """The probe of a mesh. All ranks must call its methods in the same order.
 
     Args:
         mesh: made over `group`, with a group for every axis of its topology and for all of them.
         group: all ranks of the mesh.
         device: where the tensors of the all-to-alls lie.
-        found: pieces that are known already; further ones are added to it.
-        rounds: how often a figure is taken; the fastest counts.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        found: dict[str, Sample | float] | None = None,
-        rounds: int = ROUNDS,
-    ) -> None:
+    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
         self.mesh, self.group, self.device = mesh.uncounted(), group, device
-        self.found = {} if found is None else found
-        self._rounds = rounds
-        self._stages = self._all_stages()
+        self._axes = tuple((dim,) if axis.size > 1 else None for dim, axis in enumerate(mesh.topology.axes))
+        """The stage along each axis; None where nothing moves."""
 
-    def _all_stages(self) -> dict[str, Stage]:
-        """The stages to measure, by name: each axis along which anything moves, and all of them."""
-        topology = self.mesh.topology
-        stages: dict[str, Stage] = {axis.name: (dim,) for dim, axis in enumerate(topology.axes) if axis.size > 1}
-        flat = Plan.flat(topology).stages[0]
-        return {**stages, "+".join(stages): flat} if len(flat) > 1 else stages
-
-    @property
-    def missing(self) -> list[str]:
-        """Pieces that are not known yet, those that a profile cannot do without first."""
-        pieces = [*self._stages, COPY, CODEC]
+    def measure(self) -> Profile:
+        """Return the profile."""
+        speeds = self._copy_speed(), self._codec_speed()
+        profile = self._along_axes(speeds, direct=False)
         if devices.of(self.device.type).sends_directly:
             # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
-            pieces += [DIRECT + name for name in self._stages]
-        elif self._stages:
-            # What overlaps on a CPU, layers find out by trying; on an accelerator the host does not see how long.
-            pieces.append(OVERLAP)
-        return [piece for piece in pieces if piece not in self.found]
+            return dataclasses.replace(profile, direct=self._along_axes(speeds, direct=True))
+        # On a CPU all of an exchange may hide: whole steps show what does.
+        return dataclasses.replace(profile, overlap=self.overlap()) if any(self._axes) else profile
 
-    def go_on(self) -> None:
-        """Measure the next piece."""
-        piece = self.missing[0]
-        others = {COPY: self._copy_speed, CODEC: self._codec_speed, OVERLAP: self.overlap}
-        if piece in others:
-            self.found[piece] = others[piece]()
-        else:
-            self.found[piece] = self._sample(self._stages[piece.removeprefix(DIRECT)], piece.startswith(DIRECT))
-
-    @property
-    def profile(self) -> Profile | None:
-        """What the pieces so far say of the machine; None where they are too few. The planner counts on direct sends
-        only when all is known."""
-        if any(piece not in self.found for piece in (*self._stages, COPY, CODEC)):
-            return None
-        profile = dataclasses.replace(self._profile(""), overlap=self._speeds.get(OVERLAP))
-        if self.missing or not devices.of(self.device.type).sends_directly:
-            return profile
-        return dataclasses.replace(profile, direct=self._profile(DIRECT))
-
-    def _profile(self, kind: str) -> Profile:
+    def _along_axes(self, speeds: tuple[float, float], direct: bool) -> Profile:
+        """The profile of collectives, or of direct sends, given the speeds of copies and of the codec."""
         topology = self.mesh.topology
-        samples = {name: found for name, found in self.found.items() if isinstance(found, tuple)}
-        axes = [samples.get(kind + axis.name) for axis in topology.axes]
+        axes = [self._sample(stage, direct) if stage else None for stage in self._axes]
         flat = Plan.flat(topology).stages[0]
-        whole = samples[kind + "+".join(self._axis_names)] if len(flat) > 1 else None
+        whole = self._sample(flat, direct) if len(flat) > 1 else None
         launch = _launch_seconds(topology.shape, axes, whole)
         links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, axes, strict=True))
-        profile = Profile(topology, links, launch, self._speeds[COPY], self._speeds[CODEC])
+        profile = Profile(topology, links, launch, *speeds)
         if whole is None:
             return profile
         _, more_bytes, more_seconds = whole
         return dataclasses.replace(profile, contention=more_seconds / stage_cost(profile, flat, more_bytes).wire)
-
-    @property
-    def _speeds(self) -> dict[str, float]:
-        """Of the pieces that are no samples."""
-        return {name: found for name, found in self.found.items() if not isinstance(found, tuple)}
-
-    @property
-    def _axis_names(self) -> list[str]:
-        return [axis.name for axis in self.mesh.topology.axes if axis.size > 1]
 
     def _sample(self, stage: Stage, direct: bool) -> Sample:
         """Small messages, then larger ones until they take long enough to show the bandwidth."""
@@ -162,9 +106,7 @@ class Probe:
     def _long_enough(self, stage: Stage, direct: bool, message: int, enough: float) -> float:
         """Seconds of a message, taken with care where they are enough."""
         taken = self._seconds(stage, direct, message, 1, rounds=1)
-        if taken < enough or self._rounds == 1:
-            return taken
-        return min(taken, self._seconds(stage, direct, message, 1, rounds=self._rounds - 1))
+        return taken if taken < enough else min(taken, self._seconds(stage, direct, message, 1, rounds=ROUNDS - 1))
 
     def _copy_speed(self) -> float:
         """Bytes per second at which a message is reordered between two stages."""
@@ -227,7 +169,7 @@ class Probe:
 
     def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
         # The fastest: what others take longer is the time of something else on the machine.
-        return min(pace(work, calls, rounds or self._rounds, self.group, self.device, is_warm=rounds is not None))
+        return min(pace(work, calls, rounds or ROUNDS, self.group, self.device, is_warm=rounds is not None))
 
 
 def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:

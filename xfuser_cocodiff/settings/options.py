@@ -90,7 +90,7 @@ OPTIONS = (
         "cocodiff_head_groups",
         "COCODIFF_HEAD_GROUPS",
         None,
-        f"Groups of a rank's heads, of which one attends while others travel: {AUTO} (the default) or their number.",
+        f"Groups of a rank's heads, of which one attends while others travel: a number; {AUTO} (the default) is one.",
     ),
     Option(
         "cocodiff_mode",

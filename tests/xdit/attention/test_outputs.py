@@ -81,10 +81,9 @@ def test_each_block_crosses_a_slow_link_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "more"),
     [
-        (None, {}),  # nothing is known yet
         slow(known("2x2x2", SLOW, FAST, FAST, direct=None), {}),  # on CPUs a part is not known
         (known("2x2x2", SLOW, SLOW, SLOW, direct=0.1), {}),  # one collective is the fastest way
-        slow(None, {"cocodiff_a2a": "hierarchical"}),
+        slow(None, {"cocodiff_a2a": "hierarchical"}),  # nothing is known
     ],
 )
 def test_elsewhere_it_is_stocks(tmp_path: Path, record: dict[str, Any] | None, more: dict[str, Any]) -> None:

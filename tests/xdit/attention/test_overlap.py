@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.attention.schedule import BESIDE_O, BESIDE_QKV
 from xfuser_cocodiff.exchange.traffic import Label
 
 
@@ -119,8 +118,8 @@ def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_where_nothing_is_tried_the_planner_says_what_travels_together(ahead: bool) -> None:
-    """As on an accelerator: Q, K and V are one message where V's own would cost more than it hides."""
+def test_the_planner_says_what_travels_together(ahead: bool) -> None:
+    """Q, K and V are one message where V's own would cost more than it hides."""
     together = ["qkv", "o"] * 3
     for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
         assert labels == (["v", "qk", "o"] * 3 if ahead else together)
@@ -137,15 +136,12 @@ def test_the_user_s_word_stands_against_the_planner_s() -> None:
 
 def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
     """What a step sends when the planner has its word, once layers are known; and what it was asked."""
-    import types
-
     from xfuser_cocodiff.attention import ulysses
     from xfuser_cocodiff.exchange.mesh import Mesh
     from xfuser_cocodiff.exchange.policy import Policy
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.attention import schedules as settling
     from xfuser_cocodiff.xdit.engine import engine as engines
     from xfuser_cocodiff.xdit.engine.engine import Engine
     from xfuser_cocodiff.xdit.launching import world
@@ -164,22 +160,23 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
         return noted
 
-    accelerator = mock.patch.object(settling, "compute_device", lambda: types.SimpleNamespace(type="xpu"))
     sites = [
         (engines, "send_to_heads"),
         *((ulysses, name) for name in ("reshard", "send_to_heads", "send_to_sequence")),
     ]
-    with accelerator, contextlib.ExitStack() as patched:
+    with contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
-        world.use(Engine(mesh=mesh, overlap=Overlap(v_first)))
+        engine = Engine(mesh=mesh, overlap=Overlap(v_first))
+        engine.trials = None  # and nothing is compared
+        world.use(engine)
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
-    return labels, asked, sorted({str(kind.trial.schedule) for kind in engines.active().layers.kinds})
+    return labels, asked, sorted({str(kind.trial.schedule) for kind in engine.layers.kinds})
 
 
-def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, str]) -> list[str]:
+def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
     """What happens in the single blocks of a step that run by a schedule; their bits are stock's."""
     from xfuser_cocodiff.attention import ulysses
     from xfuser_cocodiff.attention.schedule import Schedule, Trial
@@ -192,14 +189,14 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, str]) -> lis
     events: list[str] = []
     expected = step()
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else ())
-    engine = starting.engine_over(group, config, at_once=False)
+    engine = starting.engine_over(group, config)
     world.use(engine)
     engine.runs.begin(20)
     for _ in range(4):
         step()
         engine.runs.end_step()
     for kind in engine.layers.kinds:
-        assert not kind.trial.schedule.beside
+        assert kind.trial.schedules[-1].beside == kind.has_parallel_mlp
         kind.trial = Trial([Schedule(*schedule)])
     kinds = [kind.has_parallel_mlp for kind in engine.layers.kinds]
     assert sorted(kinds) == [False, True]  # double blocks have none beside attention
@@ -227,18 +224,15 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, str]) -> lis
 @pytest.mark.parametrize(
     ("mode", "schedule", "block"),
     [
-        ("exact", (False, 1, BESIDE_QKV), ["sends qkv", "mlp", "sends o"]),
-        ("exact", (True, 1, BESIDE_QKV), ["sends qk", "mlp", "sends o"]),
-        ("exact", (True, 1, BESIDE_O), ["sends qk", "sends o", "mlp"]),
-        ("exact", (True, 2, BESIDE_QKV), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
-        ("exact", (True, 2, BESIDE_O), ["sends qk", "sends qkv", "sends o", "sends o", "mlp"]),
-        ("exact", (True, 2, ""), ["mlp", "sends qk", "sends qkv", "sends o", "sends o"]),
-        ("balanced", (False, 1, BESIDE_QKV), ["sends qkv", "mlp", "sends o"]),
-        ("balanced", (False, 1, BESIDE_O), ["sends qkv", "sends o", "mlp"]),
+        ("exact", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
+        ("exact", (True, 1, True), ["sends qk", "mlp", "sends o"]),
+        ("exact", (True, 2, True), ["sends qk", "sends qkv", "mlp", "sends o", "sends o"]),
+        ("exact", (True, 2, False), ["mlp", "sends qk", "sends qkv", "sends o", "sends o"]),
+        ("balanced", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
     ],
 )
 def test_an_mlp_beside_attention_is_computed_while_others_travel(
-    mode: str, schedule: tuple[bool, int, str], block: list[str]
+    mode: str, schedule: tuple[bool, int, bool], block: list[str]
 ) -> None:
     for events in ranks.run(compute_beside, 2, mode, schedule):
         assert events[-len(block) :] == block and events.count("mlp") >= 1
@@ -247,7 +241,7 @@ def test_an_mlp_beside_attention_is_computed_while_others_travel(
 @pytest.mark.parametrize("groups", [2, 4])
 def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
     for schedules, report in ranks.run(change_bits, 2, groups):
-        assert schedules == ["V first, 1 head group"]
+        assert schedules == ["V first, 1 head group", "V first, 1 head group, MLP beside Q, K and V"]
         assert all(f"heads are not cut into {groups} groups" in status for status in report["FluxAttention"])
 
 

@@ -1,16 +1,21 @@
-"""What is tried in the steps of a run, and what that may cost of it, on a clock that only work moves."""
+"""The trial of schedules by whole steps, on a clock that only work moves."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from xfuser_cocodiff.attention.schedule import Schedule, Trial
+from tests import ranks
+from tests.machine.test_planner import profile_of
+from tests.xdit.attention.test_overlap import start
+from xfuser_cocodiff.attention.schedule import OURS, STOCKS, Schedule, Trial
 from xfuser_cocodiff.xdit.engine import engine as engines
 from xfuser_cocodiff.xdit.engine import trials
-from xfuser_cocodiff.xdit.engine.trials import Trials
+from xfuser_cocodiff.xdit.engine.trials import TURNS, Trials
 
 CPU = torch.device("cpu")
+TOGETHER, AHEAD = Schedule(flat=True), Schedule(True)
 
 
 class Clock:
@@ -30,177 +35,119 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-class Links:
-    """Stands for what is planned: links of which so many pieces are to be measured, and sizes whose plan is open."""
+class Steps:
+    """Steps of an engine in which kinds of layers run, each by its schedule."""
 
-    def __init__(self, clock: Clock, pieces: int, seconds: float, sizes: tuple[int, ...] = ()) -> None:
-        self._clock, self._seconds, self.left, self._pieces = clock, seconds, pieces, pieces
-        plans = SimpleNamespace(
-            open=list(sizes), settled={}, profile=None, contenders=lambda size: [], message=lambda size: size
-        )
-        plans.leave = plans.open.remove
-        group = object()
-        lane = SimpleNamespace(run=lambda work: work())
-        topology = SimpleNamespace()
-        policy, stages = SimpleNamespace(choose=plans), SimpleNamespace(groups={0: group})
-        self.mesh = SimpleNamespace(policy=policy, stages=stages, lane=lane, topology=topology)
-        self.meshes = [self.mesh] if sizes else []
+    def __init__(self, clock: Clock, *kinds: Trial, stocks: float = 1.0, ours: float = 1.0) -> None:
+        self._clock, self.kinds = clock, list(kinds)
+        self.seconds = {TOGETHER: stocks, AHEAD: ours}
+        self.found = 0
+        self.asked: list[list[float]] = []
+        """What ranks have agreed on."""
+        self.trials = Trials(lambda: self.kinds, lambda own: self.asked.append(own) or own, CPU, self._find)
+        self.trials.begin_run()
 
-    @property
-    def probe(self) -> object | None:
-        return self if self.left else None
+    def _find(self) -> None:
+        self.found += 1
 
-    def go_on(self) -> None:
-        self._clock.now += self._seconds
-        self.left -= 1
-
-
-def made(clock: Clock, links: Links, schedules: list[Trial] = []) -> tuple[Trials, list[int]]:  # noqa: B006
-    """Trials, and the steps in which something was found."""
-    found: list[int] = []
-
-    def mean(values: list[float]) -> list[float]:
-        clock.now += 0.03  # what it takes to agree
-        return values
-
-    tried = Trials([links], lambda: schedules, mean, CPU, lambda: found.append(1))
-    tried.allowance.share = 0.03
-    return tried, found
+    def run(self, *ran: Trial, calls: int = 2, usual: bool = True, beyond: float = 0.0) -> list[Schedule]:
+        """A step in which layers of some kinds run, and their schedules."""
+        schedules = [kind.schedule for kind in ran]
+        self._clock.now += beyond + sum(self.seconds[one] for one in schedules)
+        for kind in ran:
+            for _ in range(calls):
+                kind.ran(usual)
+        self.trials.end_step()
+        return schedules
 
 
-def run(clock: Clock, tried: Trials, steps: int, total: int | None, seconds: float = 1.0) -> float:
-    """How long a run took beyond its steps."""
-    began = clock.now
-    tried.begin_run(total)
-    for _ in range(steps):
-        clock.now += seconds
-        tried.end_step()
-    return clock.now - began - steps * seconds
+@pytest.mark.parametrize(("stocks", "expected"), [(0.95, TOGETHER), (0.985, TOGETHER), (0.995, AHEAD), (1.05, AHEAD)])
+def test_stock_s_way_is_taken_where_it_saves_more_than_a_hundredth(
+    clock: Clock, stocks: float, expected: Schedule
+) -> None:
+    kinds = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, *kinds, stocks=stocks)
+    ran = [steps.run(*kinds) for _ in range(1 + len(TURNS))]
+    by_turn = {OURS: [AHEAD] * 2, STOCKS: [TOGETHER] * 2}
+    assert ran == [by_turn[OURS], *(by_turn[turn] for turn in TURNS)]  # the first step of a run is not timed
+    assert [kind.chosen for kind in kinds] == [expected] * 2
+    assert steps.trials.settled and steps.found == 1 and len(steps.asked) == 1
+    for _ in range(3):
+        assert steps.run(*kinds) == [expected] * 2
+    assert len(steps.asked) == 1
 
 
-@pytest.mark.parametrize(("total", "runs"), [(28, 4), (None, 10)])
-def test_links_are_measured_within_a_share_of_each_run(clock: Clock, total: int | None, runs: int) -> None:
-    links = Links(clock, pieces=10, seconds=0.2)
-    tried, found = made(clock, links)
-    spent = []
-    while links.left:
-        spent.append(run(clock, tried, 28, total))
-        assert not tried.settled
-    assert 3 <= len(spent) <= runs and len(found) == 10
-    for each in spent:
-        assert each <= 0.03 * 28 + 0.03  # to agree that there is no more time
-    assert run(clock, tried, 28, total) == 0, "nothing is left to agree on"
+def test_one_disturbed_step_decides_nothing(clock: Clock) -> None:
+    kind = Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, kind, stocks=1.1)
+    for number in range(1 + len(TURNS)):
+        steps.run(kind, beyond=5.0 * (number == 4))
+    assert kind.chosen == AHEAD
 
 
-def test_a_run_whose_length_is_known_begins_early(clock: Clock) -> None:
-    links = Links(clock, pieces=3, seconds=0.2)
-    tried, _ = made(clock, links)
-    run(clock, tried, 4, 50)
-    assert links.left == 0
+def test_trials_go_on_from_run_to_run(clock: Clock) -> None:
+    kind = Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, kind, stocks=0.5)
+    for _ in range(len(TURNS) // 2):
+        assert kind.chosen is None
+        steps.trials.begin_run()
+        clock.now += 7.0  # text is encoded
+        for _ in range(4):  # a step that is not timed, a pair, and half of one
+            steps.run(kind)
+    assert kind.chosen == TOGETHER
 
 
-def test_schedules_race_by_whole_steps_while_links_are_measured(clock: Clock) -> None:
-    links = Links(clock, pieces=2, seconds=0.01)
-    trial = Trial([Schedule(), Schedule(True)])
-    tried, found = made(clock, links, [trial])
-    tried.begin_run(50)
-    for _ in range(24):
-        for _ in range(4):
-            trial.ran()
-        clock.now += 8.0 - trial.schedule.v_first
-        tried.end_step()
-    assert trial.chosen == Schedule(True)
-    assert links.left == 0 and len(found) == 3
+def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: Clock) -> None:
+    kind = Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, kind, stocks=0.5)
+    for _ in range(6):
+        steps.run(kind, calls=4)
+    steps.trials.begin_run()
+    steps.seconds = {TOGETHER: 1.0, AHEAD: 0.9}
+    for _ in range(1 + len(TURNS)):
+        assert kind.chosen is None
+        steps.run(kind, calls=2)
+    assert kind.chosen == AHEAD
 
 
-def test_what_raced_by_other_plans_races_anew(clock: Clock) -> None:
-    """V first looked slow as long as nothing was known of the links, and is the faster one once they are."""
-    links = Links(clock, pieces=9, seconds=0.01)
-    trial = Trial([Schedule(), Schedule(True)])
-    tried, _ = made(clock, links, [trial])
-    tried.begin_run(50)
-    for _ in range(50):
-        trial.ran()
-        clock.now += (9.0 if links.left else 7.0) if trial.schedule.v_first else 8.0
-        tried.end_step()
-    assert trial.chosen == Schedule(True)
+def test_cached_steps_and_refreshes_do_not_count(clock: Clock) -> None:
+    kinds = one, _ = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, *kinds, stocks=0.5)
+    steps.run(*kinds)
+    for _ in TURNS:
+        assert one.chosen is None
+        turn = one.schedule
+        steps.run(*kinds, usual=False, beyond=9.0)
+        steps.run(*kinds, calls=1)
+        steps.run(one)
+        steps.run()
+        assert steps.run(*kinds) == [turn] * 2
+    assert [kind.chosen for kind in kinds] == [TOGETHER] * 2
 
 
-def test_layers_that_come_up_later_have_a_race_of_their_own(clock: Clock) -> None:
-    links = Links(clock, pieces=0, seconds=0)
-    small, large = Trial([Schedule(), Schedule(True)]), Trial([Schedule(), Schedule(True)])
-    tried, _ = made(clock, links, [small, large])
-    for trial, gain in 4 * [(small, 1.0), (large, -1.0)]:  # requests of two sizes in turns
-        tried.begin_run(8)
-        for _ in range(8):
-            trial.ran()
-            clock.now += 8.0 - gain * trial.schedule.v_first
-            tried.end_step()
-    assert (small.chosen, large.chosen) == (Schedule(True), Schedule())
+def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: Clock) -> None:
+    first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, first, second, stocks=0.5)
+    for _ in range(1 + len(TURNS)):
+        steps.run(first)
+    assert first.chosen == TOGETHER and second.chosen is None
+    for _ in range(1 + len(TURNS)):
+        steps.run(first, second)
+    assert second.chosen == TOGETHER
 
 
-def test_a_step_in_which_a_part_of_the_layers_ran_says_nothing(clock: Clock) -> None:
-    links = Links(clock, pieces=0, seconds=0)
-    double, single = Trial([Schedule(), Schedule(True)]), Trial([Schedule(), Schedule(True)])
-    tried, _ = made(clock, links, [double, single])
-    tried.begin_run(60)
-    for step in range(60):
-        is_cached = step % 3 > 0  # but for its first layers
-        double.ran()
-        if not is_cached:
-            single.ran()
-        clock.now += (1.0 + 2.0 * double.schedule.v_first) if is_cached else 8.0 - double.schedule.v_first
-        tried.end_step()
-    assert double.chosen == single.chosen == Schedule(True)
-
-
-def test_a_slow_first_step_says_nothing_of_the_others(clock: Clock) -> None:
-    links = Links(clock, pieces=9, seconds=0.2)
-    tried, _ = made(clock, links)
-    tried.begin_run(28)
-    for step in range(28):
-        clock.now += 1.0 if step else 20.0
-        tried.end_step()
-    assert links.left >= 9 - 4
-
-
-def test_ranks_do_not_agree_when_there_is_nothing_to_decide(clock: Clock) -> None:
-    links = Links(clock, pieces=100, seconds=0.5)
-    tried, _ = made(clock, links)
-    agreed, mean = [], tried._mean
-    tried._mean = lambda values: agreed.append(tried._steps) or mean(values)
-    run(clock, tried, 50, 50)
-    assert len(agreed) == 1 + 100 - links.left, "once, and after each piece"
-    agreed.clear()
-    run(clock, tried, 64, None)
-    assert len(agreed) <= 7 + links._pieces - links.left
-
-
-def test_the_largest_size_is_tried_for_which_there_is_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links(clock, pieces=0, seconds=0, sizes=(1000, 10, 1))  # as many milliseconds; the first never fits
-    plans, efforts = links.mesh.policy.choose, []
-    monkeypatch.setattr(trials.Plan, "flat", lambda topology: SimpleNamespace(stages=[0]))
-    monkeypatch.setattr(trials, "trial_seconds", lambda _, __, size, effort: size * 0.01 * (effort[0] * effort[1]))
-
-    def tries(_: object, __: object, size: int, effort: tuple[int, int], *___: object) -> str:
-        efforts.append((size, effort))
-        clock.now += size * 0.01 * effort[0] * effort[1]
-        plans.open.remove(size)
-        return "a plan"
-
-    monkeypatch.setattr(trials, "tried", tries)
-    tried, _ = made(clock, links)
-    spent = run(clock, tried, 28, 28)
-    assert efforts == [(10, (1, 3)), (1, (3, 5))]
-    assert plans.settled == {10: "a plan", 1: "a plan"}
-    assert plans.open == [], "what no run has time for is left to the planner"
-    assert spent <= 0.03 * 28 + 0.1
+def test_what_is_fixed_is_not_tried(clock: Clock) -> None:
+    assert Trial([AHEAD]).chosen == Trial([AHEAD, AHEAD]).chosen == AHEAD
+    steps = Steps(clock, Trial([AHEAD]))
+    for _ in range(12):
+        assert steps.run(*steps.kinds) == [AHEAD]
+    assert steps.trials.settled and not steps.asked
 
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
     engine = engines.Engine()
-    engine.trials = SimpleNamespace(end_step=lambda: tries.append(1), begin_run=lambda total: None)
+    engine.trials = SimpleNamespace(end_step=lambda: tries.append(1), begin_run=lambda: None)
     monkeypatch.setattr(engines, "active", lambda: engine)
     engine.runs.begin(3)
     engine.runs.end_step()
@@ -211,3 +158,78 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     engine.runs.end_step()
     assert tries == [1]
+
+
+# On ranks.
+
+
+def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], list[float]]:
+    """The schedules that are chosen where steps with V first, and without, take each rank so long; and its mean."""
+    from xfuser_cocodiff.measuring.findings import Findings
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank, depth=3)
+    expected, clock = step(), Clock()
+    links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V surely goes first
+    engine = starting.engine_over(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
+    world.use(engine)
+    engine.runs.begin(20)
+    with mock.patch.object(trials, "time", clock):
+        for _ in range(2 + len(TURNS)):
+            kinds = list(engine.layers.kinds)
+            v_first = any(kind.trial.schedule.v_first for kind in kinds if kind.trial)
+            clock.now += by_rank[rank][v_first]
+            assert torch.equal(step(), expected)
+            engine.runs.end_step()
+    return [str(kind.trial.chosen) for kind in kinds], engine._mean([float(rank), 2.0 * rank])
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "together, 1 head group"),  # the mean saves 3 %
+        ([{True: 1.0, False: 0.96}, {True: 1.0, False: 1.1}], "V first, 1 head group"),
+    ],
+)
+def test_ranks_whose_steps_differ_choose_by_their_mean(by_rank: list[dict[bool, float]], expected: str) -> None:
+    for chosen, mean in ranks.run(differing, 2, by_rank):
+        assert all(one.startswith(expected) for one in chosen) and len(chosen) == 2
+        assert mean == [0.5, 1.0]
+
+
+def counted(rank: int) -> list[int]:
+    """Steps that counted so far, after each step of a coded run of which every fourth is an exact refresh."""
+    from xfuser_cocodiff.machine.plan import Plan
+    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank, depth=3)
+    topology = Topology.named(node=2)
+    config = CocoDiffConfig(
+        topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
+    )
+    engine = starting.engine_over(group, config)
+    world.use(engine)
+    engine.runs.begin(20)
+    found, took = [0], trials.Comparison.took
+
+    def taking(self: trials.Comparison, seconds: float | None) -> None:
+        took(self, seconds)
+        found[-1] = len(self.seconds)
+
+    with mock.patch.object(trials.Comparison, "took", taking):
+        for _ in range(9):
+            found.append(found[-1])
+            step()
+            engine.runs.end_step()
+    return found[1:]
+
+
+def test_exact_refreshes_of_a_coded_run_do_not_count() -> None:
+    for found in ranks.run(counted, 2):
+        # Single blocks are known from the second step on, double blocks from the third; the fifth and ninth are exact.
+        assert found == [0, 1, 1, 2, 2, 3, 4, 5, 5]

@@ -11,7 +11,7 @@ from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.xdit.attention.schedules import Comparing, counts_in_question, settle
+from xfuser_cocodiff.xdit.attention.schedules import Comparing, settle, wanted_groups
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
@@ -64,16 +64,13 @@ def followed_attention(
     attend = attend_by(engine.ring_codecs(running, share) if engine.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
-    is_settled = not (kind and kind.trial is None and (kind.ready or kind.refusal))
-    if is_settled:
-        beside = layer.call.catch_up if layer and layer.call.later else None
-        return ulysses_attention(
-            *(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs),
-            *(beside, schedule.beside),
-        )
-    heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-    comparing = Comparing(attend, counts_in_question(engine, kind, heads) if cuts_heads else [])
-    result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-    sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
-    settle(kind, engine, comparing, lambda: mesh.policy.ahead(*sizes))
-    return result
+    if kind and kind.trial is None and (kind.ready or kind.refusal):
+        heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
+        groups = wanted_groups(engine, *heads) if cuts_heads else 1
+        comparing = Comparing(attend, groups)
+        result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
+        settle(kind, engine, query, key, value, groups, comparing.is_same)
+        return result
+    beside = layer.call.catch_up if layer and layer.call.later else None
+    mesh = engine.mesh_of(schedule)
+    return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs, beside)

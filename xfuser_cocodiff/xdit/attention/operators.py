@@ -19,7 +19,7 @@ from xfuser_cocodiff.attention.ulysses import Attend
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.traffic import Label
-from xfuser_cocodiff.xdit.attention.schedules import settle_in_graph
+from xfuser_cocodiff.xdit.attention.schedules import settle
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.engine.engine import active
 from xfuser_cocodiff.xdit.layers.traced import TracedCall
@@ -90,13 +90,12 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
-            sizes = value.nbytes, query.nbytes + key.nbytes + value.nbytes
-            settle_in_graph(call.kind, engine, call.schedule.groups, lambda: engine.mesh.policy.ahead(*sizes))
-    layer_codecs = engine.layer_codecs(call.layer, share)
+            settle(call.kind, engine, query, key, value, call.schedule.groups, is_same=True)
+    layer_codecs, mesh = engine.layer_codecs(call.layer, share), engine.mesh_of(call.schedule)
     for head_group in call.schedule.head_groups:
         is_ahead = call.value is not None and head_group.index == 0
         tensors, what = ([query, key], "qk") if is_ahead else ([query, key, value], "qkv")
-        call.coming.append(send_to_heads(tensors, engine.mesh, Label(what, call.name), head_group, layer_codecs))
+        call.coming.append(send_to_heads(tensors, mesh, Label(what, call.name), head_group, layer_codecs))
     return torch.tensor(number)
 
 
@@ -122,7 +121,8 @@ def _send_output(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int, ind
     if call.result is None:
         call.result = _sequence_like([output] * groups, num_ranks)
     head_group, label = call.schedule.head_groups[index], Label("o", call.name)
-    call.going.append(send_to_sequence(output, call.result, engine.mesh, label, head_group, call.layer_codecs))
+    mesh = engine.mesh_of(call.schedule)
+    call.going.append(send_to_sequence(output, call.result, mesh, label, head_group, call.layer_codecs))
     return torch.tensor(number)
 
 

@@ -137,9 +137,9 @@ def _possible(
         for tokens in _SAMPLE_TOKENS:
             sizes = ((1, count, tokens, head_dim) for count in (heads, key_heads, key_heads))
             values = [torch.randn(each, generator=generator).to(compute_device(), dtype) for each in sizes]
-            comparing = Comparing(attend, [groups])
+            comparing = Comparing(attend, groups)
             comparing(*values, ALL_HEADS)
-            same &= comparing.same[groups]
+            same &= comparing.is_same
         same = bool(active().reduced([float(same)], "min")[0])
     if not same:
         warn(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")

@@ -88,11 +88,10 @@ def _kept(folder: Path) -> list[str]:
         if known := findings.read(file):
             ranks = known.machine.get("ranks", [])
             hosts = ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))
-            plans = sum(map(len, known.plans.values()))
             links = "links, " if known.profile else ""
             lines.append(
                 f"{file.name}: {len(ranks)} ranks as {known.machine.get('topology')} on {hosts}, torch "
-                f"{known.machine.get('torch')}: {links}plans of {plans} sizes, schedules of {len(known.schedules)} "
+                f"{known.machine.get('torch')}: {links}schedules of {len(known.schedules)} "
                 "kinds of layers"
             )
     return lines

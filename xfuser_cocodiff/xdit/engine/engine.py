@@ -71,7 +71,7 @@ class Engine:
     under_way: UnderWay = field(init=False, default_factory=UnderWay)
     """Calls of layers that graphs have begun and not ended."""
     trials: Trials | None = field(init=False, default=None)
-    """What is tried of schedules and plans; None without a mesh."""
+    """What is tried of schedules; None without a mesh."""
     _has_told_of_text: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -82,8 +82,7 @@ class Engine:
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
-            planned = [self.planned, self.planned_ring] if self.planned_ring else [self.planned]
-            self.trials = Trials(planned, self._schedules, self._mean, compute_device(), self.keep)
+            self.trials = Trials(self._schedules, self._mean, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:
@@ -95,6 +94,10 @@ class Engine:
         """Whether a graph calls the exchanges of eager mode. What approximates is nothing else, and on a CPU they are
         the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
         return self.runtime is not None or self._sends_directly
+
+    def mesh_of(self, schedule: Schedule) -> Mesh:
+        """The mesh by which a schedule has its exchanges."""
+        return (self.planned.flat or self.mesh) if schedule.flat else self.mesh
 
     def sends_value_ahead(self, value: torch.Tensor) -> bool:
         """Whether V goes first in a graph that calls none of them."""
@@ -151,7 +154,7 @@ class Engine:
 
     def _run_begins(self, total: int | None) -> None:
         if self.trials:
-            self.trials.begin_run(total)
+            self.trials.begin_run()
 
     def _step_ends(self) -> None:
         if self.mesh and not self._has_told_of_text:

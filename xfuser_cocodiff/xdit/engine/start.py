@@ -13,7 +13,6 @@ from xfuser_cocodiff.codec.runtime import Runtime
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks, VirtualRing
 from xfuser_cocodiff.exchange.mesh import Mesh
-from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import findings
 from xfuser_cocodiff.measuring.findings import Findings
@@ -90,16 +89,14 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
         warn(because)
         config, around = replace(config, mode=EXACT), None
-    # An accelerator asks the planner what overlaps, and its graphs have the plans that are known when they are traced.
-    at_once = devices.of(compute_device().type).queues
     if around and engine_config.runtime_config.use_torch_compile:
         info("--use_torch_compile: ring attention is xDiT's, and lossless")
     if parallel.pp_degree > 1 and config.mode != EXACT:
-        engine = engine_over(group, replace(config, mode=EXACT), at_once=at_once, around=around)
+        engine = engine_over(group, replace(config, mode=EXACT), around=around)
         engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
         warn(engine.exact_because)
         return engine
-    engine = engine_over(group, config, at_once=at_once, around=around)
+    engine = engine_over(group, config, around=around)
     engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
     return engine
 
@@ -108,7 +105,6 @@ def engine_over(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     known: Findings | None = None,
-    at_once: bool = True,
     around: dist.ProcessGroup | None = None,
 ) -> Engine:
     """An engine over the ranks of a group, every one of which must call this.
@@ -117,12 +113,10 @@ def engine_over(
         group: a Ulysses group.
         config: the settings.
         known: what was found of the machine; when not given, what the settings' folder keeps.
-        at_once: whether links that are not known are probed now, rather than in steps of a run as far as these have
-            time for it.
         around: a ring, if there is one.
     """
-    planned = _planned(group, config, known, at_once)
-    of_ring = _planned_ring(around, config, planned, at_once) if around else None
+    planned = _planned(group, config, known)
+    of_ring = _planned_ring(around, config, planned) if around else None
     engine = Engine(
         config,
         planned.mesh,
@@ -140,13 +134,12 @@ def _planned(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     known: Findings | None,
-    at_once: bool,
     beside: Mesh | None = None,
 ) -> Planned:
     if known is None:
         known = _shared(group, config, config.topology, machine.RING if beside else {})
     largest = functools.partial(reduced, operation="max", timeout=config.timeout)
-    return planned_mesh(group, config, compute_device(), known, largest, at_once, beside)
+    return planned_mesh(group, config, compute_device(), known, largest, beside)
 
 
 def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> Findings:
@@ -159,10 +152,10 @@ def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology
     return findings.shared(get_sp_group().cpu_group, common, machine.this_rank(), config.cache)
 
 
-def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned, at_once: bool) -> Planned:
+def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned) -> Planned:
     """What a ring goes by, whose exchanges wait for those of the Ulysses group as these do for each other."""
     of_ring = replace(config, topology=_ring_topology(config, around.size()), profile=config.ring_profile, plan=None)
-    return _planned(around, of_ring, None, at_once, planned.mesh)
+    return _planned(around, of_ring, None, planned.mesh)
 
 
 def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
