@@ -58,6 +58,8 @@ def test_detection_is_used_when_no_topology_is_given() -> None:
             ["--cocodiff_schedule", "'3'", "1, 1.6, 2, 2.7, 4, 8"],
         ),
         ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
+        ({"cocodiff_timeout": "1e18"}, {}, ["--cocodiff_timeout", "1e18", "seconds above 0, up to 1e+08"]),
+        ({"cocodiff_timeout": "nan"}, {}, ["--cocodiff_timeout", "'nan'", "seconds above 0"]),
         ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
         ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),

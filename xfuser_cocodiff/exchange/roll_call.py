@@ -72,7 +72,7 @@ class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a thi
         if isinstance(error, LostRankError):
             return  # it stays known where this rank was
         if error is not None and is_backends(error):
-            raise LostRankError(_explained(self.group, self.stage, f"failed ({error})")) from error
+            raise LostRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
         if self.before is None:
             _stages.pop(threading.get_ident(), None)
         else:

@@ -1,6 +1,7 @@
 """What the user asked for: flags and environment become one frozen, validated record."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,22 @@ from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, FLAT, Topology
-from xfuser_cocodiff.settings.options import ACROSS_NODES, AUTO, EXACT, MODES, OFF, OPTIONS, OVERLAPS, Option
+from xfuser_cocodiff.settings.options import (
+    ACROSS_NODES,
+    AUTO,
+    EXACT,
+    MODES,
+    OFF,
+    OPTIONS,
+    OVERLAPS,
+    RECORD_VARIABLE,
+    Option,
+)
 from xfuser_cocodiff.settings.placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
 
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
+MAX_SECONDS = 1e8
+"""Of a timeout: three years, which every backend can count."""
 MEASURED = (AUTO,)
 """Slow axes that are those along which a rank sends slowly: all ranks agree on them once links are known."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -293,8 +306,19 @@ def _cache(text: str) -> Path | None:
     return None if text == OFF else Path(text)
 
 
+def check_record(environment: Mapping[str, str]) -> None:
+    """Check what COCODIFF_RECORD says, before a run would write there.
+
+    Raises:
+        ValueError: it is no folder.
+    """
+    text = environment.get(RECORD_VARIABLE)
+    if text and Path(text).exists() and not Path(text).is_dir():
+        raise ValueError(f"{RECORD_VARIABLE}: {text!r} is not valid; valid are folders")
+
+
 def _seconds(text: str) -> float:
-    return _positive(text, "seconds above 0")
+    return _positive(text, f"seconds above 0, up to {MAX_SECONDS:g}", MAX_SECONDS)
 
 
 def _error(text: str) -> float:
@@ -312,12 +336,12 @@ def _kernels(text: str, device_type: str) -> str:
     return text
 
 
-def _positive(text: str, valid: str) -> float:
+def _positive(text: str, valid: str, most: float = sys.float_info.max) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
+    if not 0 < value <= most:
         raise ValueError(f"{text!r} is not valid; valid are {valid}")
     return value
 

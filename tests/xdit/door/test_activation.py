@@ -298,3 +298,37 @@ def test_the_entry_point_that_xdit_calls(
 
 def test_the_table_fits_the_installed_xdit() -> None:
     assert [state for state in activation.states() if state.state not in ("applied", "ready", "used")] == []
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
+    done = python(
+        """
+        import xfuser
+        from xfuser_cocodiff.xdit.door import flags
+        flags.settings({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
+        """,
+        RANK=rank,
+    )
+    assert done.returncode == 2
+    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
+    assert [line for line in done.stderr.splitlines() if "cocodiff" in line] == [said] * (rank == "0")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_xdit_command_checks_options_before_ranks_start() -> None:
+    done = python("""
+        import sys
+        from unittest import mock
+        from xfuser.cli import main
+        base = ["--model", "FLUX.1-dev", "--ulysses-degree", "4", "--use_cocodiff", "--cocodiff_topology"]
+        with mock.patch("subprocess.Popen", side_effect=KeyError) as started:
+            try:
+                main([*base, "2x2"])
+            except KeyError:
+                print("started")
+        main([*base, "2x3"])
+    """)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "started"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("cocodiff: --cocodiff_topology: ")
+    assert "Traceback" not in done.stderr

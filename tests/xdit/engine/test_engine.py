@@ -91,3 +91,18 @@ def in_a_row(rank: int) -> None:
 
 def test_an_engine_ends_with_its_runtime_state() -> None:
     ranks.run(in_a_row, 2)
+
+
+def agreed(rank: int) -> tuple[list[float], list[float]]:
+    """What ranks that measure different things go by: a mean of times, the largest error."""
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, *_ = start(rank, depth=3)
+    engine = starting.engine_over(group, config_of("balanced"))
+    world.use(engine)
+    return engine._mean([float(rank)]), engine.runtime._agreed([float(rank), -float(rank)])
+
+
+def test_ranks_that_differ_go_by_the_mean_time_and_the_largest_error() -> None:
+    assert ranks.run(agreed, 2) == [([0.5], [1.0, 0.0])] * 2

@@ -11,8 +11,9 @@ from packaging.specifiers import SpecifierSet
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import long_context, outputs, ring_attention, sites, uneven, usp
 from xfuser_cocodiff.xdit.clock import run_clock
-from xfuser_cocodiff.xdit.door import flags, ray_workers, used
+from xfuser_cocodiff.xdit.door import command, flags, ray_workers, used
 from xfuser_cocodiff.xdit.engine import engine, lost, ring, start
+from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platform import platform
@@ -42,6 +43,7 @@ def install(listeners: Sequence[run_clock.Listener] = (), rows: Sequence[Patch] 
             warn(f"xDiT stays as it is: {reason}")
             return False
         patch_set.install()
+        command.install()
         _installed, _clock = patch_set, clock
     return not _installed.withdrawn
 
@@ -54,6 +56,8 @@ def uninstall() -> None:
         if PACKAGE in sys.modules:
             engine.active().close()
         _clock.close()
+        command.uninstall()
+        log.close()
         _installed.uninstall()
         _installed = _clock = None
 
@@ -71,6 +75,7 @@ def table(clock: run_clock.Clock | None = None) -> list[Patch]:
         *(platform.patches(here) if here else []),
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
         *flags.patches(),
+        *command.patches(),
         *ray_workers.patches(),
         *ring.patches(),
         *start.patches(),

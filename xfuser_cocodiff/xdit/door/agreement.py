@@ -74,6 +74,10 @@ def meet(told: bool) -> None:
             _gather({"told": False}, PATIENCE_OF_THE_UNTOLD)
 
 
+class OptionError(ValueError):
+    """What is wrong with options, on all ranks alike."""
+
+
 class SilenceError(RuntimeError):
     """A rank did not answer."""
 
@@ -84,7 +88,7 @@ def refuse(message: str) -> NoReturn:
     The store may live in a rank that leaves, and a launcher may end the others when one does.
 
     Raises:
-        ValueError: always.
+        OptionError: always.
     """
     if dist.is_initialized():
         # Another rank may be faster, and take the store with it: by then everything was read.
@@ -92,7 +96,7 @@ def refuse(message: str) -> NoReturn:
             store = _get_default_store()
             store.set(f"{_last[0]}/read/{dist.get_rank()}", "")
             store.wait([f"{_last[0]}/read/{rank}" for rank in range(dist.get_world_size())], PATIENCE_TO_LEAVE)
-    raise ValueError(message)
+    raise OptionError(message)
 
 
 def by_rank(values: Sequence[Any]) -> str:

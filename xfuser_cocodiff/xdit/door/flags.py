@@ -14,7 +14,7 @@ from xfuser_cocodiff import kernels
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.settings import effect
-from xfuser_cocodiff.settings.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.settings.config import CocoDiffConfig, check_record, resolve
 from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 from xfuser_cocodiff.xdit.door.agreement import agree, by_rank, meet, refuse
@@ -121,6 +121,7 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
         return launcher.detect(size, os.environ, platform.device_name())
 
     def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
+        check_record(os.environ)
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
