@@ -282,7 +282,6 @@ MODEL = "--model flux1 --resolution 1024"
         (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
         (f"{MODEL} --degree 12 --profile none.json", ["none.json"]),
         ("--degree 12", ["--degree goes with --model"]),
-        ("--plot plan.png", ["--plot"]),
     ],
 )
 def test_errors(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

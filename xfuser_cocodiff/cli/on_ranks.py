@@ -17,12 +17,13 @@ LOST_STATUS = 1
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that all of these commands have."""
+def add_arguments(parser: argparse.ArgumentParser, draws: bool = True) -> None:
+    """Add options that all of these commands have, and --plot to those that draw."""
     parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of a collective (default: torch's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it here (.png, .svg, .pdf)")
+    if draws:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it here (.png, .svg, .pdf)")
 
 
 def run(

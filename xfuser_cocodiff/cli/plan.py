@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
         "Without, it goes by message sizes: with --profile it runs anywhere, else on every rank, under torchrun or "
         "scripts/emulated_cluster.sh, and probes the links first.",
     )
-    on_ranks.add_arguments(parser)
+    on_ranks.add_arguments(parser, draws=False)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="a file that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
     group = parser.add_argument_group("for a model of real size")
@@ -36,8 +36,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    if options.plot:
-        return fail("--plot has nothing to draw here")
     if options.model:
         return _for_model(options)
     lone = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")

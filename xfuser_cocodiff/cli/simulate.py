@@ -24,7 +24,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--mode", default="all", help="stock, exact, paper, balanced, fast (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="pictures (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the speedups: .svg, .png or .pdf")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -34,15 +33,11 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.simulation import simulate
 
     try:
-        if options.plot:  # before anything is computed
-            simulate.check_chart(options.plot)
         lists = (options.cluster, options.nodes, options.model, options.resolution, options.mode)
         rows = simulate.sweep(*lists, options.batch)
     except ValueError as error:
         return fail(str(error))
     simulate.show(rows)
-    if options.plot:
-        simulate.draw(rows, options.plot)
     if options.json:
         write_json(options, {**host.header(), "rows": rows})
     return 0

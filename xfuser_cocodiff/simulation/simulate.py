@@ -1,13 +1,10 @@
 """`cocodiff simulate`: predicted steps of models of real size on machines that are known on paper."""
 
-import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.reporting.colours import INK
-from xfuser_cocodiff.reporting.words import INSTALL, percent, time
+from xfuser_cocodiff.reporting.words import percent, time
 from xfuser_cocodiff.settings.options import MODES as OURS
 from xfuser_cocodiff.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.simulation.plan_model import check_count, check_name
@@ -18,8 +15,6 @@ MODES = (STOCK, *OURS)
 STEPS = 50
 """Denoising steps of a run; what a mode sends may change from step to step."""
 ALL = "all"
-CHART_FORMATS = (".svg", ".png", ".pdf")
-_COLOURS = ("#b8bec6", "#4f8a8b", "#8f6f9f", "#e0a458", "#c8553d")
 
 
 def case_on(machine: Machine, nodes: int, workload: Workload, resolution: int, batch: int = 1) -> Case:
@@ -118,42 +113,3 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console.print(table, "predicted, not measured; speedup over stock's fastest split", sep="\n")
     for problem in dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if row["problem"]):
         console.print(problem)
-
-
-def check_chart(file: Path) -> None:
-    """Check that a chart can be drawn into `file`.
-
-    Raises:
-        ValueError: its name ends in nothing that a chart can be written as, or matplotlib is missing.
-    """
-    if file.suffix.lower() not in CHART_FORMATS:
-        raise ValueError(f"--plot {str(file)!r} is not valid; its name must end in {', '.join(CHART_FORMATS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot needs matplotlib: {INSTALL}")
-
-
-def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw speedups: a panel per cluster, model and resolution, a group of bars per number of nodes."""
-    from matplotlib.figure import Figure
-
-    panels: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault((row["cluster"], row["model"], row["resolution"]), []).append(row)
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(1 + 2.8 * columns, 0.8 + 2.1 * lines), layout="constrained")
-    for axes, (name, shown) in zip(figure.subplots(lines, columns, squeeze=False).flat, panels.items(), strict=False):
-        nodes, modes = (list(dict.fromkeys(row[key] for row in shown)) for key in ("nodes", "mode"))
-        width = 0.8 / len(modes)
-        for number, mode in enumerate(modes):
-            ours = [row for row in shown if row["mode"] == mode]
-            places = [nodes.index(row["nodes"]) + (number - (len(modes) - 1) / 2) * width for row in ours]
-            colour = _COLOURS[MODES.index(mode)]
-            axes.bar(places, [row["speedup"] for row in ours], 0.9 * width, color=colour, label=mode)
-        axes.axhline(1, color=INK, linewidth=0.8)
-        axes.set_xticks(range(len(nodes)), [f"{count} node{'s' if count > 1 else ''}" for count in nodes])
-        axes.set_title(f"{name[0]}, {name[1]}, {name[2]} px", fontsize=8)
-        axes.set_ylabel("speedup over stock")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150)
