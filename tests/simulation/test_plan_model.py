@@ -124,6 +124,12 @@ def test_traffic_by_hand() -> None:
     assert encoded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
 
 
+def test_heads_that_are_added_travel_too() -> None:
+    """FLUX.1-dev's 24 heads on 16 ranks are two on each, 32 in all."""
+    found = predict(case_of(cluster="ethernet"), Split(16, 1), "exact")
+    assert found.sent_bytes["node"] == pytest.approx(57 * 4 * 288 * 32 * 128 * 2 / 2)  # half of it to the other node
+
+
 @pytest.mark.parametrize("mode", ["balanced", "fast", "paper"])
 def test_references_are_those_that_memory_foresees(mode: str) -> None:
     case = case_of("qwen-image", 1536, 24)

@@ -239,7 +239,9 @@ def test_a_sweep_has_the_keys_of_the_record(tmp_path: Path, capsys: pytest.Captu
     assert len(rows) == 2 * 2 * 2 * 3
     keys = ("cluster", "nodes", "degree", "model", "resolution", "mode", "share", "step_seconds", "speedup")
     assert all(key in row for row in rows for key in keys)
-    assert all(row["speedup"] == 1 for row in rows if row["mode"] == STOCK)
+    for stock, *ours in (rows[place : place + 3] for place in range(0, len(rows), 3)):
+        assert (stock["mode"], stock["speedup"]) == (STOCK, 1)
+        assert [row["speedup"] for row in ours] == [stock["step_seconds"] / row["step_seconds"] for row in ours]
     assert "12 x 1" in capsys.readouterr().out
 
 
