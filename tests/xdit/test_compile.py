@@ -3,11 +3,9 @@ tests: that is Inductor's, and takes a while and a C++ compiler here."""
 
 import dataclasses
 import itertools
-import os
 import re
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,7 +35,7 @@ def config_of(
 
 
 def compile_both(
-    rank: int, configs: list[tuple], backend: str, dynamic: bool | None, record: str | None, mode: str | None = None
+    rank: int, configs: list[tuple], backend: str, dynamic: bool | None, record: bool = False, mode: str | None = None
 ) -> list[list[int]]:
     """Graphs and graph breaks of stock and of each plugin, whose results must be those of compiled stock."""
     from torch._dynamo.utils import counters
@@ -46,13 +44,12 @@ def compile_both(
     from xfuser_cocodiff.xdit.engine.engine import Engine, active
     from xfuser_cocodiff.xdit.launching import world
 
-    if record:
-        os.environ["COCODIFF_RECORD"] = record
     group, transformer, step = start(rank, depth=2)
     engines = [Engine(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
     expected, figures = None, []
     for engine in engines:
         world.use(engine)
+        engine.traffic.timed = record  # as a recorder has it
         torch._dynamo.reset()
         counters.clear()
         transformer.compile(backend=backend, dynamic=dynamic, mode=mode)
@@ -91,9 +88,8 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
     degree: int, dynamic: bool | None, record: bool, configs: list[tuple]
 ) -> None:
     """By the planner, by a profile, by fixed plans, and in a mode that approximates."""
-    with tempfile.TemporaryDirectory() as folder:
-        configs = [(degree, *config) for config in configs]
-        check(ranks.run(compile_both, degree, configs, "aot_eager", dynamic, folder if record else None))
+    configs = [(degree, *config) for config in configs]
+    check(ranks.run(compile_both, degree, configs, "aot_eager", dynamic, record))
 
 
 @pytest.mark.slow  # traced, the same is tested above and, of a pipeline, below
@@ -103,7 +99,7 @@ def test_what_inductor_makes_of_it_has_stocks_bits(
     mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    check(ranks.run(compile_both, 2, [(2, None), (2, *GROUPS)], "inductor", None, None, mode))
+    check(ranks.run(compile_both, 2, [(2, None), (2, *GROUPS)], "inductor", None, False, mode))
 
 
 def trace_as_for_devices(rank: int) -> None:
