@@ -88,7 +88,7 @@ SCRIPT = """
     if rank == 0:
         (folder / "progress.json").write_text(json.dumps({"run": 1, "step": 1, "total_steps": 1}))
     is_plugin = "--use_cocodiff" in sys.argv
-    if "--hang" in sys.argv or is_plugin and "--hang-plugin" in sys.argv:
+    if is_plugin and "--hang-plugin" in sys.argv:
         time.sleep(600)
     if "--fail" in sys.argv or is_plugin and "--fail-plugin" in sys.argv:
         raise ValueError("no such scheduler")
@@ -283,24 +283,6 @@ def test_stock_of_other_versions_is_not_taken(quick_script: Callable, tmp_path: 
     assert "ran with torch 2.0.0; valid here is xfuser 0.7" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("how", "status"), slow_but([], SIGNALS))
-def test_a_side_that_is_finished_is_kept_when_the_other_is_interrupted(
-    script: Callable, tmp_path: Path, how: signal.Signals, status: int
-) -> None:
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    command_line = [sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang-plugin")]
-    process = subprocess.Popen(command_line, preexec_fn=heed, stdout=subprocess.PIPE, text=True)
-    progress = tmp_path / "out/records/exact-1/progress.json"
-    while launch.read_progress(progress) is None:
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(how)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert f"stock's side is finished and kept: add --stock {tmp_path / 'out'} to go on with it" in said
-    assert_nothing_runs(tmp_path)
-
-
 def test_a_failed_launch_is_status_2_and_says_why(script: Callable, capsys) -> None:
     assert cli.main(script("--fail")) == 2
     said = capsys.readouterr().err
@@ -314,21 +296,21 @@ def test_a_launch_without_records_is_status_2(quick_script: Callable, capsys) ->
 
 
 @pytest.mark.parametrize(("how", "status"), slow_but([(signal.SIGINT, 130)], SIGNALS))
-def test_an_interrupt_stops_every_process(script: Callable, tmp_path: Path, how: signal.Signals, status: int) -> None:
+def test_an_interrupt_stops_every_process_and_keeps_a_side_that_is_finished(
+    script: Callable, tmp_path: Path, how: signal.Signals, status: int
+) -> None:
     # Shells start what runs in the background with SIGINT ignored, and tests may run there.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen([sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang")], preexec_fn=heed)
-    progress = tmp_path / "out/records/stock-1/progress.json"
+    command_line = [sys.executable, "-m", "xfuser_cocodiff.cli", *script("--hang-plugin")]
+    process = subprocess.Popen(command_line, preexec_fn=heed, stdout=subprocess.PIPE, text=True)
+    progress = tmp_path / "out/records/exact-1/progress.json"
     while launch.read_progress(progress) is None:
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(how)
-    assert process.wait(60) == status
-    assert_nothing_runs(tmp_path)
-
-
-def assert_nothing_runs(tmp_path: Path) -> None:
-    """Of what names the folder in its command line."""
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert f"stock's side is finished and kept: add --stock {tmp_path / 'out'} to go on with it" in said
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert str(tmp_path).encode() not in file.read_bytes()

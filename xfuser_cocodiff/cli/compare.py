@@ -138,7 +138,7 @@ def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
     pairs, said = report.pairs(found), []
     for pair in pairs:
         if len(pairs) == 1 or not report.passed(pair):
-            said += ["{}. {}".format(*report.verdict(pair)), report.speed(pair)]
+            said.append("{}. {}".format(*report.verdict(pair)))
         said += [note for note in report.notes(pair) if note not in said]
     for side in found["runs"]:
         if side["trace"]:

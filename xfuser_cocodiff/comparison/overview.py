@@ -124,17 +124,13 @@ def _picture(run: Mapping[str, Any]) -> str:
 
 
 def speedup(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
-    """Return a side's speedup over stock, of the medians, and whether it is slower."""
-    if overlap(run, stock):
+    """Return a side's speedup over stock, of the medians, and how far it can be believed."""
+    ours, theirs = run["step_seconds_spread"], stock["step_seconds_spread"]
+    if ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]:
         return CHANCE
     found = 1 / run["ratio_to_stock"]
-    return f"{found:.2f}x" + (" (slower)" if found < 1 else "")
-
-
-def overlap(run: Mapping[str, Any], stock: Mapping[str, Any]) -> bool:
-    """Return whether the ranges of the repeats overlap, so that chance may have set two sides apart."""
-    ours, theirs = run["step_seconds_spread"], stock["step_seconds_spread"]
-    return ours["min"] <= theirs["max"] and theirs["min"] <= ours["max"]
+    qualified = [*(["slower"] if found < 1 else []), *(["one repeat"] if len(run["step_seconds"]) == 1 else [])]
+    return f"{found:.2f}x" + (f" ({', '.join(qualified)})" if qualified else "")
 
 
 def between_nodes(stage: str, topology: Topology) -> float:

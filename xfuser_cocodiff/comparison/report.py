@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from xfuser_cocodiff.comparison import picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.comparison.overview import CHANCE, Setting, columns, overlap, speedup
+from xfuser_cocodiff.comparison.overview import Setting, columns
 from xfuser_cocodiff.reporting.embedding import embed
 from xfuser_cocodiff.reporting.words import NOTHING, decibels, percent, size, time, total
 from xfuser_cocodiff.settings.options import EXACT
@@ -100,7 +99,6 @@ def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
         **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
         "title": Setting(record, folder).title,
         "verdict": verdict(record),
-        "speed": speed(record),
         "notes": notes(record),
         "axes": axes(record),
     }
@@ -141,22 +139,6 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
     return ("Not the same result", text)
 
 
-def speed(record: dict[str, Any]) -> str:
-    """In a sentence, what the plugin did to the time of a step."""
-    stock, plugin = record["runs"]
-    times = (time(run["step_seconds_spread"]["median"]) for run in (stock, plugin))
-    took, repeats = "Step time {} with stock xDiT, {} with the plugin".format(*times), len(plugin["step_seconds"])
-    if repeats == 1:
-        return f"{took}: with one repeat there is no telling a difference from chance."
-    took = f"{took} (medians of {repeats})"
-    if overlap(plugin, stock):
-        return f"{took}: {CHANCE}, since the ranges of the repeats overlap."
-    # Of all ways to deal 2n equal values to two sides, two set the sides apart.
-    odds = math.comb(2 * repeats, repeats) // 2
-    said = f"{took}: speedup {speedup(plugin, stock)}. By chance, {repeats} repeats would lie apart one time in {odds}"
-    return said + (", and one launch differs from the next." if record.get("launches") == "one" else ".")
-
-
 def notes(record: dict[str, Any]) -> list[str]:
     """What a reader must know before believing the rest."""
     stock, plugin = record["runs"]
@@ -177,8 +159,6 @@ def notes(record: dict[str, Any]) -> list[str]:
         found.append(f"The mode {plugin['name']} coded nothing, or less than it could: {plugin['coded_reason']}.")
     if plugin["codecs"] and plugin["codecs"]["repeated"]:
         found.append(f"{plugin['codecs']['repeated']} exchanges had values that are not finite, and were sent exactly.")
-    for layer, statuses in (plugin["layers"] or {}).items():
-        found += [f"In {layer}, {status}." for status in statuses]
     if stock["image"]["path"] is None:
         found.append("The pipeline returned no picture.")
     return found
