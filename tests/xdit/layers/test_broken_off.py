@@ -106,3 +106,24 @@ def tried_again(rank: int) -> list[tuple[int, bool]]:
 def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:
     first, second = ranks.run(tried_again, 2)
     assert first == second == [(2, True), (1, True)]
+
+
+@torch.no_grad()
+def another_v_on_one_rank(rank: int) -> None:
+    """V comes about otherwise than before on one rank, while others count on the V that it has sent."""
+    runs = Runs(rank, "exact")
+    runs.run(declared=False)
+    if rank == 0:
+        processor = type(runs.transformer.single_transformer_blocks[0].attn.processor)
+        original = processor.__call__
+        # Values are the same, but that is not known.
+        processor.__call__ = lambda self, attn, hidden_states, *args, **kwargs: original(
+            self, attn, hidden_states.clone(), *args, **kwargs
+        )
+    runs.transformer(**runs.given)
+
+
+def test_a_rank_whose_v_comes_about_otherwise_ends_with_the_way_out() -> None:
+    first, second = ranks.outcomes(another_v_on_one_rank, 2)
+    assert "V does not come from" in str(first) and "--cocodiff_v_first off" in str(first)
+    assert isinstance(second, Exception)

@@ -12,10 +12,11 @@ from torch import nn
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.v_source import Called, find_recipe
+from xfuser_cocodiff.xdit.layers.v_source import find_recipe
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
+WRONG = "V does not go first: V is not what its projections were expected to make"
 
 
 class Sent:
@@ -35,7 +36,8 @@ class World:
         self.events: list[str] = []
         self.sent: list[Sent] = []
         self.agreed = True
-        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed)
+        self.said: list[str] = []
+        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed, say=self.said.append)
 
     def send(self, value: torch.Tensor, layer: Layer) -> Sent:
         self.events.append("send")
@@ -93,10 +95,10 @@ class Fused(nn.Module):
 
     def __init__(self, world: World) -> None:
         super().__init__()
-        self.world, self.to_all = world, nn.Linear(WIDTH, 5 * WIDTH)
+        self.world, self.to_qkv_mlp_proj = world, nn.Linear(WIDTH, 5 * WIDTH)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        query, _, value, *_ = self.to_all(hidden_states).chunk(5, -1)
+        query, _, value, *_ = self.to_qkv_mlp_proj(hidden_states).chunk(5, -1)
         self.world.events.append("norm")
         return self.world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
 
@@ -131,13 +133,13 @@ class Block(nn.Module):
         super().__init__()
         self.attn = attention
         if mlp:
-            self.mlp = nn.Linear(WIDTH, WIDTH)
+            self.proj_mlp = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
         given = hidden_states * 2
-        if hasattr(self, "mlp"):
+        if hasattr(self, "proj_mlp"):
             self.attn.world.events.append("mlp")
-            hidden_states = hidden_states + self.mlp(given)
+            hidden_states = hidden_states + self.proj_mlp(given)
         return hidden_states + self.attn(given, **others)[:, -hidden_states.shape[1] :]
 
 
@@ -243,25 +245,25 @@ def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    recipe = find_recipe(value, [Called("wqkv", given, all_heads)])
-    assert torch.equal(recipe.build({"wqkv": all_heads}.__getitem__), value)
+    recipe = find_recipe(value, "third third of each head", {"wqkv": all_heads})
+    assert torch.equal(recipe.build({"wqkv": all_heads}), value)
 
 
 def test_v_of_one_sample_goes_first(world: World) -> None:
     """Cosmos3 has no dim for samples, and V of text beside that of Q's tokens."""
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
     value = torch.cat([heads(text[None]), heads(image[None])], 2)
-    calls = [Called("to_v", image, image), Called("add_v_proj", text, text), Called("to_q", image, image + 1)]
-    recipe = find_recipe(value, calls)
-    assert recipe.paths == {"to_v", "add_v_proj"}
-    assert torch.equal(recipe.build({call.path: call.returned for call in calls}.__getitem__), value)
-    assert find_recipe(value + 1, calls) is None
+    returned = {"to_v": image, "add_v_proj": text}
+    recipe = find_recipe(value, "all", returned)
+    assert recipe.paths == ("add_v_proj", "to_v")
+    assert torch.equal(recipe.build(returned), value)
+    assert find_recipe(value + 1, "all", returned) is None
 
 
 def test_v_that_is_changed_after_its_projection_is_left_alone(world: World) -> None:
     transformer = Transformer([Block(Attention(world, twist=lambda value: value * 1.5)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not go first: V does not come from parts of the module in a way that is known"}
+    assert statuses(world) == {WRONG}
 
 
 def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
@@ -273,7 +275,7 @@ def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
 
     transformer = Transformer([Block(Changing(world)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not go first: V projected ahead is not V as it comes about"}
+    assert statuses(world) == {WRONG}
 
 
 def test_projections_that_others_watch_are_left_alone(world: World) -> None:
@@ -308,7 +310,7 @@ def test_v_that_is_sent_before_the_mlp_waits_where_the_shape_is_another(world: W
     steps(world, transformer)
     world.events.clear()
     step(transformer, tokens=tokens)
-    assert "send" not in world.events
+    assert "send" not in world.events[: world.events.index("attend")]
     steps(world, transformer, tokens=tokens)
     assert steps(world, transformer) == 2 * ["mlp", "to_v", "send", "to_q", "attend"]
 
@@ -321,7 +323,7 @@ def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
     with pytest.raises(RuntimeError, match="size"):  # Q and this V do not fit, which is not our business
         step(transformer)
     assert world.sent[-1].abandoned
-    assert "V does not go first: V did not come about as it had before" in statuses(world)
+    assert "V does not go first: V has another shape than before" in statuses(world)
 
 
 def test_an_error_in_between_abandons_v(world: World) -> None:

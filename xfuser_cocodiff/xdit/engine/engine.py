@@ -33,7 +33,7 @@ from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import info, warn
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
 
 
@@ -76,7 +76,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called, info)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Found here, since PyTorch cannot trace what is cached.
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly

@@ -6,21 +6,16 @@ What a kind is, is the same on every rank; what was found of it depends on value
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Trial
 from xfuser_cocodiff.codec.memory import Share
-from xfuser_cocodiff.xdit.layers.v_source import Recipe
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source
 
 ELSEWHERE = "it does not go through USP"
-
-Argument = int | str
-"""Position or name of an argument."""
-Trigger = tuple[bool, str]
-"""Whether a submodule is the attention module's own, or its block's, and the submodule's name."""
 
 
 @dataclass
@@ -30,16 +25,16 @@ class Kind:
     name: str
     signature: str = ""
     """What tells it from other kinds, in other processes too."""
+    source: Source | None = None
+    """Projections of V in its module."""
     recipe: Recipe | None = None
-    arguments: dict[str, Argument] = field(default_factory=dict)
-    """What each projection of V is given, where all of them are given arguments of the module; then V can be projected
-    when the module is called."""
-    trigger: Trigger | None = None
-    """Whether it is the module's (or its block's), and the name of the first part that is given what the only
-    projection of V is given: V can be projected when that part is called."""
+    """How V is put together from them, once that was rehearsed."""
+    with_mlp: bool = False
+    """Whether the block gives its parallel MLP what V is projected from, before it calls the module."""
     given: tuple[int, ...] = ()
-    """Shape of what that part is given: of another one, the call is of another kind."""
+    """Shape of that: of another one, the call is of another kind."""
     rehearsed: bool = False
+    """Whether ranks have agreed on what there is to know of V."""
     refusal: str | None = None
     """Why V does not go first."""
     share: Share | None = None
@@ -50,11 +45,6 @@ class Kind:
     """Whether the block has an MLP that can be computed while Q, K and V travel."""
     trial: Trial | None = None
     """Finds the fastest schedule, once it is known which there are."""
-
-    @property
-    def unknown(self) -> bool:
-        """Whether there is all to learn."""
-        return self.recipe is None and self.refusal is None
 
     @property
     def ready(self) -> bool:
@@ -68,7 +58,7 @@ class Kind:
             source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "where its graph makes it"
             found = f"V can go first, {source}"
         else:
-            found = f"V does not go first: {self.refusal or 'too few calls to learn where it comes from'}"
+            found = f"V does not go first: {self.refusal or 'it was not called often enough'}"
         if self.unequal:
             found += f"; heads are not cut into {', '.join(map(str, self.unequal))} groups, which would change bits"
         return found
@@ -90,10 +80,10 @@ class Kinds:
         """Forget them."""
         self._kinds.clear()
 
-    def of(self, module: nn.Module, arguments: dict[Argument, torch.Tensor]) -> Kind:
-        """The kind of a call."""
+    def of(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> Kind:
+        """The kind of a call, by what is the same on every rank."""
         name = type(module).__name__
-        submodules = tuple(path for path, _ in module.named_children())
+        submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
         key = type(module), processor, submodules, shapes

@@ -1,12 +1,13 @@
 """An attention layer as it is called, and V on its way before a layer's processor asks for Q and K.
 
-Nothing here knows a model. The first call of a kind of layer is watched: what its parts were given and returned,
-compared with the V that reached USP, tells how V is made. The second call rehearses: V is projected ahead, and compared
-with the V that came about as ever. From the third on, V is projected ahead and sent off, and the finished projection is
-handed back when the processor asks for it. A layer that is not understood runs as ever.
+A table says which projections V comes from (:mod:`v_source`). The first call of a kind of layer rehearses: V is
+projected ahead, and compared bit for bit with the V that reaches USP. From the second on, where all ranks found it to
+be the same, V is projected ahead and sent off, and the finished projection is handed back when the processor asks for
+it. Any other layer runs as ever.
 """
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +19,11 @@ from torch import nn
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.around import Around
-from xfuser_cocodiff.xdit.layers.call import Call, Watch
-from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds, Trigger
-from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, made
-from xfuser_cocodiff.xdit.layers.learning import learn, rehearse
-from xfuser_cocodiff.xdit.layers.place import Place
-from xfuser_cocodiff.xdit.layers.root import Root
-from xfuser_cocodiff.xdit.layers.v_source import Called
+from xfuser_cocodiff.xdit.layers.call import Ahead, Call
+from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds
+from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
+from xfuser_cocodiff.xdit.layers.root import Place, Root
+from xfuser_cocodiff.xdit.layers.v_source import find_recipe, source_of
 
 
 @dataclass
@@ -37,6 +36,8 @@ class Shared:
     """Starts the exchange of V, or of its first head group where its call has several; given V and the layer."""
     agreed: Callable[[object], bool]
     """Whether all ranks pass the same; they call it alike."""
+    say: Callable[[str], None]
+    """Tells the user."""
     kinds: Kinds = field(default_factory=Kinds)
     current: "Layer | None" = None
     """The one whose module runs."""
@@ -53,54 +54,66 @@ class Layer(Place):
         self._kind: Kind | None = None
         """Of the last call."""
         self._projecting = False
-        self._hooks: list[Any] = []
-        self._watch = Watch()
-        self._around_forward: weakref.WeakKeyDictionary[nn.Module, Around] = weakref.WeakKeyDictionary()
-        self.has_parallel_mlp = has_parallel_mlp(block)
-        """Whether there is something to compute while Q, K and V travel."""
-        self._triggers: set[Trigger] = set()
+        self._arounds: weakref.WeakKeyDictionary[nn.Module, Around] = weakref.WeakKeyDictionary()
+        self._has_parallel_mlp = has_parallel_mlp(block)
 
     @property
     def _module(self) -> nn.Module:
         return self._module_ref()
 
-    @property
-    def _block(self) -> nn.Module:
-        return self._block_ref()
-
     def follow(self) -> None:
         """See the module and its block called from here on; they hold this layer then."""
-        self._replace(self._block, self._call_block)
+        block = self._block_ref()
+        self._replace(block, self._call_block)
         self._replace(self._module, self._call_module)
-        if self.has_parallel_mlp:
-            for name in PARALLEL_MLP:
-                self._replace(self._block.get_submodule(name), self._put_off)
+        for name in PARALLEL_MLP:
+            if isinstance(part := getattr(block, name, None), nn.Module):
+                self._replace(part, functools.partial(self._call_mlp, name == PARALLEL_MLP[0]))
 
     def _replace(self, module: nn.Module, call: Callable) -> None:
         """Call something in the place of a module's forward, once."""
-        if module not in self._around_forward:
-            self._around_forward[module] = Around(module, call)
+        if module not in self._arounds:
+            self._arounds[module] = Around(module, call)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
-        self._watch.stop()
-        for hook in self._hooks:
-            hook.remove()
-        for around in list(self._around_forward.values()):
+        for around in list(self._arounds.values()):
             around.remove()
 
-    # A call.
+    # What modules do in a call.
 
     def _call_block(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._shared.active():
             return forward(*args, **kwargs)
-        self._block_begins()
+        call = self.call = Call(self._kind.trial.schedule if self._kind and self._kind.trial else Schedule())
         try:
             returned = forward(*args, **kwargs)
-            self._block_ends()
         finally:
-            self._drop()
+            self.call = None
+            call.abandon()
+        if call.kind and call.kind.trial:
+            # A refresh says nothing of steps that are encoded by what was sent before.
+            is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
+            call.kind.trial.ran(is_usual=not is_refresh)
         return returned
+
+    def _call_mlp(self, is_first: bool, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a part of a parallel MLP, when it has to be where the schedule has it so."""
+        call, kind = self.call, self._kind
+        if call is None or not self._shared.active():
+            return forward(given, *args, **kwargs)
+        if is_first and call.kind is None:
+            call.mlp_given = given
+            if (
+                kind and kind.ready and kind.with_mlp and given.shape == kind.given
+            ):  # else it may become a call of another kind
+                call.kind = kind
+                self._project({kind.recipe.paths[0]: given})
+        if not call.schedule.beside or not self._has_parallel_mlp:
+            return forward(given, *args, **kwargs)
+        later = Later(lambda: forward(made(given), *args, **kwargs))
+        call.later.append(later)
+        return later
 
     def _call_module(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._shared.active():
@@ -111,70 +124,76 @@ class Layer(Place):
         try:
             self._begins(args, kwargs)
             returned = forward(*args, **kwargs)
-            if self.call.kind.unknown:
-                self.call.kind.refusal = ELSEWHERE
         finally:
             self._shared.current = around
-            self._watch.stop()
-            self.call.abandon()
+        kind = self.call.kind
+        if not kind.rehearsed:
+            kind.refusal = kind.refusal or ELSEWHERE
+        self.call.abandon()
         return returned
 
-    def _drop(self) -> None:
-        call, self.call = self.call, None
-        self._watch.stop()
-        if call:
-            call.abandon()
-
-    def _block_begins(self) -> None:
-        self.call = Call(self._kind.trial.schedule if self._kind and self._kind.trial else Schedule())
-        if self._kind is None or self._kind.unknown:
-            self._watch.block(self._block, self._module, self.call)
-
     def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._watch.stop()
+        """Find the kind of the call, and project V as soon as its input is known."""
         self.meet()
-        call, given = self.call, dict[Any, Any]([*enumerate(args), *kwargs.items()])
-        call.arguments = {key: value for key, value in given.items() if torch.is_tensor(value)}
-        call.kind = self._shared.kinds.of(self._module, call.arguments)
-        if call.kind is not self._kind:
+        call, given = self.call, dict(zip(_names(type(self._module).forward), args, strict=False)) | kwargs
+        tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
+        kind = self._shared.kinds.of(self._module, tensors)
+        if kind is not self._kind:
             call.abandon()
-            call.schedule = call.kind.trial.schedule if call.kind.trial else Schedule()
-            self._kind = call.kind
-            call.kind.has_parallel_mlp = self.has_parallel_mlp
-        if call.kind.refusal is None:
-            if call.kind.recipe is None:
-                self._watch.submodules(self._module, call)
-            else:
-                self._listen(call.kind)
-                if call.kind.arguments and self._goes_first(call):
-                    self._project({path: call.arguments[key] for path, key in call.kind.arguments.items()})
+            call.schedule = kind.trial.schedule if kind.trial else Schedule()
+            kind.has_parallel_mlp = self._has_parallel_mlp
+        call.kind = self._kind = kind
+        if kind.source is None:
+            kind.source = source_of(self._module)
+        source, (first, second, *_) = kind.source, (*tensors.values(), None, None)
+        if source is None or first is None or kind.refusal:
+            return
+        call.hidden = tensors.get("hidden_states", first)
+        call.text = tensors.get("encoder_hidden_states", second if source.of_text else None)
+        if call.text is None:
+            self._project({source.own: call.hidden})
+        elif source.of_text:
+            self._project({source.own: call.hidden, source.of_text: call.text})
+        elif query := dict(self._module.named_modules()).get(source.own.replace("to_v", "to_q")):
+            self._replace(query, self._call_query)
 
-    def _block_ends(self) -> None:
+    def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Project Q, behind a V of both streams, made one in the module, or of the text that Q attends to."""
         call = self.call
-        # A refresh says nothing of steps that are encoded by what was sent before.
-        is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
-        if call.kind and call.kind.trial:
-            call.kind.trial.ran(is_usual=not is_refresh)
-
-    def _goes_first(self, call: Call) -> bool:
-        """Whether V is to be projected ahead now, to be sent or to rehearse."""
-        kind = call.kind
-        return not call.ahead and kind.refusal is None and (not kind.rehearsed or call.schedule.v_first)
+        if call and call.text is not None and not call.kind.source.of_text:
+            self._project({call.kind.source.own: call.text if given is call.hidden else given})
+        return forward(given, *args, **kwargs)
 
     # V ahead of time.
 
-    def _listen(self, kind: Kind) -> None:
-        """Have V's projections ask for what was made ahead, and the part that comes first say so."""
-        for path in kind.recipe.paths:
-            self._replace(self._module.get_submodule(path), functools.partial(self._ask, path))
-        if kind.trigger and kind.trigger not in self._triggers:
-            inside, path = kind.trigger
-            submodule = (self._module if inside else self._block).get_submodule(path)
-            self._hooks.append(submodule.register_forward_pre_hook(self._triggered))
-            self._triggers.add(kind.trigger)
+    def _project(self, given: dict[str, torch.Tensor]) -> None:
+        """Make V now if it is to be made ahead, and send it off unless this is a rehearsal."""
+        call, kind = self.call, self.call.kind
+        if call.ahead or kind.refusal or (kind.rehearsed and not call.schedule.v_first):
+            return
+        if kind.recipe:
+            given = {path: given[path] for path in kind.recipe.paths}
+        modules = {path: self._module.get_submodule(path) for path in given}
+        if not kind.rehearsed and any(map(is_listened_to, modules.values())):
+            return  # who listens would hear of it twice
+        for path, module in modules.items():
+            self._replace(module, functools.partial(self._call_projection, path))
+        self._projecting = True
+        try:
+            ahead = {path: Ahead(given[path], module(given[path])) for path, module in modules.items()}
+        except (RuntimeError, ValueError, TypeError):
+            if kind.rehearsed:
+                raise
+            return  # it is not what the table says that it is projected from
+        finally:
+            self._projecting = False
+        call.ahead = ahead
+        if kind.ready:
+            value = kind.recipe.build({path: each.returned for path, each in ahead.items()})
+            call.handle = self._shared.send(value, self)
 
-    def _ask(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return what a projection has made ahead, if that is what it is asked for."""
+    def _call_projection(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what was made ahead, if that is what a projection of V is asked for."""
         ahead = self.call.ahead.get(path) if self.call and not self._projecting else None
         if ahead is None or ahead.given is not given or args or kwargs:
             return forward(given, *args, **kwargs)
@@ -182,54 +201,60 @@ class Layer(Place):
         # In a rehearsal, what USP gets must not be what it is compared with.
         return ahead.returned if self.call.kind.rehearsed else forward(given)
 
-    def _put_off(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of an MLP when it has to be, where the schedule has it so."""
-        if self.call is None or not self.call.schedule.beside or not self._shared.active():
-            return forward(given, *args, **kwargs)
-        later = Later(lambda: forward(made(given), *args, **kwargs))
-        self.call.later.append(later)
-        return later
-
-    def _triggered(self, _: nn.Module, args: tuple) -> None:
-        call, kind = self.call, self._kind
-        if call is None or self._projecting or kind is None or kind.trigger is None or not torch.is_tensor(args[0]):
-            return
-        if tuple(args[0].shape) != kind.given:  # a call of another kind, which is known when the module is called
-            return
-        call.kind = kind  # as far as can be known before that
-        if self._goes_first(call):
-            [path] = kind.recipe.paths
-            self._project({path: args[0]})
-
-    def _project(self, given: dict[str, torch.Tensor]) -> None:
-        """Make V now, and send it off unless this is a rehearsal."""
-        call, self._projecting = self.call, True
-        try:
-            for path, tensor in given.items():
-                call.ahead[path] = Called(path, tensor, self._module.get_submodule(path)(tensor))
-        finally:
-            self._projecting = False
-        if call.kind.ready:
-            call.handle = self._shared.send(call.value_ahead(), self)
-
     def value_under_way(self, value: torch.Tensor) -> Handle | None:
-        """Given the V that reached USP, its exchange if that is under way. Learns from this V while there is to learn.
+        """Given the V that reached USP, its exchange if that is under way.
 
         Every rank of the group must call this.
+
+        Raises:
+            RuntimeError: the processor has made V in another way than before. That is known on this rank only, while
+                others count on the V that it has sent.
         """
         call, kind = self.call, self.call.kind
-        if kind.refusal is None and not kind.rehearsed:
-            if kind.recipe:
-                rehearse(kind, call, value, self._shared.agreed)
-            else:
-                self._watch.stop()
-                learn(kind, call, self._module, value, self._shared.agreed)
+        if not kind.rehearsed:
+            self._rehearse(value)
         if call.handle is None:
             return None
         handle, call.handle = call.handle, None
         call.ahead = {}  # the exchange has a copy
-        if call.asked == kind.recipe.paths and value.shape == kind.recipe.shape:
-            return handle
-        handle.abandon()
-        kind.refusal = "V did not come about as it had before"
-        return None
+        if value.shape != kind.recipe.shape:  # on every rank, or no exchange could be
+            handle.abandon()
+            kind.refusal = "V has another shape than before"
+            return None
+        if call.asked != {*kind.recipe.paths}:
+            handle.abandon()
+            raise RuntimeError(
+                f"{self.name}: V does not come from {' and '.join(kind.recipe.paths)} as it did before; run with "
+                "--cocodiff_v_first off"
+            )
+        return handle
+
+    def _rehearse(self, value: torch.Tensor) -> None:
+        """Compare V projected ahead with V; each rank sees its own values only, so that all agree on what they found.
+        A kind does this once."""
+        call, kind = self.call, self.call.kind
+        recipe, refusal = None, "V is not what its projections were expected to make"
+        paths = [path for path in (kind.source.own, kind.source.of_text) if path] if kind.source else []
+        listened_to = [path for path in paths if is_listened_to(self._module.get_submodule(path))]
+        if not paths:
+            refusal = "its module has no projection of V that is known"
+        elif listened_to:
+            refusal = f"{' and '.join(listened_to)} has hooks of others"
+        elif call.asked:
+            recipe = find_recipe(
+                value, kind.source.columns, {path: call.ahead[path].returned for path in paths if path in call.asked}
+            )
+        with_mlp = call.mlp_given is not None and call.mlp_given is call.hidden
+        if not self._shared.agreed((recipe, with_mlp)):
+            recipe, refusal = None, "the ranks do not agree on where V comes from"
+        kind.rehearsed, kind.recipe, kind.refusal = True, recipe, None if recipe else refusal
+        kind.with_mlp, kind.given = with_mlp, tuple(call.hidden.shape) if call.hidden is not None else ()
+        call.abandon()
+        if kind.refusal:
+            self._shared.say(f"{kind.name}: {kind.status}")
+
+
+@functools.cache
+def _names(forward: Callable) -> list[str]:
+    """Of the arguments of a module's forward."""
+    return [*inspect.signature(forward).parameters][1:]

@@ -22,6 +22,7 @@ class Layers:
         active: whether exchanges may overlap just now.
         counting: whether calls are to be counted just now.
         called: told of each call of a transformer before it is counted, and of its arguments.
+        say: tells the user what is normal.
         send: starts the exchange of V, or of its first head group where its call has several; given V and the layer.
         agreed: whether all ranks pass the same; they call it alike.
     """
@@ -33,8 +34,9 @@ class Layers:
         agreed: Callable[[object], bool],
         counting: Callable[[], bool] = lambda: True,
         called: Callable[[Root, tuple, dict[str, Any]], None] = lambda *_: None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._shared = Shared(active, send, agreed)
+        self._shared = Shared(active, send, agreed, say)
         self._counting, self._called = counting, called
         # Only their modules hold them, so that a transformer that is not needed any more can go.
         self._layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()

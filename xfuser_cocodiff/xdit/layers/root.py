@@ -89,3 +89,27 @@ class _Heard:
 
 def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in arguments.items() if torch.is_tensor(value)}
+
+
+class Place:
+    """A place in a transformer where attention is called.
+
+    Args:
+        name: in the transformer.
+        root: the transformer.
+    """
+
+    def __init__(self, name: str, root: Root) -> None:
+        self.name, self.root = name, root
+        self.again = False
+        """Whether this is not its first call within a call of the transformer."""
+        self._serial = 0
+
+    def meet(self) -> None:
+        """Count a call."""
+        self.again, self._serial = self._serial == self.root.serial, self.root.serial
+
+    @property
+    def branch(self) -> int:
+        """Which call of the transformer in this step this is: its branch of classifier-free guidance."""
+        return self.root.calls - 1

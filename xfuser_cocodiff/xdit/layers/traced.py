@@ -16,8 +16,7 @@ from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.kind import Kind
-from xfuser_cocodiff.xdit.layers.place import Place
-from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.xdit.layers.root import Place, Root
 
 _WRAPPER = "_orig_mod"
 """What torch.compile calls a module inside of the one that it makes."""

@@ -1,124 +1,106 @@
-"""Where an attention module's V comes from: found by comparing what reaches USP with what the module's parts return."""
+"""Where an attention module's V comes from: a table of projections, and how V is put together from what they return."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import nn
+
+Columns = Literal["all", "third third", "third third of each head"]
+"""Which columns of what a projection returns are V's."""
 
 
 @dataclass(frozen=True)
-class Called:
-    """One call of a part of an attention module."""
+class Source:
+    """The projections that V comes from."""
 
-    path: str
-    """The part's name inside the module."""
-    given: torch.Tensor
-    returned: torch.Tensor
+    own: str
+    """Submodule that projects V of the hidden states."""
+    of_text: str | None = None
+    """Submodule that projects V of a text beside them, where the module has one."""
+    columns: Columns = "all"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Columns of what a projection returns, (B, S, C), or (S, C) for one sample."""
+TABLE = (
+    Source("to_qkv_mlp_proj", columns="third third"),  # single blocks of FLUX.2
+    Source("to_qkv", "to_added_qkv", "third third"),  # diffusers' modules whose projections were fused, MiniMax-H3
+    Source("wqkv", columns="third third of each head"),  # StepVideo
+    Source("to_v", "add_v_proj"),  # all others
+)
+"""The first counts whose own projection a module has."""
+INSIDE = ("", "module.")
+"""Where that is looked for: xDiT's wrappers hold diffusers' module."""
 
-    path: str
-    column: int
-    columns: int
-    width: int = 0
-    """Columns that each head has in the projection, among which these are; 0 where those of all heads lie together."""
 
-    def of(self, returned: torch.Tensor) -> torch.Tensor:
-        """The columns of what the projection returns, (B, S, columns)."""
-        if not self.width:
-            return returned.narrow(-1, self.column, self.columns)
-        heads = returned.unflatten(-1, (-1, self.width))
-        return heads.narrow(-1, self.column, self.columns // heads.shape[-2]).flatten(-2)
+def source_of(module: nn.Module) -> Source | None:
+    """The row of the table that an attention module goes by, with paths in that module; None where it has none."""
+    paths = {path for path, _ in module.named_modules()}
+    for prefix, row in itertools.product(INSIDE, TABLE):
+        if prefix + row.own in paths:
+            has_text = row.of_text is not None and prefix + row.of_text in paths
+            return Source(prefix + row.own, f"{prefix}{row.of_text}" if has_text else None, row.columns)
+    return None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How V, (B, H, S, D), is put together: pieces along the sequence, of which a part counts, each head so many times,
-    and heads of zeros."""
+    """How V, (B, H, S, D), is put together: projections along the sequence, of which a part counts, each head so many
+    times, and heads of zeros."""
 
-    pieces: tuple[Piece, ...]
+    paths: tuple[str, ...]
+    """The projections, in the order in which their tokens lie."""
+    columns: Columns
     first_token: int
     shape: tuple[int, ...]
     """Of V."""
     repeats: int = 1
     """Of each head, where several heads of Q share one."""
 
-    @property
-    def paths(self) -> set[str]:
-        """The projections."""
-        return {piece.path for piece in self.pieces}
-
-    def build(self, returned: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """V from what the projections return.
-
-        Args:
-            returned: by path.
+    def build(self, returned: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """V from what the projections return, by path.
 
         Raises:
             RuntimeError, IndexError, ValueError: their shapes are not those of the recipe.
         """
         _, heads, tokens, head_dim = self.shape
-        columns = [piece.of(_batched(returned(piece.path))) for piece in self.pieces]
-        joint = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
+        parts = [self._own(_batched(returned[path])) for path in self.paths]
+        joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         value = joint.narrow(1, self.first_token, tokens).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         if self.repeats > 1:
             value = value.repeat_interleave(self.repeats, 1)
         missing = heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
+    def _own(self, returned: torch.Tensor) -> torch.Tensor:
+        """V's columns."""
+        _, heads, _, head_dim = self.shape
+        if self.columns == "third third":
+            return returned.narrow(-1, 2 * heads * head_dim, heads * head_dim)
+        if self.columns == "third third of each head":
+            return returned.unflatten(-1, (-1, 3 * head_dim)).narrow(-1, 2 * head_dim, head_dim).flatten(-2)
+        return returned
 
-def find_recipe(value: torch.Tensor, calls: Sequence[Called]) -> Recipe | None:
-    """How a value came from the calls of the parts; None where it did not, or in a way that is not known here."""
-    returned = {called.path: _batched(called.returned) for called in calls}
-    for pieces in _arrangements(value, calls):
-        tokens = sum(returned[piece.path].shape[1] for piece in pieces)
-        first_tokens = {0, tokens - value.shape[2]}  # some models project text too, and cut it off
-        for first_token, repeats in itertools.product(first_tokens, _repeats(value, pieces)):
-            recipe = Recipe(pieces, first_token, tuple(value.shape), repeats)
-            if torch.equal(recipe.build(returned.__getitem__), value):
-                return recipe
+
+def find_recipe(value: torch.Tensor, columns: Columns, returned: Mapping[str, torch.Tensor]) -> Recipe | None:
+    """How a value came from what projections returned, bit for bit; None where it did not."""
+    shape = tuple(value.shape)
+    for count in range(1, len(returned) + 1):  # text that goes another way is not needed
+        for paths in itertools.permutations(returned, count):
+            tokens = sum(_batched(returned[path]).shape[1] for path in paths)
+            width = returned[paths[0]].shape[-1] if columns == "all" else shape[1] * shape[3]
+            first_tokens = {0, tokens - shape[2]}  # some models project text too, and cut it off
+            repeats = {1, max(shape[1] * shape[3] // width, 1)}  # or heads of zeros follow
+            for first_token, often in itertools.product(first_tokens, repeats):
+                recipe = Recipe(paths, columns, first_token, shape, often)
+                with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
+                    if torch.equal(recipe.build(returned), value):
+                        return recipe
     return None
 
 
 def _batched(returned: torch.Tensor) -> torch.Tensor:
     """What a projection returns, with a dim for samples."""
     return returned.unsqueeze(0) if returned.ndim == 2 else returned
-
-
-def _repeats(value: torch.Tensor, pieces: tuple[Piece, ...]) -> set[int]:
-    """How often each head of some pieces may be in a value."""
-    heads = pieces[0].columns // value.shape[3]
-    return {1} if value.shape[1] % heads else {1, value.shape[1] // heads}
-
-
-def _arrangements(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tuple[Piece, ...]]:
-    """Pieces, alone and in pairs, that are large enough to be the value."""
-    tokens = value.shape[2]
-    pieces = list(_pieces(value, calls))
-    for piece, length in pieces:
-        if length >= tokens:
-            yield (piece,)
-    for first, length in pieces:
-        for second, other_length in pieces:
-            alike = first.columns == second.columns
-            if alike and first.path != second.path and length + other_length == tokens:
-                yield first, second
-
-
-def _pieces(value: torch.Tensor, calls: Sequence[Called]) -> Iterator[tuple[Piece, int]]:
-    """Pieces that may hold some of the value, with their tokens; those of outer parts first."""
-    batch, heads, _, head_dim = value.shape
-    for called in sorted(calls, key=lambda called: called.path.count(".")):
-        sizes = _batched(called.returned).shape
-        if len(sizes) != 3 or sizes[0] != batch or called.returned.dtype != value.dtype:
-            continue
-        if sizes[2] <= heads * head_dim and sizes[2] % head_dim == 0:
-            yield Piece(called.path, 0, sizes[2]), sizes[1]
-        if sizes[2] >= 3 * heads * head_dim:  # Q, K and V in one projection
-            yield Piece(called.path, 2 * heads * head_dim, heads * head_dim), sizes[1]
-        if sizes[2] == 3 * heads * head_dim:  # or those of one head, then of the next one
-            yield Piece(called.path, 2 * head_dim, heads * head_dim, 3 * head_dim), sizes[1]
