@@ -182,34 +182,36 @@ def statuses(world: World) -> set[str]:
     return {kind.status for kind in world.layers.kinds}
 
 
-def test_v_is_sent_before_q_is_projected(world: World) -> None:
-    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["to_v", "send", "to_q", "attend"]
-    assert statuses(world) == {"V can go first, from to_v"}
-    assert [sent.layer for sent in world.sent[-2:]] == ["blocks.0.attn", "blocks.1.attn"]
-    assert not world.sent[-1].abandoned
+USUAL = ["to_v", "send", "to_q", "attend"]
 
 
-def test_both_streams_go_first(world: World) -> None:
-    transformer = Transformer([Block(Attention(world, text=True)) for _ in range(2)])
-    events = steps(world, transformer, text=True)
-    assert events.index("send") == 2 and set(events[:2]) == {"to_v", "add_v_proj"}
-    assert statuses(world) == {"V can go first, from add_v_proj and to_v"}
-
-
-def test_v_is_sent_before_the_mlp_of_its_block(world: World) -> None:
-    transformer = Transformer([Block(Attention(world), mlp=True) for _ in range(3)])
-    events = steps(world, transformer)
-    assert events == 3 * ["mlp", "to_v", "send", "to_q", "attend"]  # "mlp" is noted just before the MLP is called
-
-
-def test_v_of_a_fused_projection_is_sent_before_the_norms(world: World) -> None:
-    assert steps(world, Transformer([Block(Fused(world)) for _ in range(2)])) == 2 * ["send", "norm", "attend"]
-
-
-def test_v_of_a_stream_that_is_made_inside_goes_with_the_first_projection(world: World) -> None:
-    transformer = Transformer([Block(Joining(world)) for _ in range(2)])
-    assert steps(world, transformer, text=True) == 2 * ["to_v", "send", "to_q", "attend"]
+@pytest.mark.parametrize(
+    ("block", "text", "events", "sources"),
+    [
+        (lambda world: Block(Attention(world)), False, USUAL, "to_v"),
+        (Attention, False, USUAL, "to_v"),  # the list that it stands in is never called, and ends no call
+        # "mlp" is noted just before the MLP is called
+        (lambda world: Block(Attention(world), mlp=True), False, ["mlp", *USUAL], "to_v"),
+        (lambda world: Block(Fused(world)), False, ["send", "norm", "attend"], "to_qkv_mlp_proj"),
+        (lambda world: Block(Grouped(world)), False, ["send", "norm", "attend"], "to_v"),
+        (lambda world: Block(Joining(world)), True, USUAL, "to_v"),
+        (
+            lambda world: Block(Attention(world, text=True)),
+            True,
+            ["add_v_proj", "to_v", "send", "to_q", "add_q_proj", "attend"],
+            "add_v_proj and to_v",
+        ),
+    ],
+    ids=["usual", "in a list", "behind an MLP", "fused", "grouped heads", "joined inside", "two streams"],
+)
+def test_v_is_sent_as_soon_as_it_can_be(
+    world: World, block: Callable, text: bool, events: list[str], sources: str
+) -> None:
+    transformer = Transformer([block(world) for _ in range(3)])
+    assert steps(world, transformer, text=text) == 3 * events
+    assert statuses(world) == {f"V can go first, from {sources}"}
+    assert len({sent.layer for sent in world.sent}) == 3 and not world.sent[-1].abandoned
+    assert all(layer.call is None for layer in world.layers._layers.values())
 
 
 def test_attention_right_under_what_compiles_it_is_left_alone(world: World) -> None:
@@ -225,19 +227,6 @@ def test_attention_right_under_what_compiles_it_is_left_alone(world: World) -> N
 
     Compiled()(torch.randn(2, TOKENS, WIDTH))
     assert not world.layers._layers and not world.layers._roots
-
-
-def test_modules_that_stand_in_a_list_have_calls_of_their_own(world: World) -> None:
-    """What holds them is never called, and ends no call."""
-    transformer = Transformer([Attention(world) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["to_v", "send", "to_q", "attend"]
-    assert all(world.layers._layers[id(module)].call is None for module in transformer.blocks)
-
-
-def test_v_that_several_heads_share_goes_first(world: World) -> None:
-    transformer = Transformer([Block(Grouped(world)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["send", "norm", "attend"]
-    assert statuses(world) == {"V can go first, from to_v"}
 
 
 def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
@@ -260,22 +249,17 @@ def test_v_of_one_sample_goes_first(world: World) -> None:
     assert find_recipe(value + 1, "all", returned) is None
 
 
-def test_v_that_is_changed_after_its_projection_is_left_alone(world: World) -> None:
-    transformer = Transformer([Block(Attention(world, twist=lambda value: value * 1.5)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {WRONG}
-
-
-def test_v_whose_input_changes_on_the_way_is_left_alone(world: World) -> None:
+def test_v_that_is_not_what_its_projection_makes_is_left_alone(world: World) -> None:
     class Changing(Attention):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             query = self.to_q(hidden_states)
             hidden_states += 1
             return self.world.usp(heads(query), heads(self.to_v(hidden_states))).transpose(1, 2).flatten(2)
 
-    transformer = Transformer([Block(Changing(world)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {WRONG}
+    for attention in (Changing(world), Attention(world, twist=lambda value: value * 1.5)):
+        transformer = Transformer([Block(attention)])
+        assert steps(world, transformer) == ["to_q", "to_v", "attend"]
+    assert statuses(world) == {WRONG} and world.said == [f"Changing: {WRONG}", f"Attention: {WRONG}"]
 
 
 def test_projections_that_others_watch_are_left_alone(world: World) -> None:
@@ -292,16 +276,6 @@ def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
     transformer = Transformer([Block(Attention(world)) for _ in range(2)])
     assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
     assert statuses(world) == {"V does not go first: the ranks do not agree on where V comes from"}
-
-
-def test_other_shapes_are_learned_anew(world: World) -> None:
-    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
-    steps(world, transformer)
-    steps(world, transformer, tokens=TOKENS + 2)
-    assert len(world.layers.kinds) == 2
-    world.events.clear()
-    step(transformer)
-    assert world.events == 2 * ["to_v", "send", "to_q", "attend"]
 
 
 @pytest.mark.parametrize("tokens", [TOKENS - 2, TOKENS + 2], ids=["fewer", "more"])
