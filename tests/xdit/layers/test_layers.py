@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Schedule, Trial
+from xfuser_cocodiff.xdit.layers.around import Around
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.v_source import find_recipe
@@ -126,6 +127,14 @@ class Joining(Attention):
         return self.world.usp(query[:, :, :TOKENS], value[:, :, :TOKENS]).transpose(1, 2).flatten(2)
 
 
+class Crossing(Attention):
+    """Q of one stream attends to the other one, which is half as long."""
+
+    def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+        query, value = heads(self.to_q(hidden_states)), heads(self.to_v(encoder_hidden_states))
+        return self.world.usp(query[:, :, :3], value).transpose(1, 2).flatten(2).repeat(1, 2, 1)
+
+
 class Block(nn.Module):
     """Attention behind an MLP that is given the same."""
 
@@ -195,6 +204,7 @@ USUAL = ["to_v", "send", "to_q", "attend"]
         (lambda world: Block(Fused(world)), False, ["send", "norm", "attend"], "to_qkv_mlp_proj"),
         (lambda world: Block(Grouped(world)), False, ["send", "norm", "attend"], "to_v"),
         (lambda world: Block(Joining(world)), True, USUAL, "to_v"),
+        (lambda world: Block(Crossing(world)), True, USUAL, "to_v"),
         (
             lambda world: Block(Attention(world, text=True)),
             True,
@@ -202,7 +212,7 @@ USUAL = ["to_v", "send", "to_q", "attend"]
             "add_v_proj and to_v",
         ),
     ],
-    ids=["usual", "in a list", "behind an MLP", "fused", "grouped heads", "joined inside", "two streams"],
+    ids=["usual", "in a list", "behind an MLP", "fused", "grouped heads", "joined inside", "crossing", "two streams"],
 )
 def test_v_is_sent_as_soon_as_it_can_be(
     world: World, block: Callable, text: bool, events: list[str], sources: str
@@ -269,6 +279,15 @@ def test_projections_that_others_watch_are_left_alone(world: World) -> None:
     assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
     assert statuses(world) == {"V does not go first: to_v has hooks of others"}
     assert len(seen) == 10
+
+
+def test_what_does_not_go_through_usp_is_projected_ahead_once(world: World) -> None:
+    """As of many attention modules of diffusers' one class."""
+    transformer = Transformer([Block(Attention(world)), Block(Attention(world, text=True))])
+    own = transformer.blocks[1].attn
+    own.forward = lambda hidden_states: own.to_q(hidden_states) * own.to_v(hidden_states)
+    assert steps(world, transformer) == [*USUAL, "to_q", "to_v"]
+    assert world.layers.kinds.report() == {"Attention": ["V can go first, from to_v"]}
 
 
 def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
@@ -346,3 +365,13 @@ def test_weights_go_with_their_transformer(world: World, cleared: bool) -> None:
         assert [each() for each in gone] == [None] * len(gone)
     finally:
         gc.enable()
+
+
+def test_forwards_may_be_left_in_any_order() -> None:
+    module, seen = nn.Linear(2, 2), []
+    arounds = [Around(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
+    for index, left in ((1, [2, 0]), (2, [0]), (0, [])):
+        arounds[index].remove()
+        seen.clear()
+        assert module(torch.ones(2)).shape == (2,) and seen == left
+    assert "forward" not in vars(module)
