@@ -225,27 +225,22 @@ class Runs:
             self._lose(run, f"{doubt}, and the prompt has changed")
 
     def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
-        """The run that a call belongs to, where none is declared.
-
-        What is found goes by which tensors are the same, and a rank may be given the same one again where another is
-        given a copy: all of them must find the same.
-        """
-        moment, why = None, "ranks are given tensors that are the same on some of them and made anew on others"
+        """The run that a call belongs to, where none is declared."""
         try:
             moment = Moment.of(root.transformer, args, kwargs)
-            is_new = self._shown is None or not self._shown.holds(root, moment)
-            found = "a new run" if is_new else "the next step" if self._shown.goes_on(moment) else "the same step"
-        except UnclearError as error:
-            found = why = str(error)
-        if not self._agreed(found) or moment is None:
-            self._why, self._shown = f"{why}; {DECLARE}", None
-            self._stop()
+        except UnclearError as error:  # the same on every rank
+            self._forget(str(error))
             return None
-        if is_new:
+        place = self._shown.place(root, moment) if self._shown else _NEW_RUN
+        # It goes by which tensors are the same, and a rank may be given the same one again where another has a copy.
+        if not self._agreed(place):
+            self._forget("ranks are given tensors that are the same on some of them and made anew on others")
+            return None
+        if place == _NEW_RUN:
             self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
             self._code(Run(is_certain=False))
             self._begins(None)
-        elif found == "the next step":
+        elif place == _NEXT_STEP:
             self._current.steps += 1
             self._new_step()
             self._runtime().end_step()
@@ -253,8 +248,16 @@ class Runs:
         self._shown.take(root, moment)
         return self._current
 
+    def _forget(self, why: str) -> None:
+        """Recognise no run in the calls so far."""
+        self._why, self._shown = f"{why}; {DECLARE}", None
+        self._stop()
+
     def _warn(self, runtime: Runtime) -> None:
         warn(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
+
+
+_NEW_RUN, _NEXT_STEP, _SAME_STEP = "a new run", "the next step", "the same step"
 
 
 class _Shown:
@@ -273,13 +276,16 @@ class _Shown:
         self._begins: dict[int, float] = {}
         """Time of the first call of each transformer."""
 
-    def holds(self, root: Root, moment: Moment) -> bool:
+    def place(self, root: Root, moment: Moment) -> str:
+        """Where a call stands: in a new run, at the next step or at the same one."""
+        if not self._holds(root, moment):
+            return _NEW_RUN
+        return _NEXT_STEP if moment.time != self._last.time else _SAME_STEP
+
+    def _holds(self, root: Root, moment: Moment) -> bool:
         """Whether a call can only be one of this run."""
-        last = self._last
-        if moment.scale != last.scale:
-            return False
-        change = (moment.time > last.time) - (moment.time < last.time)
-        if change and self._direction not in (0, change):
+        change = self._change(moment)
+        if moment.scale != self._last.scale or (change and self._direction not in (0, change)):
             return False
         branch = 0 if change else root.calls
         known = self._branches.get((id(root), branch))
@@ -288,13 +294,13 @@ class _Shown:
             return branch == 0 or self._begins[id(root)] == moment.time
         return known.same_prompt(moment)
 
-    def goes_on(self, moment: Moment) -> bool:
-        """Whether a call of this run begins another step."""
-        return moment.time != self._last.time
+    def _change(self, moment: Moment) -> int:
+        """Where time has gone since the last call: 1, -1, or 0 if it stands."""
+        return (moment.time > self._last.time) - (moment.time < self._last.time)
 
     def take(self, root: Root, moment: Moment) -> None:
         """Remember a call of this run, once branches are counted anew where it begins a step."""
-        self._direction = (moment.time > self._last.time) - (moment.time < self._last.time) or self._direction
+        self._direction = self._change(moment) or self._direction
         self._last = moment
         self._begins.setdefault(id(root), moment.time)
         self._branches[id(root), root.calls] = moment
