@@ -21,8 +21,7 @@ from xfuser_cocodiff.machine.plan import Plan, candidates
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.choice import Plans
-from xfuser_cocodiff.measuring.contest import contest, slowest, target_seconds, turns
+from xfuser_cocodiff.measuring.contest import contest, slowest
 from xfuser_cocodiff.measuring.planned import check_fits, known_of
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
@@ -66,20 +65,17 @@ def measure(
     started = time.perf_counter()
     profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
-    choose = Plans(profile)
     cluster = links.from_environment()
     plans = plans or fixed_plans(topology, profile)
-    told.foresee(_foreseen(sizes, turns(len(plans) + 2, repeats), profile))
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
-        told.begin(str(size), f"{_bytes(tensor.nbytes)} per rank")
-        chosen = choose(tensor.nbytes)
-        contenders = {str(plan): plan for plan in plans} | {"auto": chosen}
+        told.say(f"{_bytes(tensor.nbytes)} per rank")
+        contenders = {str(plan): plan for plan in plans} | {"auto": planner.choose(profile, tensor.nbytes)}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
         _check_bits(works, tensor.nbytes)
-        times = contest(works, repeats, device, told.advance)
+        times = contest(works, repeats, device)
         for name, seconds in times.items():
             its = contenders.get(name)  # stock has none
             rows.append(
@@ -102,12 +98,6 @@ def measure(
         "probe_seconds": None if profile_file else probe_seconds,
         "rows": rows,
     }
-
-
-def _foreseen(sizes: Sequence[int], turns_of_size: int, profile: Profile) -> dict[str, tuple[float, float]]:
-    """For each size its turns, and the seconds of one, by what the planner knows."""
-    flat = Plan.flat(profile.topology)
-    return {str(size): (turns_of_size, max(planner.seconds(profile, flat, size), target_seconds())) for size in sizes}
 
 
 def _check_bits(works: dict[str, Callable], size: int) -> None:

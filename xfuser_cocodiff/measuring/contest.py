@@ -17,35 +17,19 @@ _WARMING_TURNS = 2
 """Which open connections and allocate, and tell how long a call takes."""
 
 
-def turns(works: int, repeats: int) -> int:
-    """How many turns so many pieces of work have in a contest."""
-    return works * (_WARMING_TURNS + repeats)
-
-
-def target_seconds() -> float:
-    """How long a repeat takes at least, but for very short work."""
-    return _SECONDS_OF_A_RANK * dist.get_world_size()
-
-
-def contest(
-    works: Mapping[str, Callable[[], object]],
-    repeats: int,
-    device: torch.device,
-    after: Callable[[], object] = lambda: None,
-) -> dict[str, list[float]]:
-    """Seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
+def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
 
     Args:
         works: by name; every rank must pass the same ones, in the same order.
         repeats: how often each is timed, in turns.
         device: where they work.
-        after: called after each turn.
     """
     group, calls = dist.group.WORLD, list(works.values())
-    first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device, after), strict=True)
+    first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device), strict=True)
     slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
-    in_a_row = min(_MAX_CALLS, max(1, math.ceil(target_seconds() / slowest_call)))
-    return dict(zip(works, race(calls, in_a_row, repeats, group, device, after), strict=True))
+    in_a_row = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_OF_A_RANK * dist.get_world_size() / slowest_call)))
+    return dict(zip(works, race(calls, in_a_row, repeats, group, device), strict=True))
 
 
 def slowest(seconds: float, device: torch.device) -> float:

@@ -25,9 +25,8 @@ def race(
     rounds: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    after: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
-    """Seconds of one call of each piece of work, per round, on the slowest rank; the same on every rank.
+    """Return the seconds of one call of each piece of work, per round, on the slowest rank; the same on every rank.
 
     They take turns, so that all of them meet the same machine, and in every round another one begins.
 
@@ -37,7 +36,6 @@ def race(
         rounds: how often all of them have their turn.
         group: the ranks.
         device: where they work.
-        after: called after each turn, when no clock runs.
     """
     times = torch.empty(len(works), rounds, dtype=torch.float64)
     order = list(range(len(works)))
@@ -50,7 +48,6 @@ def race(
                 works[number]()
             _synchronize(device)
             times[number, turn] = (time.perf_counter() - started) / calls
-            after()
     return _of_all(times.to(device), group).amax(0).tolist()
 
 
