@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from xfuser_cocodiff.xdit.engine import graphs
+from xfuser_cocodiff.xdit.engine.engine import Engine
 from xfuser_cocodiff.xdit.engine.graphs import early_sends
 
 
@@ -113,3 +115,20 @@ def test_any_graph_still_can_be_run(seed: int) -> None:
 def test_without_exchanges_nothing_is_moved() -> None:
     nodes = [node for node in graph() if "send" not in node.operator if "wait" not in node.name]
     assert names_of(early_sends(nodes)) == names_of(nodes)
+
+
+@pytest.mark.parametrize("before", [(False, ["reorder_compute_for_overlap"]), (True, ["sink_waits"])])
+def test_inductor_has_its_settings_back_when_an_engine_ends(before: tuple[bool, list[str]]) -> None:
+    from torch._inductor import config
+
+    names = "reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"
+    with config.patch(dict(zip(names, before, strict=True))):
+        for _ in range(2):
+            graphs.order_exchanges()
+        assert getattr(config, names[0]) and getattr(config, names[1])[-1] is early_sends
+        Engine().close()
+        assert tuple(getattr(config, name) for name in names) == before
+        graphs.order_exchanges()
+        config.reorder_for_compute_comm_overlap_passes = ["raise_comms"]
+        Engine().close()
+        assert config.reorder_for_compute_comm_overlap_passes == ["raise_comms"]  # others' settings stay

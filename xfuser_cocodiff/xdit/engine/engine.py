@@ -26,7 +26,7 @@ from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.measuring.planned import Planned
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.settings.options import AUTO, EXACT
-from xfuser_cocodiff.xdit.engine import text
+from xfuser_cocodiff.xdit.engine import graphs, text
 from xfuser_cocodiff.xdit.engine.runs import Runs
 from xfuser_cocodiff.xdit.engine.trials import Trials
 from xfuser_cocodiff.xdit.layers.kind import Kind
@@ -113,6 +113,7 @@ class Engine:
         self.under_way.clear()
         self.layers.clear()
         self.runs.clear()
+        graphs.restore()
 
     def _schedules(self) -> list[Trial]:
         return [kind.trial for kind in self.layers.kinds if kind.trial]

@@ -10,12 +10,17 @@ from typing import Any
 _SENDS, _RECEIVES = "cocodiff::send", "cocodiff::receive"
 _INDUCTORS = ["raise_comms", "sink_waits"]
 """Its own for exchanges that PyTorch traces, where nobody has chosen any: those that estimate nothing."""
+_before: tuple[bool, list[Any]] | None = None
+"""Inductor's settings before they were changed here."""
 
 
 def order_exchanges() -> bool:
     """Have Inductor begin exchanges early in the graph that is traced, after whatever else reorders it; always true."""
+    global _before
     from torch._inductor import config
 
+    if _before is None:
+        _before = config.reorder_for_compute_comm_overlap, config.reorder_for_compute_comm_overlap_passes
     chosen = config.reorder_for_compute_comm_overlap_passes if config.reorder_for_compute_comm_overlap else _INDUCTORS
     config.reorder_for_compute_comm_overlap_passes = [
         *(each for each in chosen if each is not early_sends),
@@ -28,6 +33,17 @@ def order_exchanges() -> bool:
 # It is called where a graph is traced, and is no part of it. That is what torch.compiler.assume_constant_result says,
 # which would import Dynamo, a second.
 order_exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def restore() -> None:
+    """Give Inductor its settings back, unless others have changed them since."""
+    global _before
+    if _before:
+        from torch._inductor import config
+
+        if early_sends in config.reorder_for_compute_comm_overlap_passes:
+            config.reorder_for_compute_comm_overlap, config.reorder_for_compute_comm_overlap_passes = _before
+        _before = None
 
 
 def early_sends(nodes: Sequence[Any]) -> list[Any]:
