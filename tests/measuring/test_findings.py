@@ -49,10 +49,10 @@ def test_a_file_that_is_something_else_is_not_there(tmp_path: Path, text: str) -
     assert findings.read(file) is None
 
 
-def share(rank: int, folders: list[str], versions: dict) -> tuple[dict, bool]:
+def share(rank: int, folders: list[str], versions: dict, hosts: str = "aabb") -> tuple[dict, bool]:
     from torch.distributed import group
 
-    found = findings.shared(group.WORLD, versions, {"host": f"host {rank // 2}"}, Path(folders[rank]))
+    found = findings.shared(group.WORLD, versions, {"host": hosts[rank]}, Path(folders[rank]))
     if not found.schedules:
         found.schedules = {f"of rank {rank}": Schedule()}
         found.keep()
@@ -66,11 +66,13 @@ def test_all_ranks_go_by_what_the_first_one_keeps(tmp_path: Path) -> None:
     again = ranks.run(share, 4, folders, {"torch": "1"})
     assert [known for known, _ in again] == [{"of rank 0": Schedule()}] * 4
     assert not (tmp_path / "1").exists()
-    other = Findings({"torch": "1", "ranks": [{"host": f"host {rank // 2}"} for rank in range(4)]})
+    other = Findings({"torch": "1", "ranks": [{"host": host} for host in "aabb"]})
     other.schedules, other.folder = {"of another host": Schedule(True, 2)}, tmp_path / "1"
     other.keep()  # the other host's folder knows the same machine differently
     assert [known for known, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [{"of rank 0": Schedule()}] * 4
     assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": Schedule()}
+    for hosts in ("aabc", "aaab"):  # the last rank, or another one, is on another host
+        assert ranks.run(share, 4, folders, {"torch": "1"}, hosts)[1][0] == {"of rank 1": Schedule()}
 
 
 def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str], int, int]:

@@ -46,7 +46,10 @@ def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str)
 
 @pytest.mark.parametrize(
     ("world", "ring", "heads", "repeat"),
-    slow_but([(4, 1, 6, 1), (4, 2, 3, 1)], [(4, 1, 6, 1), (4, 2, 3, 1), (3, 1, 8, 1), (4, 1, 3, 1), (4, 1, 3, 2)]),
+    slow_but(
+        [(4, 1, 6, 1), (4, 2, 3, 1), (2, 1, 3, 2)],
+        [(4, 1, 6, 1), (4, 2, 3, 1), (2, 1, 3, 2), (3, 1, 8, 1), (4, 1, 3, 1), (4, 1, 3, 2)],
+    ),
 )
 def test_heads_that_do_not_divide(world: int, ring: int, heads: int, repeat: int) -> None:
     for errors in ranks.run(attend, world, world, ring, heads, repeat, "exact"):
