@@ -19,7 +19,7 @@ def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import CocoDiffConfig
 
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"))
+    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
     one = quality.Judge("FLUX.1-dev", config, seeds=2, steps=6, size=128, dtype=torch.float32)
     rows = quality.rows(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"], sweep=False)
     record, gallery = quality.measure(one, rows, ["center"], lambda what: None)
@@ -116,7 +116,7 @@ def judge_videos(rank: int, model: str) -> tuple[dict, quality.Gallery]:
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import CocoDiffConfig
 
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"))
+    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
     one = quality.Judge(model, config, seeds=2, steps=3, size=64, dtype=torch.float32)
     assert not one.inpaints
     rows = quality.rows(["balanced", "balanced@bits=1;bits_o=1", "paper@warmup=3"], sweep=False)
@@ -163,7 +163,7 @@ def judge_others(rank: int, model: str) -> dict:
     from xfuser_cocodiff.machine.topology import Topology
     from xfuser_cocodiff.settings.config import CocoDiffConfig
 
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"))
+    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
     one = quality.Judge(model, config, seeds=2, steps=4, size=64, dtype=torch.bfloat16)
     assert one.inpaints
     rows = quality.rows(["balanced@bits=8;bits_o=8", "fast@bits=1;bits_o=1", "paper@warmup=4"], sweep=False)
