@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -99,11 +98,8 @@ def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_ranks_print_no_more_than_the_outcome() -> None:
     """Other libraries log that they are imported: transformers that torchvision is missing, xDiT its ranks."""
     noisy = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     usual = {name: value for name, value in os.environ.items() if name not in noisy}
-    usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
     program = [sys.executable, "-m", "xfuser_cocodiff.cli", "probe"]
     started = [
         subprocess.Popen(
@@ -115,6 +111,6 @@ def test_ranks_print_no_more_than_the_outcome() -> None:
         )
         for rank in range(2)
     ]
-    first, second = (process.communicate(timeout=120)[0] for process in started)
+    first, second = (process.communicate(timeout=ranks.SLOW_TIMEOUT)[0] for process in started)
     assert first.startswith("inferred topology")
     assert second == ""
