@@ -26,8 +26,8 @@ context.set_forkserver_preload(["tests.warm"])
 
 QUICK_TIMEOUT, SLOW_TIMEOUT = 75, 600
 TIMEOUT = SLOW_TIMEOUT
-"""Seconds after which a hanging case is ended: a guard against deadlock, not a bound on speed. conftest sets it for
-each test; on two cores no quick case takes a fifth of it."""
+"""Seconds after which a hanging case is ended: a guard against deadlock, not a bound on speed, so ranks that still
+compute are left until SLOW_TIMEOUT. conftest sets it for each test; on two cores no quick case takes a fifth of it."""
 GRACE = 30
 """The same, after one rank has failed."""
 STACK_PATIENCE = 5
@@ -97,14 +97,30 @@ def free_port() -> int:
 
 def _wait(ranks: list[tuple[Any, Path]]) -> None:
     """Wait for processes that leave results; when one has failed, the others have a moment to fail as well."""
-    deadline = time.monotonic() + TIMEOUT
+    latest = time.monotonic() + SLOW_TIMEOUT
+    deadline = min(latest, time.monotonic() + TIMEOUT)
     running = {process.sentinel: (process, result) for process, result in ranks}
-    while running and (left := deadline - time.monotonic()) > 0:
+    while running:
+        if (left := deadline - time.monotonic()) <= 0:
+            if time.monotonic() >= latest or not _compute([process.pid for process, _ in running.values()]):
+                return
+            left = GRACE
         for ended in wait(list(running), left):
             process, result = running.pop(ended)
             process.join()
             if isinstance(_read(result, process), Exception):
                 deadline = min(deadline, time.monotonic() + GRACE)
+
+
+def _compute(pids: list[int]) -> bool:
+    """Return whether some process runs, or would on a free core, for more of a second than those that poll."""
+    runs = 0
+    for _ in range(20):
+        time.sleep(0.05)
+        with contextlib.suppress(OSError):  # it has just ended
+            threads = (thread for pid in pids for thread in Path(f"/proc/{pid}/task").glob("*/stat"))
+            runs += any(thread.read_text().rpartition(")")[2].split()[0] == "R" for thread in threads)
+    return runs > 5
 
 
 def _stacks(hanging: dict[int, int], folder: str) -> dict[int, str]:

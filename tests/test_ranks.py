@@ -32,3 +32,15 @@ def test_ranks_that_wait_for_one_that_hangs_say_where(tmp_path: Path, monkeypatc
         ranks.outcomes(hang, 2, tmp_path / "hanging", False)
     waiting, hanging = str(raised.value).split("rank 1: still running, in")
     assert " in barrier\n" in waiting and " in hang\n" in hanging
+
+
+def compute(rank: int) -> str:
+    end = time.process_time() + 2
+    while time.process_time() < end:
+        pass
+    return "computed"
+
+
+def test_ranks_that_compute_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "TIMEOUT", 0.5)
+    assert ranks.run(compute, 1) == ["computed"]
