@@ -86,19 +86,15 @@ def loop(one: Transformer, request: float, text: torch.Tensor, times: tuple = TI
 
 
 @pytest.mark.parametrize("times", [TIMES, TIMES[::-1]], ids=["down", "up"])
-def test_a_run_is_recognised_from_its_timesteps(times: tuple) -> None:
-    engine = Engine()
-    one = engine.transformer()
-    for request in range(3):
-        assert loop(one, request, prompt(), times) == [False, True, True, True]
-    assert engine.held == 1
-
-
-def test_the_same_prompt_again_is_another_run() -> None:
+@pytest.mark.parametrize("same_prompt", [False, True])
+def test_a_run_is_recognised_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
     engine, text = Engine(), prompt()
     one = engine.transformer()
     for request in range(3):
-        assert loop(one, request, text) == [False, True, True, True]
+        assert loop(one, request, text if same_prompt else prompt(), times) == [False, True, True, True]
+    # Names of arguments are not needed.
+    assert [one(3, time, text) for time in times] == [False, True, True, True]
+    assert engine.held == 1
 
 
 @pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
@@ -226,13 +222,6 @@ def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
     assert "no argument named encoder_hidden_states" in message
 
 
-def test_names_are_not_needed() -> None:
-    engine, text = Engine(), prompt()
-    one = engine.transformer()
-    for request in range(2):
-        assert [one(request, time, text) for time in TIMES] == [False, True, True, True]
-
-
 # Declared.
 
 
@@ -277,18 +266,14 @@ def interleaved(engine: Engine, first: Transformer, second: Transformer, steps: 
     return found
 
 
-def test_two_pipelines_may_take_turns(said: list[str]) -> None:
-    engine = Engine()
-    older, newer = interleaved(engine, engine.transformer(), engine.transformer())
-    assert newer == [False] * 2 + [True] * 10
-    assert older == [False] * 12
-    assert engine.held == 0
-
-
-def test_two_pipelines_may_share_a_transformer(said: list[str]) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_pipelines_may_take_turns(said: list[str], shared: bool) -> None:
+    """Where they share a transformer nothing is mixed, whatever is encoded."""
     engine = Engine()
     one = engine.transformer()
-    interleaved(engine, one, one)  # whatever is encoded, nothing is mixed
+    older, newer = interleaved(engine, one, one if shared else engine.transformer())
+    assert shared or newer == [False] * 2 + [True] * 10
+    assert shared or older == [False] * 12
     assert engine.held == 0
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -127,3 +129,21 @@ def test_a_rank_whose_v_comes_about_otherwise_ends_with_the_way_out() -> None:
     first, second = ranks.outcomes(another_v_on_one_rank, 2)
     assert "V does not come from" in str(first) and "--cocodiff_v_first off" in str(first)
     assert isinstance(second, Exception)
+
+
+def weights_left(rank: int, closed: bool) -> int:
+    """Weights of a transformer that are still there when nobody needs it, before garbage is collected."""
+    runs = Runs(rank, "balanced")
+    gc.collect()
+    gc.disable()
+    runs.run(True, runs.other)
+    if closed:
+        runs.engine.close()
+    weights = [weakref.ref(weight) for weight in runs.other.parameters()]
+    del runs.other
+    return sum(weight() is not None for weight in weights)
+
+
+def test_weights_go_with_a_transformer_that_is_not_needed() -> None:
+    for closed in (False, True):
+        assert ranks.run(weights_left, 2, closed) == [0, 0]
