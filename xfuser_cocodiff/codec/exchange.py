@@ -21,9 +21,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from xfuser_cocodiff import kernels
-from xfuser_cocodiff.codec import message as messages
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.codec.message import Ends, Sent
+from xfuser_cocodiff.codec.message import Message
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
@@ -47,15 +46,6 @@ class _Parcel(NamedTuple):
         return self.mesh.begin(self.message, self.plan)
 
 
-class _UnderWay(NamedTuple):
-    """An exchange between its encoding and its end."""
-
-    values: list[torch.Tensor]
-    """(P, G, n, s, D) each."""
-    sent: Sent
-    ends: Ends
-
-
 class _Exchange(NamedTuple):
     """What an exchange is of."""
 
@@ -71,37 +61,32 @@ class _Exchange(NamedTuple):
         """The axes, as the layer's codecs know them."""
         return self.layer_codecs.way
 
-    def encoded(self, values: list[torch.Tensor], ends: Ends) -> _UnderWay:
-        """Encode what goes to other places."""
-        names, layer_codecs = self.label.what, self.layer_codecs
-        return _UnderWay(values, messages.encoded(values, names, layer_codecs, self.head_group, ends), ends)
+    def message(self, values: list[torch.Tensor], here: range) -> Message:
+        """Make a message of what goes to other places."""
+        return Message(self.label.what, values, self.layer_codecs, self.head_group, here)
 
     def receive(
         self,
-        under_way: _UnderWay,
+        message: Message,
         received: torch.Tensor,
         near: Sequence[torch.Tensor],
+        here: range,
         carry: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Write to the targets what has come.
 
         Args:
-            under_way: what was sent.
+            message: what was sent.
             received: messages of other places, uint8 (P, bytes).
             near: tensors of this rank's own places, as they are.
+            here: these places.
             carry: exchanges messages (P, bytes) once more, where some rank asks for that.
         """
-        names, layer_codecs, head_group = self.label.what, self.layer_codecs, self.head_group
-        values, sent, ends = under_way
-        landings = [self.way.landing(target, ends.places) for target in self.targets]
+        landings = [self.way.landing(target, len(received)) for target in self.targets]
         for (landing, _), own in zip(landings, near, strict=True):
-            kernels.move(landing[ends.here.start : ends.here.stop], own)
-        decoded = [landing for landing, _ in landings], names, layer_codecs, head_group, ends
-        messages.read_choices(received, sent, *decoded)
-        if messages.asks_again(received):
-            sent = messages.repeated(values, names, layer_codecs, head_group, ends)
-            received = self.mesh.lane.run(lambda: carry(sent.message))
-        messages.decode(received, sent, *decoded)
+            kernels.move(landing[here.start : here.stop], own)
+        again = self.mesh.lane.run
+        message.decode(received, [landing for landing, _ in landings], lambda sent: again(lambda: carry(sent)))
         for (landing, is_target), target in zip(landings, self.targets, strict=True):
             if not is_target:
                 kernels.move(target, self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))
@@ -139,15 +124,15 @@ def send(
 def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
     """Send (S, F, B, n, s, D) to all ranks, encoded or not."""
     way, mesh, label = exchange.way, exchange.mesh, exchange.label
-    ends = Ends(way.places * way.near, range(way.here * way.near, (way.here + 1) * way.near))
-    under_way = exchange.encoded([piece.flatten(0, 1) for piece in split], ends)
-    far, stays = _to_all(under_way.sent.message, way, mesh), [piece[way.here] for piece in split]
+    here = range(way.here * way.near, (way.here + 1) * way.near)
+    message = exchange.message([piece.flatten(0, 1) for piece in split], here)
+    far, stays = _to_all(message.encoded(), way, mesh), [piece[way.here] for piece in split]
 
-    def carry(message: torch.Tensor) -> torch.Tensor:
-        return _by_place(_to_all(message, way, mesh).begin()(), way)
+    def carry(sent: torch.Tensor) -> torch.Tensor:
+        return _by_place(_to_all(sent, way, mesh).begin()(), way)
 
     def end(received: torch.Tensor, near: list[torch.Tensor]) -> T:
-        exchange.receive(under_way, _by_place(received, way), near, carry)
+        exchange.receive(message, _by_place(received, way), near, here, carry)
         return result
 
     if way.fast is None:
@@ -178,22 +163,23 @@ def _by_place(received: torch.Tensor, way: SlowWay) -> torch.Tensor:
 def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
     """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
     way, mesh = exchange.way, exchange.mesh
-    ends = Ends(way.places, range(way.here, way.here + 1))
+    here = range(way.here, way.here + 1)
     span = mesh.traffic.span(exchange.label, split[0].device)
 
-    def carry(message: torch.Tensor) -> torch.Tensor:
-        return _along(message, way.slow).begin()().reshape(way.places, -1)
+    def carry(sent: torch.Tensor) -> torch.Tensor:
+        return _along(sent, way.slow).begin()().reshape(way.places, -1)
 
-    def travel() -> tuple[_UnderWay, torch.Tensor]:
+    def travel() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
+        """The values come along: the lane tells who uses them."""
         with span.travels():
             turned = [piece.transpose(0, 1) for piece in split]
             found = _unpacked(_along(_packed(turned), way.fast).begin()(), turned)
-            under_way = exchange.encoded([piece.transpose(0, 1).flatten(1, 2) for piece in found], ends)
-            return under_way, carry(under_way.sent.message)
+            message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in found], here)
+            return message, message.values, carry(message.encoded())
 
-    def end(arrived: tuple[_UnderWay, torch.Tensor]) -> T:
-        under_way, received = arrived
-        exchange.receive(under_way, received, [each[way.here, None] for each in under_way.values], carry)
+    def end(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
+        message, values, received = arrived
+        exchange.receive(message, received, [each[way.here, None] for each in values], here, carry)
         return result
 
     return mesh.lane.start(str(exchange.label), travel, end, span.holds, exchange.is_awaited)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from xfuser_cocodiff.codec import message as messages
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.codec.message import Ends
+from xfuser_cocodiff.codec.message import Message
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.head_group import HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
@@ -119,17 +118,11 @@ def _decoded(
     layer_codecs: LayerCodecs,
 ) -> torch.Tensor:
     """What the ranks hold that this one meets on slow axes, (S - 1, n), of which it has got what was encoded."""
-    giving, taking = Ends(1, copies=way.places - 1), Ends(way.places, range(way.here, way.here + 1))
-    values = [tensor[None] for tensor in tensors]
-    sent = messages.encoded(values, names, layer_codecs, head_group, giving)
-    received = _along(sent.message[0], way.slow)
+    values, here = [tensor[None] for tensor in tensors], range(way.here, way.here + 1)
+    message = Message(names, values, layer_codecs, head_group, here, copies=way.places - 1)
+    received = _along(message.encoded()[0], way.slow)
     sizes = [tensor.numel() for tensor in tensors]
     blocks = tensors[0].new_empty(way.places, sum(sizes))
     landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(blocks.split(sizes, 1), tensors, strict=True)]
-    decoded = landings, names, layer_codecs, head_group, taking
-    messages.read_choices(received, sent, *decoded)
-    if messages.asks_again(received):
-        sent = messages.repeated(values, names, layer_codecs, head_group, giving)
-        received = _along(sent.message[0], way.slow)
-    messages.decode(received, sent, *decoded)
-    return rows.away(blocks, taking.here)
+    message.decode(received, landings, lambda sent: _along(sent[0], way.slow))
+    return rows.away(blocks, here)

@@ -3,10 +3,8 @@
 Sizes in shapes: P places, L of them that are not the rank's own; G groups of tokens, H heads, T tokens, D head dim.
 """
 
-import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,168 +21,112 @@ _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 where the host would have to wait, and nobody writes it."""
 
 
-class Ends(NamedTuple):
-    """Where values go to, or come from."""
+class Message:
+    """Tensors of one exchange, from their encoding to the decoding of what has come.
 
-    places: int
-    here: range | None = None
-    """The rank's own, which are left out."""
-    copies: int = 1
-    """How often what is encoded for a place travels."""
+    Args:
+        names: a letter for each tensor; V is encoded before Q and K of the same head group.
+        values: (P, G, H, T, D) each, by destination.
+        layer_codecs: how to encode.
+        head_group: of the heads.
+        here: the rank's own places, which are left out.
+        copies: how often values travel that are the same for all places, of which they have none: P is 1 then.
+    """
+
+    def __init__(
+        self,
+        names: str,
+        values: Sequence[torch.Tensor],
+        layer_codecs: LayerCodecs,
+        head_group: HeadGroup,
+        here: range,
+        copies: int | None = None,
+    ) -> None:
+        self.names, self.values = names, values
+        self._layer_codecs, self._head_group = layer_codecs, head_group
+        self._here, self._copies = here, copies or 1
+        self._left_out = None if copies else here
+        # V first: it chooses tokens for Q and K.
+        self._by_name = dict(sorted(zip(names, values, strict=True), key=lambda pair: pair[0] != "v"))
+        self._links = rows.others(len(values[0]), self._left_out)
+        self._codecs: dict[str, Codec] = {}
+
+    def encoded(self) -> torch.Tensor:
+        """Encode the values, uint8 (P, bytes); nothing but the flag is written for the rank's own places."""
+        chosen: dict[str, Active | None] = {}
+        for name, values in self._by_name.items():
+            shape, wire = (self._links, *values.shape[1:]), self._layer_codecs.wire(name, self._head_group)
+            codec = codec_for(self._layer_codecs, name, self._head_group, shape, values.dtype)
+            chosen[name] = active_for(self._layer_codecs, name, self._head_group, values, codec, self._left_out)
+            self._codecs[name], wire.under_way = codec, True
+            self._layer_codecs.account.exact_bytes += self._copies * math.prod(shape) * values.itemsize
+        return self._written(chosen)
+
+    def _written(self, chosen: Mapping[str, Active | None]) -> torch.Tensor:
+        """The values by their codecs, in a buffer that counts as sent."""
+        sizes, account = self._sizes, self._layer_codecs.account
+        buffer = self.values[0].new_empty(len(self.values[0]), sum(sizes), dtype=torch.uint8)
+        account.sent_bytes += self._copies * self._links * buffer.shape[1]
+        losses: list[Loss] = []
+        for name, choice, payload in self._sections(buffer, sizes):
+            reference, active = self._layer_codecs.wire(name, self._head_group).sent, chosen.get(name)
+            if choice.nbytes and active:
+                codecs.pack_choice(active, choice, self._left_out)
+            loss = codecs.encode(self._by_name[name], reference, self._codecs[name], active, payload, self._left_out)
+            losses += [loss] if loss else []
+        account.losses += losses
+        if not devices.of(buffer.device.type).queues:
+            buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
+        return buffer
+
+    def decode(
+        self,
+        received: torch.Tensor,
+        landings: Sequence[torch.Tensor],
+        carry: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Write what other places have encoded, but for the rank's own places.
+
+        Args:
+            received: their messages, uint8 (P, bytes).
+            landings: room for the tensors, (P, G, H, T, D) each.
+            carry: exchanges messages once more. Where some values, of some rank on these slow axes, are not finite, all
+                of these ranks see that, since each tells all others, and send theirs as they are.
+        """
+        self._read_choices(received)
+        if not devices.of(received.device.type).queues and received[:, :_FLAG_BYTES].any():
+            self._layer_codecs.account.repeated += 1
+            self._codecs = dict.fromkeys(self._by_name, EXACT)
+            received = carry(self._written({}))
+        targets = dict(zip(self.names, landings, strict=True))
+        for name, _, payload in self._sections(received, self._sizes):
+            wire, codec, active = self._layer_codecs.wire(name, self._head_group), self._codecs[name], None
+            wire.under_way = False
+            if codec.chooses:
+                chooser = name if name in codecs.CHOOSING else "v"
+                active = self._layer_codecs.choices[chooser, self._head_group].received
+            codecs.decode(payload, wire.received, codec, active, targets[name], self._here)
+
+    def _read_choices(self, received: torch.Tensor) -> None:
+        """Read which tokens others have chosen, of first messages: those that are sent as they are have no choice, and
+        Q and K, which may be under way, go by V's."""
+        for name, choice, _ in self._sections(received, self._sizes):
+            if choice.nbytes:
+                _, groups, _, tokens, _ = self._by_name[name].shape
+                count = self._codecs[name].active(tokens)
+                active = codecs.unpack_choice(choice, groups, tokens, count, self._here)
+                self._layer_codecs.choices[name, self._head_group].received = active
 
     @property
-    def others(self) -> int:
-        """Places that are not the rank's own."""
-        return rows.others(self.places, self.here)
+    def _sizes(self) -> list[int]:
+        """Bytes of the sections of a message for one place, each with the gap behind it: its flag, and for each tensor
+        its choice of tokens, perhaps none, and its values."""
+        sizes = [_FLAG_BYTES]
+        for name, values in self._by_name.items():
+            sizes += codecs.section_bytes(self._codecs[name], name, (self._links, *values.shape[1:]), values.dtype)
+        return [each for size in sizes for each in (size, codecs.aligned(size) - size)]
 
-
-class Sent(NamedTuple):
-    """What is known of an exchange between its encoding and its end."""
-
-    message: torch.Tensor
-    """uint8 (P, bytes); nothing but the flag is written for this rank's own places."""
-    codecs: list[Codec]
-
-
-def encoded(
-    values: Sequence[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup, ends: Ends
-) -> Sent:
-    """Encode values (P, G, H, T, D) for other places.
-
-    Args:
-        values: of several tensors.
-        names: a letter for each; V is encoded before Q and K of the same head group.
-        layer_codecs: how.
-        head_group: of the heads.
-        ends: where they go to.
-    """
-    used: dict[int, Codec] = {}
-    chosen: dict[int, Active | None] = {}
-    for index in _encoding_order(names):
-        name, tensor = names[index], values[index]
-        used[index] = codec_for(layer_codecs, name, head_group, _to_others(tensor, ends), tensor.dtype)
-        chosen[index] = active_for(layer_codecs, name, head_group, tensor, used[index], ends.here)
-        layer_codecs.account.exact_bytes += ends.copies * math.prod(_to_others(tensor, ends)) * tensor.itemsize
-    codecs_of = [used[index] for index in range(len(names))]
-    message, flag, rooms = _message(values, names, codecs_of, layer_codecs, ends)
-    losses: list[Loss] = []
-    for index, (choice, payload) in zip(_encoding_order(names), rooms, strict=True):
-        wire, active = layer_codecs.wire(names[index], head_group), chosen[index]
-        wire.under_way = True
-        if choice.nbytes and active:
-            codecs.pack_choice(active, choice, ends.here)
-        loss = codecs.encode(values[index], wire.sent, used[index], active, payload, ends.here)
-        losses += [loss] if loss else []
-    layer_codecs.account.losses += losses
-    if not devices.of(message.device.type).queues:
-        flag.fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
-    return Sent(message, codecs_of)
-
-
-def repeated(
-    values: Sequence[torch.Tensor], names: str, layer_codecs: LayerCodecs, head_group: HeadGroup, ends: Ends
-) -> Sent:
-    """Values as they are: some of them, of some rank on these slow axes, are not finite. Every one of these ranks has
-    seen that, since each tells all others."""
-    layer_codecs.account.repeated += 1
-    exact = [EXACT] * len(names)
-    message, _, rooms = _message(values, names, exact, layer_codecs, ends)
-    for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
-        wire = layer_codecs.wire(names[index], head_group)
-        codecs.encode(values[index], wire.sent, EXACT, None, payload, ends.here)
-    return Sent(message, exact)
-
-
-def asks_again(received: torch.Tensor) -> bool:
-    """Whether messages (P, bytes) are to be sent as they are, by the word of one of their senders."""
-    return not devices.of(received.device.type).queues and bool(received[:, :_FLAG_BYTES].any())
-
-
-def read_choices(
-    received: torch.Tensor,
-    sent: Sent,
-    landings: Sequence[torch.Tensor],
-    names: str,
-    layer_codecs: LayerCodecs,
-    head_group: HeadGroup,
-    ends: Ends,
-) -> None:
-    """Read which tokens other places have chosen, before values are asked for again: Q and K go by V's choice, which
-    the messages of a repeated exchange lack. For arguments see :func:`decode`."""
-    _, rooms = _sections(received, _sizes(landings, names, sent.codecs, ends))
-    for index, (choice, _) in zip(_encoding_order(names), rooms, strict=True):
-        if choice.nbytes:
-            (_, groups, _, tokens, _), codec = landings[index].shape, sent.codecs[index]
-            active = codecs.unpack_choice(choice, groups, tokens, codec.active(tokens), ends.here)
-            layer_codecs.choices[names[index], head_group].received = active
-
-
-def decode(
-    received: torch.Tensor,
-    sent: Sent,
-    landings: Sequence[torch.Tensor],
-    names: str,
-    layer_codecs: LayerCodecs,
-    head_group: HeadGroup,
-    ends: Ends,
-) -> None:
-    """Write what other places have encoded, but for the rank's own places.
-
-    Args:
-        received: messages, uint8 (P, bytes).
-        sent: what this rank has sent, as all do.
-        landings: room for the tensors, (P, G, H, T, D) each.
-        names: their letters.
-        layer_codecs: how.
-        head_group: of the heads.
-        ends: where they come from.
-    """
-    _, rooms = _sections(received, _sizes(landings, names, sent.codecs, ends))
-    for index, (_, payload) in zip(_encoding_order(names), rooms, strict=True):
-        name, codec, active = names[index], sent.codecs[index], None
-        wire = layer_codecs.wire(name, head_group)
-        wire.under_way = False
-        if codec.chooses:
-            active = layer_codecs.choices[name if name in codecs.CHOOSING else "v", head_group].received
-        codecs.decode(payload, wire.received, codec, active, landings[index], ends.here)
-
-
-def _to_others(values: torch.Tensor, ends: Ends) -> tuple[int, ...]:
-    """The shape (L, G, H, T, D) of what goes to other places of values (P, G, H, T, D)."""
-    return ends.others, *values.shape[1:]
-
-
-_Rooms = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of a message, for each tensor in the order of encoding: for its choice of tokens, and its values; uint8 (P, n)."""
-
-
-def _message(
-    values: Sequence[torch.Tensor], names: str, used: list[Codec], layer_codecs: LayerCodecs, ends: Ends
-) -> tuple[torch.Tensor, torch.Tensor, _Rooms]:
-    """A message (P, bytes) with nothing in it, which counts as sent, and its flag and rooms."""
-    sizes = _sizes(values, names, used, ends)
-    message = values[0].new_empty(ends.places, sum(map(codecs.aligned, sizes)), dtype=torch.uint8)
-    layer_codecs.account.sent_bytes += ends.copies * ends.others * message.shape[1]
-    return message, *_sections(message, sizes)
-
-
-def _sizes(values: Sequence[torch.Tensor], names: str, used: list[Codec], ends: Ends) -> list[int]:
-    """Bytes of the sections of a message for one place: its flag, and for each tensor, in the order of encoding, its
-    choice of tokens, perhaps none, and its values."""
-    sizes = [_FLAG_BYTES]
-    for index in _encoding_order(names):
-        sizes += codecs.section_bytes(used[index], names[index], _to_others(values[index], ends), values[index].dtype)
-    return sizes
-
-
-def _sections(message: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, _Rooms]:
-    """The flag and the rooms of a message, as views."""
-    with_gaps = [each for size in sizes for each in (size, codecs.aligned(size) - size)]
-    flag, *rooms = message.split_with_sizes(with_gaps, 1)[::2]
-    return flag, list(zip(rooms[::2], rooms[1::2], strict=True))
-
-
-@functools.cache
-def _encoding_order(names: str) -> tuple[int, ...]:
-    """V first: it chooses for Q and K."""
-    return tuple(sorted(range(len(names)), key=lambda index: names[index] != "v"))
+    def _sections(self, buffer: torch.Tensor, sizes: list[int]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """For each tensor its name, and the parts of a message (P, bytes) that have its choice and its values."""
+        _, *rooms = buffer.split_with_sizes(sizes, 1)[::2]
+        return list(zip(self._by_name, rooms[::2], rooms[1::2], strict=True))
