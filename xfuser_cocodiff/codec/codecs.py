@@ -295,20 +295,6 @@ def _on_all_links(share: int, links: int, device: torch.device) -> torch.Tensor:
     return torch.full((links,), share, dtype=torch.uint8, device=device)
 
 
-def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """A number for each token of values (L, G, H, T, D), int64 (L, G, T), that differs where any bit of it does, but
-    for chances like one in 2**60: what has to be held to see later that nothing has changed."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    bits = values.contiguous().view(integers)  # products and sums of int64 go round
-    return bits.mul(_odd_numbers(*values.shape[2::2], values.device)[:, None]).sum((2, 4))
-
-
-@functools.cache
-def _odd_numbers(heads: int, dim: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(2**62, (heads, dim), generator=generator).mul_(2).add_(1).to(device)
-
-
 def pack_choice(active: Active, room: torch.Tensor, here: range | None = None) -> None:
     """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own places `here`."""
     bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
