@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from xfuser_cocodiff.emulation import link_check, links, namespaces, user_namespace
-from xfuser_cocodiff.emulation.interruption import Interruption, InterruptionError
+from xfuser_cocodiff.emulation import link_check, links, namespaces, ranks, user_namespace
 from xfuser_cocodiff.emulation.links import Cluster
 from xfuser_cocodiff.emulation.presets import PRESETS
-from xfuser_cocodiff.emulation.ranks import STDOUT, Failure, Ranks, Write
+from xfuser_cocodiff.emulation.ranks import STDOUT, Failure, Write
 from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.machine.topology import FLAT, Topology
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         cluster = _cluster(options)
         _check_tools()
-        return user_namespace.as_root(lambda: _told(lambda: _emulate(cluster, options, shlex.join([PROGRAM, *argv]))))
+        return user_namespace.isolated(lambda: _told(lambda: _run(cluster, options, shlex.join([PROGRAM, *argv]))))
 
     return _told(start)
 
@@ -51,17 +50,9 @@ def _told(work: Callable[[], int]) -> int:
     except (ValueError, RuntimeError) as error:
         _say(str(error))
         return USAGE_STATUS
-    except InterruptionError as error:
+    except user_namespace.StoppedError as error:
         _say(str(error))
         return error.status
-
-
-def _emulate(cluster: Cluster, options: argparse.Namespace, command_line: str) -> int:
-    with Interruption() as interruption:
-        namespaces.sweep()
-        with namespaces.joined(cluster):
-            interruption.check()
-            return _run(cluster, options, interruption, command_line)
 
 
 def _say(message: str) -> None:
@@ -140,11 +131,11 @@ def of_preset(option: str, name: str, topology: str | None, scale: str) -> Clust
     """
     if name not in PRESETS:
         raise ValueError(f"{option} {name!r} is not known; valid are {', '.join(PRESETS)}")
-    ranks = _topology(topology or PRESETS[name].topology)
-    axes = [FLAT] if name == FLAT else _axes(ranks)
+    whole = _topology(topology or PRESETS[name].topology)
+    axes = [FLAT] if name == FLAT else _axes(whole)
     if missing := set(axes) - set(PRESETS[name].gigabytes):
         raise ValueError(f"{option} {name} has no links {', '.join(missing)}; a flat topology goes with {option} flat")
-    return _with_addresses(ranks, PRESETS[name].rates(axes), name, scale)
+    return _with_addresses(whole, PRESETS[name].rates(axes), name, scale)
 
 
 def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str | None, scale: str) -> Cluster:
@@ -211,10 +202,11 @@ def _check_tools() -> None:
         raise RuntimeError(f"an emulated cluster needs {' and '.join(missing)} of the package iproute2")
 
 
-def _run(cluster: Cluster, options: argparse.Namespace, interruption: Interruption, command_line: str) -> int:
+def _run(cluster: Cluster, options: argparse.Namespace, command_line: str) -> int:
+    namespaces.make(cluster)
     if options.check:
         found = link_check.Findings(cluster)
-        if failure := _launch(cluster, link_check.COMMAND, interruption, found.write):
+        if failure := _launch(cluster, link_check.COMMAND, found.write):
             _say(f"{failure} in the check of the links; the others were stopped")
             return failure.status
         print(found.table(), flush=True)
@@ -223,20 +215,15 @@ def _run(cluster: Cluster, options: argparse.Namespace, interruption: Interrupti
         if off := found.off():
             _say(f"links off their rate by more than {link_check.TOLERANCE:.0%}: {', '.join(off)}")
             return 1
-    if options.command:
-        failure = _launch(cluster, options.command, interruption, _Prefixed(interruption))
-        if failure:
-            _say(f"{failure}; the others were stopped")
-            return failure.status
+    if options.command and (failure := _launch(cluster, options.command, _write)):
+        _say(f"{failure}; the others were stopped")
+        return failure.status
     return 0
 
 
-def _launch(cluster: Cluster, command: Sequence[str], interruption: Interruption, write: Write) -> Failure | None:
-    with Ranks(interruption, write) as ranks:
-        for rank in range(cluster.size):
-            inside = ["ip", "netns", "exec", namespaces.name(rank)]
-            ranks.start(rank, [*inside, *command], environment(cluster, rank, os.environ))
-        return ranks.wait()
+def _launch(cluster: Cluster, command: Sequence[str], write: Write) -> Failure | None:
+    inside = [["ip", "netns", "exec", namespaces.name(rank), *command] for rank in range(cluster.size)]
+    return ranks.run([(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], write)
 
 
 def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
@@ -260,20 +247,15 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
     }
 
 
-class _Prefixed:
-    """Writes the lines of ranks to the outputs of this process, behind the number of the rank."""
-
-    def __init__(self, interruption: Interruption) -> None:
-        self._interruption = interruption
-
-    def __call__(self, rank: int, descriptor: int, line: bytes) -> None:
-        output = (sys.stdout if descriptor == STDOUT else sys.stderr).buffer
-        try:
-            output.write(b"[%d] %s\n" % (rank, line))
-            output.flush()
-        except BrokenPipeError:
-            # Nobody reads any more, as behind `| head`: what a signal of that name would have done to the ranks.
-            self._interruption.note(signal.SIGPIPE)
+def _write(rank: int, descriptor: int, line: bytes) -> None:
+    """Write a line of a rank to an output of this process, behind the rank's number."""
+    output = (sys.stdout if descriptor == STDOUT else sys.stderr).buffer
+    try:
+        output.write(b"[%d] %s\n" % (rank, line))
+        output.flush()
+    except BrokenPipeError:
+        # Nobody reads any more, as behind `| head`: what a signal of that name would have done to the ranks.
+        os._exit(128 + signal.SIGPIPE)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 The module is also the program that measures, once per rank.
 """
 
-import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 from xfuser_cocodiff.emulation.links import Cluster, from_environment
@@ -30,7 +31,7 @@ REST_SECONDS = 0.001
 PATIENCE_SECONDS = 60.0
 """For which ranks wait for each other: a guard, not a bound on speed."""
 
-DATA_PORT, BARRIER_PORT = 29501, 29502
+DATA_PORT = 29501
 LENGTH_BYTES = 8
 CHUNK = memoryview(bytes(1 << 16))
 
@@ -96,20 +97,19 @@ class Findings:
 
 
 def main() -> int:
-    """Measure the links of this rank, one axis after the other, and print a line for each."""
+    """Measure the links of this rank, one axis after the other, and print a line for each; all ranks call this."""
     cluster, rank = from_environment(), int(os.environ["RANK"])
-    with _Receiver(cluster, rank), _Barrier(cluster, rank) as barrier:
-        barrier.wait()
-        for axis in cluster.rates:
-            transfers = [
-                _Transfer(cluster, link.ranks, cluster.rate(axis)) for link in cluster.links(rank) if link.axis == axis
-            ]
-            barrier.wait()
-            for transfer in transfers:
-                transfer.start()
-            for transfer in transfers:
-                print(axis, transfer.finish(), flush=True)
-        barrier.wait()
+    receiver = _receiver(cluster.addresses[rank])
+    receiver.rounds += 1
+    transfers: dict[str, list[_Transfer]] = {axis: [] for axis in cluster.rates}
+    for link in cluster.links(rank):  # once all other ranks listen, none of them takes the processor to start
+        transfers[link.axis].append(_Transfer(cluster, link.ranks, cluster.rate(link.axis)))
+    for axis, along in transfers.items():
+        for transfer in along:
+            transfer.start()
+        for transfer in along:
+            print(axis, transfer.finish(), flush=True)
+    receiver.wait({*cluster.addresses} - {cluster.addresses[rank]})
     return 0
 
 
@@ -120,7 +120,7 @@ class _Transfer:
         self._bytes = max(round(rate * 1e6 / 8 * SECONDS / len(ranks)), MIN_BYTES)
         self._sockets = [connect(cluster.addresses[peer], DATA_PORT) for peer in ranks]
         self._threads = [threading.Thread(target=self._send, args=(peer,), daemon=True) for peer in self._sockets]
-        self._delivered = threading.Semaphore(0)
+        self._answers: list[bytes] = []
 
     def start(self) -> None:
         self._started = time.perf_counter()
@@ -133,51 +133,56 @@ class _Transfer:
             left = self._bytes
             while left:
                 left -= peer.send(CHUNK[: min(left, len(CHUNK))])
-            if peer.recv(1):  # which says that all has arrived
-                self._delivered.release()
+            self._answers.append(peer.recv(1))  # which says that all has arrived
             self._ended = time.perf_counter()
 
     def finish(self) -> float:
         """Wait for the end and return Mbit/s."""
         for thread in self._threads:
             thread.join()
-        for _ in self._threads:
-            if not self._delivered.acquire(blocking=False):
-                raise ConnectionError("a transfer ended before all had arrived")
+        if self._answers != [b"!"] * len(self._threads):
+            raise ConnectionError("a transfer ended before all had arrived")
         return self._bytes * len(self._threads) * 8 / 1e6 / (self._ended - self._started)
 
 
 class _Receiver:
-    """Takes in what others send to this rank, and tells them when all has arrived."""
+    """Takes in what others send to this rank, as long as it lives, and tells them when all has arrived."""
 
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._server = socket.create_server((cluster.addresses[rank], DATA_PORT), backlog=cluster.size)
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-
-    def __enter__(self) -> "_Receiver":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._server:
-            self._server.shutdown(socket.SHUT_RDWR)  # which wakes up the thread
-            self._thread.join()
+    def __init__(self, address: str) -> None:
+        self.rounds = 0
+        """In which each other rank sends once."""
+        self._received: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._server = socket.create_server((address, DATA_PORT), backlog=256)
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=_receive, args=(self._server.accept()[0],), daemon=True).start()
+        while True:
+            threading.Thread(target=self._receive, args=self._server.accept(), daemon=True).start()
+
+    def _receive(self, peer: socket.socket, address: tuple[str, int]) -> None:
+        buffer = bytearray(1 << 18)
+        with peer:
+            left = int.from_bytes(peer.recv(LENGTH_BYTES, socket.MSG_WAITALL), "big")
+            while left and (count := peer.recv_into(buffer, min(left, len(buffer)))):
+                left -= count
+                time.sleep(REST_SECONDS)
+            if not left:
+                peer.sendall(b"!")
+        with self._changed:
+            self._received[address[0]] += 1
+            self._changed.notify()
+
+    def wait(self, peers: set[str]) -> None:
+        """Wait for all rounds so far of all peers."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: all(self._received[peer] >= self.rounds for peer in peers), PATIENCE_SECONDS
+            ):
+                raise ConnectionError("nothing came from another rank")
 
 
-def _receive(peer: socket.socket) -> None:
-    buffer = bytearray(1 << 18)
-    with peer:
-        left = int.from_bytes(peer.recv(LENGTH_BYTES, socket.MSG_WAITALL), "big")
-        while left and (count := peer.recv_into(buffer, min(left, len(buffer)))):
-            left -= count
-            time.sleep(REST_SECONDS)
-        if not left:
-            peer.sendall(b"!")
+_receiver = functools.cache(_Receiver)
 
 
 def connect(address: str, port: int) -> socket.socket:
@@ -190,40 +195,6 @@ def connect(address: str, port: int) -> socket.socket:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-
-
-class _Barrier:
-    """Lets no rank go on before all have come; rank 0 counts."""
-
-    def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._counts = rank == 0
-        with contextlib.ExitStack() as stack:
-            if self._counts:
-                server = socket.create_server((cluster.addresses[0], BARRIER_PORT), backlog=cluster.size)
-                stack.enter_context(server)
-                self._peers = [server.accept()[0] for _ in range(cluster.size - 1)]
-            else:
-                self._peers = [connect(cluster.addresses[0], BARRIER_PORT)]
-
-    def __enter__(self) -> "_Barrier":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for peer in self._peers:
-            peer.close()
-
-    def wait(self) -> None:
-        steps = (self._hear, self._tell) if self._counts else (self._tell, self._hear)
-        for step in steps:
-            for peer in self._peers:
-                step(peer)
-
-    def _hear(self, peer: socket.socket) -> None:
-        if not peer.recv(1):
-            raise ConnectionError("another rank has ended")
-
-    def _tell(self, peer: socket.socket) -> None:
-        peer.sendall(b"!")
 
 
 if __name__ == "__main__":

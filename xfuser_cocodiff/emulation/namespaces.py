@@ -1,22 +1,14 @@
 """Network namespaces of an emulated cluster: one for each rank, and one for the bridge that joins them.
 
-Pairs of interfaces are made directly between those namespaces, so nothing of the host's network is touched. Names carry
-the id of the launching process: clusters can stand side by side, and what a killed launcher left behind is known by it.
+They are made inside the namespaces that a cluster has to itself (:mod:`user_namespace`): nothing of the host's network
+is touched, clusters can stand side by side, and all of it goes with its first process.
 """
 
-import contextlib
-import os
-import re
-import signal
 import subprocess
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from xfuser_cocodiff.emulation.links import MAX_PACKET, Cluster, build_commands, route_commands, run_batch
 
-FOLDER = Path("/run/netns")
-"""Where `ip netns` keeps its names."""
 MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
 
@@ -35,7 +27,6 @@ BRIDGE_SETTINGS = {
 }
 """Kernel settings in the namespace of the bridge: no firewall looks at what it forwards, which would cost time."""
 
-_NAME = re.compile(r"cocodiff-(\d+)-(?:bridge|rank\d+)")
 _BRIDGE = "br0"
 
 
@@ -45,26 +36,17 @@ def address(rank: int) -> str:
 
 
 def name(rank: int) -> str:
-    """Namespace of a rank of the cluster that this process launches."""
-    return f"cocodiff-{os.getpid()}-rank{rank}"
+    """Namespace of a rank."""
+    return f"rank{rank}"
 
 
-@contextlib.contextmanager
-def joined(cluster: Cluster) -> Iterator[None]:
-    """Make the namespaces of a cluster with their links, and remove them with all that runs in them.
+def make(cluster: Cluster) -> None:
+    """Make the namespaces of a cluster with their links.
 
     Raises:
         RuntimeError: they could not be made, for instance for lack of permission.
     """
-    try:
-        _make(cluster)
-        yield
-    finally:
-        remove(os.getpid())
-
-
-def _make(cluster: Cluster) -> None:
-    bridge, ranks = f"cocodiff-{os.getpid()}-bridge", range(cluster.size)
+    bridge, ranks = "bridge", range(cluster.size)
     run_batch("ip", [f"netns add {namespace}" for namespace in (bridge, *map(name, ranks))])
     # No router or multicast listener is in here, and silence is easier on the processor.
     run_batch("ip", [f"link add {_BRIDGE} mtu {MAX_PACKET} type bridge mcast_snooping 0"], bridge)
@@ -94,50 +76,3 @@ def _set(settings: Mapping[str, str], namespace: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise RuntimeError(f"kernel settings of a namespace could not be made: {done.stderr.strip()}")
-
-
-def sweep() -> None:
-    """Remove what launchers that are no longer alive have left behind."""
-    for launcher in {int(match[1]) for match in map(_NAME.fullmatch, _names()) if match}:
-        if not Path(f"/proc/{launcher}").exists():
-            remove(launcher)
-
-
-def remove(launcher: int) -> None:
-    """End all processes in the namespaces of a launcher, and remove the namespaces; again and again does no harm."""
-    for namespace in _names():
-        if (match := _NAME.fullmatch(namespace)) and int(match[1]) == launcher:
-            _end_processes(namespace)
-            # Another launcher may be sweeping the same; what counts is that it is gone.
-            with contextlib.suppress(RuntimeError):
-                run_batch("ip", [f"netns del {namespace}"])
-
-
-def _end_processes(namespace: str) -> None:
-    """Kill what runs in a namespace, also what has left the session of its rank."""
-    deadline = time.monotonic() + 5
-    while (found := processes(namespace)) and time.monotonic() < deadline:
-        for process in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def processes(namespace: str) -> list[int]:
-    """Ids of the processes in a namespace."""
-    try:
-        wanted = os.stat(FOLDER / namespace)
-    except FileNotFoundError:
-        return []
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        # Processes come and go while one looks.
-        with contextlib.suppress(OSError):
-            here = os.stat(f"/proc/{process}/ns/net")
-            if (here.st_dev, here.st_ino) == (wanted.st_dev, wanted.st_ino):
-                found.append(int(process))
-    return found
-
-
-def _names() -> list[str]:
-    return sorted(entry.name for entry in FOLDER.iterdir()) if FOLDER.is_dir() else []

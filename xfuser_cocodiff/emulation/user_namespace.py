@@ -1,9 +1,10 @@
-"""Makes network namespaces possible for an ordinary user: root of a user namespace, which owns its network, mounts and
-processes, and nothing outside of it.
+"""Namespaces that an emulated cluster has to itself: of network, mounts and processes, and of users where it is started
+by an ordinary one, who is root in there and nobody outside of it.
 
 All of that ends with its first process, however that ends: nothing can be left behind.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -12,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from xfuser_cocodiff.emulation.interruption import Interruption
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEW_USER, _NEW_NETWORK, _NEW_MOUNTS, _NEW_PROCESSES = 0x10000000, 0x40000000, 0x00020000, 0x20000000
 _RECURSIVE_PRIVATE = 1 << 14 | 1 << 18
@@ -21,6 +20,17 @@ _NO_PROGRAMS = 2 | 4 | 8
 """Of a mount: nothing on it is a device, gives rights, or can be run."""
 _NET_ADMIN, _SYS_ADMIN = 1 << 12, 1 << 21
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Which ask a process to stop."""
+
+
+class StoppedError(Exception):
+    """The process was asked to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.status = 128 + number
+        """Exit status as a shell has it."""
 
 
 def is_root() -> bool:
@@ -30,37 +40,45 @@ def is_root() -> bool:
     return held & _NET_ADMIN != 0 and held & _SYS_ADMIN != 0
 
 
-def as_root(work: Callable[[], int]) -> int:
-    """Do work as root: here where this process is that already, else in a child that is root of a user namespace.
+def isolated(work: Callable[[], int]) -> int:
+    """Do work as the first process of namespaces of its own, as root in there.
 
-    Signals of :class:`Interruption` reach the child, which dies with this process. What runs in this process must be a
-    single thread, and it has the new network for the rest of its life.
+    It dies with this process, or where that is asked to stop. What runs in this process must be a single thread, and it
+    has the new network for the rest of its life.
 
     Args:
-        work: what to do; returns an exit status, and heeds signals by an :class:`Interruption`.
+        work: what to do; returns an exit status.
 
     Returns:
         The exit status.
 
     Raises:
         RuntimeError: this machine does not permit it.
+        StoppedError: a signal asked this process to stop.
     """
-    if is_root():
-        return work()
     _enter()
     trouble, told = os.pipe()
-    # A first process never hears a signal that it has no handler for. Those that come before it has wait.
-    signal.pthread_sigmask(signal.SIG_BLOCK, Interruption.SIGNALS)
+    stopped: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a child to end
     child = os.fork()
     if not child:
         _be_first(work, told)
     os.close(told)
-    for number in Interruption.SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, Interruption.SIGNALS)
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with os.fdopen(trouble) as pipe:
         found = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if stopped:
+        raise StoppedError(stopped[0])
     if found:
         raise RuntimeError(_not_permitted(found))
     return status if status >= 0 else 128 - status
@@ -69,8 +87,12 @@ def as_root(work: Callable[[], int]) -> int:
 def _enter() -> None:
     """Leave the namespaces of this process for new ones, in which its user is root."""
     user, group = os.geteuid(), os.getegid()
+    flags = _NEW_NETWORK | _NEW_MOUNTS | _NEW_PROCESSES
     try:
-        _call("unshare", _NEW_USER | _NEW_NETWORK | _NEW_MOUNTS | _NEW_PROCESSES)
+        if is_root():
+            _call("unshare", flags)
+            return
+        _call("unshare", flags | _NEW_USER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path("/proc/self", name).write_text(text)
     except OSError as error:
@@ -82,6 +104,9 @@ def _be_first(work: Callable[[], int], told: int) -> NoReturn:
     status = 1
     try:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+        for number in _SIGNALS:  # which never reach a first process that does not handle them
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if _furnished(told):
             status = work()
     except BaseException:
