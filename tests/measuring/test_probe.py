@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -50,22 +51,22 @@ def overlap_with(rank: int, blocking: bool) -> float:
     """The overlap that is measured where a message takes 80 ms, in the background or while its starter waits."""
     group, topology = dist.group.WORLD, Topology.flat(2)
     mesh = Mesh.over(group, topology)
-    start, finish = Stages.start, Stages.finish
+    start = Stages.start
 
-    def starting(self: Stages, *args: object) -> tuple:
-        flight, ready = start(self, *args), time.monotonic() + 0.08
+    def starting(self: Stages, *args: object) -> Callable[[], torch.Tensor]:
+        arrive, ready = start(self, *args), time.monotonic() + 0.08
         if blocking:
             time.sleep(0.08)
-        return flight, ready
 
-    def finishing(self: Stages, started: tuple) -> torch.Tensor:
-        flight, ready = started
-        time.sleep(max(0.0, ready - time.monotonic()))
-        return finish(self, flight)
+        def late() -> torch.Tensor:
+            time.sleep(max(0.0, ready - time.monotonic()))
+            return arrive()
+
+        return late
 
     computing = mock.patch.object(torch, "mm", lambda *_: time.sleep(0.02))
     small = mock.patch.object(probe, "_LAST_BYTES", probe._FIRST_BYTES)
-    with computing, small, mock.patch.object(Stages, "start", starting), mock.patch.object(Stages, "finish", finishing):
+    with computing, small, mock.patch.object(Stages, "start", starting):
         return probe.Probe(mesh, group, CPU).overlap()
 
 

@@ -18,7 +18,7 @@ from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.lane import Lane
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
-from xfuser_cocodiff.exchange.stages import InFlight, Stages
+from xfuser_cocodiff.exchange.stages import Stages, UnderWay
 from xfuser_cocodiff.kernels.rows import SHARES, Active, Known
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
@@ -186,10 +186,10 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
 class _Still(Stages):
     """Messages arrive at once, as they were sent: what is left of an exchange is what the device does."""
 
-    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> UnderWay:
         dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
-        return InFlight(plan, number, sent, sent, sent.shape, dim)
+        return lambda: sent.movedim(0, dim)
 
 
 def _still(lane: Lane, **axes: int) -> Mesh:

@@ -17,7 +17,7 @@ from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.groups import subgroup
 from xfuser_cocodiff.exchange.lane import Handle, Lane
 from xfuser_cocodiff.exchange.policy import Policy
-from xfuser_cocodiff.exchange.stages import InFlight, Stages
+from xfuser_cocodiff.exchange.stages import Stages, UnderWay
 from xfuser_cocodiff.exchange.traffic import Label, Span, Traffic
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.device import CPU
@@ -110,11 +110,11 @@ class Mesh:
             return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds, is_awaited)
         # One stage needs nobody to carry it on, and need not wait for those before it.
         if span.taken:  # somebody has to see when it ends
-            flight = self.stages.start(message, plan, 0)
-            return self.lane.start(str(label), lambda: self._arrive(flight, span), finish, span.holds, is_awaited)
+            arrive = self.stages.start(message, plan, 0)
+            return self.lane.start(str(label), lambda: self._arrive(arrive, span), finish, span.holds, is_awaited)
         with span.travels():
-            flight = self.stages.start(message, plan, 0)
-        return Handle(str(label), lambda: self.stages.finish(flight), finish, span.holds)
+            arrive = self.stages.start(message, plan, 0)
+        return Handle(str(label), arrive, finish, span.holds)
 
     def _sees_ends(self, message: torch.Tensor) -> bool:
         """Whether a stream of its own is to see when the exchange ends: the caller's sees it after what it computes."""
@@ -125,9 +125,9 @@ class Mesh:
         with span.travels():
             return self.all_to_all(message, plan)
 
-    def _arrive(self, flight: InFlight, span: Span) -> torch.Tensor:
+    def _arrive(self, arrive: UnderWay, span: Span) -> torch.Tensor:
         with span.travels():
-            return self.stages.finish(flight)
+            return arrive()
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.
@@ -150,9 +150,9 @@ class Mesh:
         first = self.stages.start(buffer, plan, 0)
 
         def go_on() -> torch.Tensor:
-            arrived = self.stages.finish(first)
+            arrived = first()
             for number in range(1, len(plan.stages)):
-                arrived = self.stages.finish(self.stages.start(arrived, plan, number))
+                arrived = self.stages.start(arrived, plan, number)()
             return arrived
 
         return go_on
@@ -176,7 +176,7 @@ class Mesh:
             Shape (*plan.shape, *block.shape), indexed by source; a view whose memory order is that of the last stage.
         """
         for number in range(len(plan.stages)):
-            block = self.stages.finish(self.stages.start_gather(block, plan, number))
+            block = self.stages.start_gather(block, plan, number)()
         levels = len(plan.dims)
         lies = [levels - 1 - plan.dims.index(dim) for dim in range(levels)]  # the last stage outermost
         return block.permute(*lies, *range(levels, block.ndim))
@@ -185,11 +185,11 @@ class Mesh:
         """Send chunk after chunk through the stages: while one crosses nodes, the next crosses tiles."""
         chunks = buffer.chunk(plan.chunks, -1)
         last = len(plan.stages) - 1
-        flying: dict[int, InFlight] = {}
+        flying: dict[int, UnderWay] = {}
         for tick in range(len(chunks) + last):
             # The most advanced chunk first: it frees its stage for the one behind it.
             for chunk in range(max(0, tick - last), min(tick + 1, len(chunks))):
                 number = tick - chunk
-                part = self.stages.finish(flying[chunk]) if number else chunks[chunk]
+                part = flying[chunk]() if number else chunks[chunk]
                 flying[chunk] = self.stages.start(part, plan, number)
-        return torch.cat([self.stages.finish(flying[chunk]) for chunk in range(len(chunks))], -1)
+        return torch.cat([flying[chunk]() for chunk in range(len(chunks))], -1)

@@ -4,9 +4,9 @@ In an all-to-all each of them gets another share of what a rank holds, in an all
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,8 @@ _TAG = 0
 and messages between two ranks keep their order: one tag serves all."""
 
 
-class InFlight(NamedTuple):
-    """A stage that has been started: its result is there after :meth:`Stages.finish`."""
-
-    plan: Plan
-    number: int
-    """Which of the plan's stages."""
-    sent: torch.Tensor
-    """Kept until the stage is finished, since the network reads it."""
-    received: torch.Tensor
-    shape: tuple[int, ...]
-    """Of what arrives, by source."""
-    dim: int
-    """To which the sources are moved."""
-    works: tuple[dist.Work, ...] = ()
-    """What to wait for; a functional collective is waited for through `received`."""
-    began: torch.Event | None = None
-    """When it might begin, where somebody wants to know."""
+UnderWay = Callable[[], torch.Tensor]
+"""A stage that has been started: waits for it, and returns what arrived, indexed by source."""
 
 
 @dataclass(frozen=True)
@@ -68,57 +53,50 @@ class Stages:
         """Whether the host sees when a stage has ended."""
         return self.staged or not devices.of(self.device.type).queues
 
-    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> InFlight:
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> UnderWay:
         """Begin a stage with a buffer (*plan.shape, payload)."""
-        dim, stage = plan.dims[number], plan.stages[number]
+        dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
-            return InFlight(plan, number, sent, _functional(sent, self.groups[stage]), sent.shape, dim)
-        return self._begun(sent, sent.shape, plan, number, dim)
+            received = _functional(sent, self.groups[plan.stages[number]])
+            return lambda: _wait(received).view(sent.shape).movedim(0, dim)
+        arrive = self._begun(sent, sent.shape, plan, number)
+        return (lambda: arrive().movedim(0, dim)) if dim else arrive
 
-    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> InFlight:
+    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> UnderWay:
         """Begin a stage of an all-gather with what this rank holds; (ranks, *block.shape) arrives."""
         shape = self.groups[plan.stages[number]].size(), *block.shape
-        return self._begun(block.contiguous(), shape, plan, number, 0, gathers=True)
+        return self._begun(block.contiguous(), shape, plan, number, gathers=True)
 
     def _begun(
-        self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, dim: int, gathers: bool = False
-    ) -> InFlight:
-        group, label = self.groups[plan.stages[number]], self._label(plan, number)
+        self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, gathers: bool = False
+    ) -> UnderWay:
+        group = self.groups[plan.stages[number]]
+        label = self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
         with self.traffic.time(label, sent.device), roll_call.naming_the_lost(group, label):
             outgoing = _on_host(sent) if self.staged else sent
             self.traffic.count_block(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
             began = self.traffic.begins(sent.device)
-            received = self._empty(shape, outgoing)
             begin = _swap if plan.direct[number] else _collective
-            received, works = begin(outgoing, received, group, gathers)
-            return InFlight(plan, number, outgoing, received, shape, dim, works, began)
+            received, works = begin(outgoing, self._empty(shape, outgoing), group, gathers)
+
+        def wait() -> torch.Tensor:
+            with self.traffic.time(label, outgoing.device), roll_call.naming_the_lost(group, label):
+                for work in works:  # as long as its group's timeout; on a device, one given here stops the host
+                    work.wait()
+                arrived = _wait(received)
+            if self.staged:
+                arrived = arrived.to(self.device, non_blocking=True)
+            self.traffic.ends(label, began)
+            if not self._host_waits and roll_call.is_attended():
+                self._watch(label, group)
+            return arrived.view(shape)
+
+        return wait
 
     def _empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         pins = self.staged and devices.of(self.device.type).queues
         return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=pins)
-
-    def _label(self, plan: Plan, number: int) -> str:
-        return self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
-
-    def finish(self, flight: InFlight) -> torch.Tensor:
-        """Wait for a stage and return what arrived, indexed by source."""
-        plan, number, received = flight.plan, flight.number, flight.received
-        if torch.compiler.is_compiling():
-            received = _wait(received)
-        else:
-            label, group = self._label(plan, number), self.groups[plan.stages[number]]
-            with self.traffic.time(label, flight.sent.device), roll_call.naming_the_lost(group, label):
-                for work in flight.works:  # as long as its group's timeout; on a device, one given here stops the host
-                    work.wait()
-                received = _wait(received)
-            if self.staged:
-                received = received.to(self.device, non_blocking=True)
-            self.traffic.ends(label, flight.began)
-            if not self._host_waits and roll_call.is_attended():
-                self._watch(label, group)
-        received = received.view(flight.shape)
-        return received.movedim(0, flight.dim) if flight.dim else received
 
     def _watch(self, label: str, group: dist.ProcessGroup) -> None:
         """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end

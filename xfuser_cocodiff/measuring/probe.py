@@ -165,7 +165,7 @@ class Probe:
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
         plan, calls = Plan(topology, (stage,), direct=(direct,)), in_a_row(calls, topology.size)
-        return self._taken(lambda: self.mesh.stages.finish(self.mesh.stages.start(message, plan, 0)), calls, rounds)
+        return self._taken(lambda: self.mesh.stages.start(message, plan, 0)(), calls, rounds)
 
     def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
         # The fastest: what others take longer is the time of something else on the machine.
