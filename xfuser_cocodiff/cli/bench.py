@@ -125,7 +125,7 @@ def _add_kernels(subjects: Any) -> None:
         "kernels", help="what codes and moves values, against a copy on the same device, at the sizes of real models"
     )
     parser.add_argument("--degree", type=int, default=8, help="Ulysses degree, on two nodes (%(default)s)")
-    parser.add_argument("--kernels", default="auto", help="auto, triton or torch (%(default)s)")
+    parser.add_argument("--kernels", default="auto", help="auto, triton, numba or torch (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="times that each is measured, in turns (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.set_defaults(run=_kernels, parser=parser)

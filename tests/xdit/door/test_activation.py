@@ -79,11 +79,10 @@ def test_disabled_by_variable() -> None:
     assert answer(SITE.format(before="", after=""), COCODIFF_DISABLE="1", **STOCK) == [False, False]
 
 
-@pytest.mark.slow  # every way in is tested to reach all sites by itself
-def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None:
+def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None:
     states = answer(
         """
-        import json, sys
+        import json, logging, os, sys
         import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
         import diffusers.image_processor, diffusers.pipelines.pipeline_utils
         import diffusers.modular_pipelines.modular_pipeline
@@ -98,14 +97,25 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
                         if isinstance(value, type) and name.startswith(watched):
                             found.update({f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())
                                            if callable(v) or k == "__dataclass_fields__"})
+            ours = logging.getLogger("xfuser_cocodiff")
+            found["logging"] = [list(each.handlers) + [each.level] for each in (ours, logging.getLogger())]
+            found["process"] = [dict(os.environ), list(sys.meta_path), sys.excepthook, list(sys.path_hooks)]
+            found["inductor"] = [
+                inductor.reorder_for_compute_comm_overlap, list(inductor.reorder_for_compute_comm_overlap_passes)
+            ]
             found["packages_info"] = id(xfuser.envs.PACKAGES_CHECKER.packages_info)
             return found
 
         import torch
+        from torch._inductor import config as inductor
         import xfuser_cocodiff
         from xfuser_cocodiff.xdit.door import activation
+        from xfuser_cocodiff.xdit.engine import graphs
+        from xfuser_cocodiff.xdit.patching import log
         before = everything()
         assert xfuser_cocodiff.install()
+        assert graphs.order_exchanges()
+        log.warn("said")
         during = everything()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
         states = {state.state for state in activation.states()}
@@ -113,6 +123,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_every_site() -> None
         after = everything()
         changed = [key for key in before if during[key] != before[key]]
         left = [key for key in before if after[key] != before[key]]
+        assert {"logging", "process", "inductor"} <= set(changed)
         print(json.dumps([sorted(states), "xfuser_cocodiff" in copy, len(changed) > 20, left, activation._installed]))
         """,
         COCODIFF_DISABLE="1",

@@ -36,7 +36,7 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ring < 1 or world % ring:
-        raise ValueError(f"--ring {ring} is not valid; it divides the {world} ranks")
+        raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
     init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
     group, *parts = [dist.group.WORLD, *groups()]
