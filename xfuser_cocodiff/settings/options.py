@@ -83,21 +83,23 @@ OPTIONS = (
         "cocodiff_v_first",
         "COCODIFF_V_FIRST",
         None,
-        "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if that is faster.",
+        "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if the planner says "
+        "that it pays.",
         OVERLAPS,
     ),
     Option(
         "cocodiff_head_groups",
         "COCODIFF_HEAD_GROUPS",
         None,
-        f"Groups of a rank's heads, of which one attends while others travel: a number; {AUTO} (the default) is one.",
+        f"Groups of a rank's heads, of which one attends while others travel, in exact mode: a number; {AUTO} (the "
+        "default) is one.",
     ),
     Option(
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
         "What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate. Without it, "
-        f"{ACROSS_NODES} where the launcher started ranks on several nodes, else exact.",
+        f"{ACROSS_NODES} where the launcher started ranks on several nodes and for virtual ranks, else exact.",
         MODES,
     ),
     Option(
@@ -111,7 +113,7 @@ OPTIONS = (
         "COCODIFF_SLOW_AXES",
         None,
         f"Axes on which a mode may approximate, such as 'node,gpu', or {AUTO!r}: those that are measured as "
-        "slow. The axis 'node' when not given.",
+        "slow. When not given, the axis 'node', and of virtual ranks all but the innermost.",
     ),
     Option(
         "cocodiff_virtual",
