@@ -231,5 +231,5 @@ def counted(rank: int) -> list[int]:
 
 def test_exact_refreshes_of_a_coded_run_do_not_count() -> None:
     for found in ranks.run(counted, 2):
-        # Single blocks are known from the second step on, double blocks from the third; the fifth and ninth are exact.
-        assert found == [0, 1, 1, 2, 2, 3, 4, 5, 5]
+        # Layers are rehearsed in the first step, and the fifth and the ninth are exact.
+        assert found == [0, 1, 2, 3, 3, 4, 5, 6, 6]
