@@ -197,14 +197,6 @@ def test_chance_is_fair_and_repeats_itself() -> None:
     assert torch.equal(codecs.choose(values, Reference(), codec, 3).indices, picks[3])
 
 
-@pytest.mark.parametrize("bits", [None, 2])
-def test_no_token_may_be_active(bits: int | None) -> None:
-    link = Link()
-    first, second = walk(torch.bfloat16, steps=2)
-    link.carry(first, EXACT)
-    assert torch.equal(link.carry(second, Codec(bits, share=0.0)), first)
-
-
 @pytest.mark.parametrize("values", [{"bits": 3}, {"begins": True}, {"share": 1.5}, {"share": -0.1}, {"score": "mood"}])
 def test_what_is_no_codec(values: dict) -> None:
     with pytest.raises(ValueError, match="is not valid"):
