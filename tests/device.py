@@ -6,13 +6,13 @@ one of which writes, must be ordered by them. So one run stands for all speeds a
 delays do not. Two more mistakes are found: memory that is dropped while a stream may still use it that did not allocate
 it, since the allocator gives it to the next who asks on the stream that did; and operations for which the host waits.
 
-Operations are counted, as far as a device would have to launch something for them, and the bytes that they read and
-write, each tensor once; those of Triton's kernels that stand in for them too (:meth:`Device.by_triton`).
+Operations are counted, as far as a device would have to launch something for them; those of Triton's kernels that stand
+in for them too (:meth:`Device.by_triton`).
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -154,8 +154,6 @@ class Device(TorchDispatchMode):
         self._late, self._made = late, 0
         self.launched: Counter[str] = Counter()
         """How often which operation was."""
-        self.touched_bytes: Counter[str] = Counter()
-        """What these operations read and wrote, with what of a tensor they skip."""
         self.grids: list[tuple[str, tuple[int, ...]]] = []
         """Of Triton's kernels."""
         self._stack = contextlib.ExitStack()
@@ -211,11 +209,6 @@ class Device(TorchDispatchMode):
             agent.tick()
             self.launched[name] += 1
             self.grids.append((name, grid))
-            sizes = _sizes(given.values())
-            for what in {"values", "target"} & given.keys() if "held" in given else ():
-                # A codec's kernels leave out the rank's own place, of which nothing is held.
-                sizes[id(given[what])] = min(given[what].nbytes, given["held"].nbytes)
-            self.touched_bytes[name] += sum(sizes.values())
             for what, tensor in given.items():
                 if isinstance(tensor, torch.Tensor):
                     self._access(agent, tensor, what in WRITTEN[name], name)
@@ -237,7 +230,6 @@ class Device(TorchDispatchMode):
             return
         if agent is not self.host and str(func) not in UNSEEN:
             self.launched[str(func)] += 1
-            self.touched_bytes[str(func)] += sum(_sizes([*given, *made]).values())
         written = {_storage(value) for value in _written(func, args, kwargs)}
         for tensor in given:
             self._access(agent, tensor, _storage(tensor) in written, str(func))
@@ -334,11 +326,6 @@ class Thread:
         if not self._late:
             result()
         return Found(result=result, done=lambda: bool(found))
-
-
-def _sizes(values: Iterable[Any]) -> dict[int, int]:
-    """Bytes of each tensor among values."""
-    return {id(each): each.nbytes for each in values if isinstance(each, torch.Tensor)}
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pr
 from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.attention.reshard import send_to_heads
 from xfuser_cocodiff.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.codec import codecs, modes
+from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT, Codec
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs
 from xfuser_cocodiff.codec.slow_way import SlowWay
@@ -30,8 +30,6 @@ from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.kernels import quantise
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.simulation.machines import AURORA, DGX_H100
-from xfuser_cocodiff.simulation.workloads import WORKLOADS
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that knows devices written in Python")
 
@@ -240,27 +238,6 @@ def test_disorder_is_found(forgotten: str, staged: bool, found: str) -> None:
     assert re.search(found, *ranks.run(mistaken, 1, forgotten, staged))
 
 
-def drops(rank: int, waits: bool) -> None:
-    with Device() as made:
-        side = torch.Stream(device())
-        with side:
-            lent = torch.zeros(3, device=device())
-        made.streams[-1].wait_event(side.record_event())
-        read = lent + 1
-        del lent
-        expected = nullcontext() if waits else pytest.raises(DisorderError, match="was dropped, and the caller's")
-        with side, expected:
-            if waits:
-                side.wait_event(made.streams[0].record_event())
-            torch.zeros(3, device=device())
-        del read
-
-
-@pytest.mark.parametrize("waits", BOTH)
-def test_memory_that_is_given_away_too_early_is_found(waits: bool) -> None:
-    ranks.run(drops, 1, waits)
-
-
 MOST = 12
 """Operations of an encoded layer beside its kernels: for small ones a launch is what takes longest."""
 DRIFT_ADDS = 12
@@ -294,47 +271,6 @@ def test_a_coded_layer_takes_few_launches(slow: str, v_first: bool, share: float
     # An encoder, what sums up for it, and a decoder for each tensor, and the scores of V.
     assert kernels == 12 + (share < 1)
     assert others <= MOST + DRIFT_ADDS * (share < 1)
-
-
-SHARE_OF_LAYER = 0.05
-"""What coding may take of a layer, by the bytes that it reads and writes."""
-ROOFS = {"H100": (DGX_H100, 3.35e12), "one tile of a Max 1550": (AURORA, 1e12)}
-"""FLOP/s that a layer reaches, and bytes per second of memory; see simulation.machines for their sources."""
-
-
-def touched(rank: int, model: str, resolution: int, mode: str) -> tuple[int, int]:
-    """Bytes that exchanges of a layer of real size read and write on one of 8 ranks on two nodes: in a late step of a
-    run in a mode, and where all travels as it is."""
-    workload, found, wires = WORKLOADS[model], [], {}
-    tokens = -(-workload.tokens(resolution) // 8)
-    topology = Topology.named(node=2, gpu=4)
-    with Device() as made, made.by_triton():
-        make_tables()
-        mesh = mesh_of("hierarchical", False, topology)
-        node, gpu = (mesh_of("flat", False, Topology.named(**axis), mesh.lane) for axis in ({"node": 2}, {"gpu": 4}))
-        way = SlowWay((0,), (2, 4), 0, node, gpu)
-        shape = 1, workload.heads, tokens, workload.head_dim
-        query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device=device()) for _ in range(3))
-        usual = modes.usual(mode, 50)
-        for step in (0, 1, 2, 49, None):
-            made.touched_bytes.clear()
-            layer_codecs = step is not None and LayerCodecs(way, usual.codecs(step, 50), wires, Account(), step)
-            ulysses_attention(query, key, value, lambda query, *_: query, mesh, layer_codecs=layer_codecs or None)
-            found.append(made.touched_bytes.total())
-    return found[-2], found[-1]
-
-
-@pytest.mark.parametrize(
-    ("model", "resolution", "mode"),
-    [(*case, mode) for case in (("flux.1-dev", 1024), ("qwen-image", 2304)) for mode in ("balanced", "fast")],
-)
-def test_coding_is_a_small_part_of_a_layer_by_the_bytes_that_it_touches(model: str, resolution: int, mode: str) -> None:
-    [(encoded_bytes, exact_bytes)] = ranks.run(touched, 1, model, resolution, mode)
-    workload = WORKLOADS[model]
-    flops = workload.step_flops(resolution, 1) / workload.calls / workload.layers / 8
-    for name, (machine, bandwidth) in ROOFS.items():
-        share = (encoded_bytes - exact_bytes) / bandwidth / (flops / machine.flops)
-        assert 0 < share <= SHARE_OF_LAYER, (name, share)
 
 
 WIDEST = 2**31 - 1, 65_535, 65_535

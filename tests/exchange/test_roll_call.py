@@ -30,47 +30,66 @@ ABSENT = 0
 ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
 
 
-def exchange_until_lost(rank: int, text: str, end: int) -> str:
-    """Exchange again and again; one rank meets its end on the way."""
+def start(rank: int, what: str) -> Callable[[], object]:
+    """Something that all ranks communicate in: a plan's exchange, the engine's probe, a survey, or one of xDiT's."""
     roll_call.PATIENCE_SECONDS = 5.0
-    topology = Topology.parse("2x2", 4)
-    plan = Plan.parse(text, topology)
-    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=4))
-    return _said(rank, end, lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh))
+    group, cpu, topology = dist.group.WORLD, torch.device("cpu"), Topology.parse("2x2", 4)
+    if what == "survey":
+        return lambda: survey.measure(group, None, cpu, timeout=20)
+    if what in XDITS:
+        return of_xdit(rank, what)
+    plans = None if what == "probe" else [Plan.parse(what, topology)]
+    mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=4))
+    if what == "probe":
+        return lambda: probe.measure(mesh, group, cpu)
+    return lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh)
 
 
-def probe_until_lost(rank: int, end: int) -> str:
-    roll_call.PATIENCE_SECONDS = 5.0
-    topology = Topology.parse("2x2", 4)
-    mesh = Mesh.over(dist.group.WORLD, topology, timeout=timedelta(seconds=4))
-    return _said(rank, end, lambda: probe.measure(mesh, dist.group.WORLD, torch.device("cpu")))
+def of_xdit(rank: int, method: str) -> Callable[[], object]:
+    """Start xDiT's groups with the plugin in use, as a script has them."""
+    from types import SimpleNamespace
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import get_sp_group, init_distributed_environment, initialize_runtime_state
+    from xfuser.model_executor.layers import usp
+
+    world = dist.get_world_size()
+    init_distributed_environment(rank=rank, world_size=world)
+    told = {"use_cocodiff": True, "cocodiff_timeout": 4, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
+    config = xFuserArgs(model="tiny", ulysses_degree=world, **told).create_config()[0]
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+    tensor = torch.full((4,), float(rank))
+    if method == "all_to_all":
+        return lambda: usp._sdpa_all_to_all_single(tensor)
+    assert torch.equal(get_sp_group().all_gather(tensor).view(4, 4)[:, 0], torch.arange(4.0))
+    return lambda: getattr(get_sp_group(), method)(tensor)
 
 
-def survey_until_lost(rank: int, end: int) -> str:
-    roll_call.PATIENCE_SECONDS = 5.0
-    return _said(rank, end, lambda: survey.measure(dist.group.WORLD, None, torch.device("cpu"), timeout=20))
-
-
-def _said(rank: int, end: int, work: Callable[[], object]) -> str:
+def until_lost(rank: int, what: str, end: int) -> None:
+    """Communicate again and again; one rank meets its end on the way."""
+    work = start(rank, what)
     for number in range(1000):
         if number == 2 and rank == CULPRIT:
             if end == ABSENT:
                 time.sleep(ranks.TIMEOUT)
             os.kill(os.getpid(), end)
         work()
-    return "no error"
+
+
+PLANS, XDITS = ("flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"), ("all_gather", "broadcast", "all_to_all")
 
 
 @pytest.mark.parametrize(
-    ("plan", "end"),
+    ("what", "end"),
     slow_but(
-        [("flat*", signal.SIGKILL), ("hierarchical", signal.SIGSTOP)],
-        itertools.product(["flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"], ENDS),
+        [("flat*", signal.SIGKILL), ("hierarchical", signal.SIGSTOP), ("all_gather", signal.SIGKILL)],
+        [*itertools.product([*PLANS, "probe", "survey"], ENDS), *((method, signal.SIGKILL) for method in XDITS)],
     ),
-    ids=ENDS.get,
+    ids=lambda value: ENDS.get(value, value),
 )
-def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: int) -> None:
-    results = ranks.outcomes(exchange_until_lost, 4, plan, end, lost=CULPRIT)
+def test_every_rank_names_the_one_that_was_lost(what: str, end: int) -> None:
+    results = ranks.outcomes(until_lost, 4, what, end, lost=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, LostRankError), result
@@ -78,7 +97,7 @@ def test_every_rank_names_the_one_that_was_lost_in_an_exchange(plan: str, end: i
 
 
 def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
-    results = ranks.outcomes(exchange_until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
+    results = ranks.outcomes(until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
     said = [str(result) for rank, result in enumerate(results) if rank != CULPRIT]
     assert all(isinstance(result, LostRankError) for rank, result in enumerate(results) if rank != CULPRIT), results
     # Who waits for it in the same stage can tell; the others know that nobody is gone.
@@ -119,56 +138,6 @@ def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
     for result in results[:CULPRIT]:
         assert isinstance(result, LostRankError), result
         assert f"rank {CULPRIT} is alive but did not come to it" in str(result)
-
-
-@pytest.mark.parametrize(
-    ("case", "end"),
-    slow_but([], itertools.product([probe_until_lost, survey_until_lost], ENDS)),
-    ids=ENDS.get,
-)
-def test_every_rank_names_the_one_that_was_lost_in_a_probe(case: Callable, end: int) -> None:
-    results = ranks.outcomes(case, 4, end, lost=CULPRIT)
-    for rank, result in enumerate(results):
-        if rank != CULPRIT:
-            assert isinstance(result, LostRankError), result
-            assert f"rank {CULPRIT} is gone or not answering" in str(result)
-
-
-def start_engine(rank: int) -> None:
-    """xDiT's groups and the plugin in use, as a script has them."""
-    from types import SimpleNamespace
-
-    from xfuser import xFuserArgs
-    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
-
-    world = dist.get_world_size()
-    init_distributed_environment(rank=rank, world_size=world)
-    told = {"use_cocodiff": True, "cocodiff_timeout": 4, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
-    config = xFuserArgs(model="tiny", ulysses_degree=world, **told).create_config()[0]
-    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
-    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
-
-
-def gather_until_lost(rank: int, method: str, end: int) -> str:
-    from xfuser.core.distributed import get_sp_group
-    from xfuser.model_executor.layers import usp
-
-    roll_call.PATIENCE_SECONDS = 5.0
-    start_engine(rank)
-    tensor = torch.full((4,), float(rank))
-    if method == "all_to_all":
-        return _said(rank, end, lambda: usp._sdpa_all_to_all_single(tensor))
-    assert torch.equal(get_sp_group().all_gather(tensor).view(4, 4)[:, 0], torch.arange(4.0))
-    return _said(rank, end, lambda: getattr(get_sp_group(), method)(tensor))
-
-
-@pytest.mark.parametrize("method", slow_but(["all_gather"], ["all_gather", "broadcast", "all_to_all"]))
-def test_every_rank_names_the_one_that_was_lost_in_a_collective_of_xdits(method: str) -> None:
-    results = ranks.outcomes(gather_until_lost, 4, method, signal.SIGKILL, lost=CULPRIT)
-    for rank, result in enumerate(results):
-        if rank != CULPRIT:
-            assert isinstance(result, LostRankError), result
-            assert f"rank {CULPRIT} is gone or not answering" in str(result)
 
 
 def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,31 +213,6 @@ def test_threads_communicate_beside_each_other() -> None:
     assert roll_call._now() == ""
 
 
-def overdue(rank: int, comes: bool) -> list[str]:
-    """Rank 1 does not come to an exchange whose end no host waits for; others go on, as with NCCL."""
-    said: list[str] = []
-    roll_call._logger.error = lambda text, *values: said.append(text % values)
-    roll_call.PATIENCE_SECONDS = 2.0
-    roll_call.attend()
-    dist.barrier()
-    if rank != 1 or comes:
-        roll_call.expect(lambda: True, [0, 1, 2], "done long ago", 0.1)
-        roll_call.expect(lambda: comes, [0, 1, 2], "node", 4.0)
-    time.sleep(8)
-    return said
-
-
-@pytest.mark.slow  # on the host the same is told above
-def test_what_is_overdue_on_a_device_is_told_before_the_watchdog_acts() -> None:
-    first, absent, third = ranks.run(overdue, 3, False)
-    expected = (
-        "communication along 'node' among ranks [0, 1, 2] has taken more than 2 s: rank 1 is alive but did not come"
-    )
-    assert any(expected in text for text in (*first, *third)), (first, third)
-    assert absent == []
-    assert ranks.run(overdue, 3, True) == [[], [], []]
-
-
 def alarm_twice(rank: int, end: int) -> None:
     """All come late to an exchange, which a device brings to its end after all; then one is lost, on its way to another
     one."""
@@ -279,6 +223,7 @@ def alarm_twice(rank: int, end: int) -> None:
     dist.barrier()
     comes = threading.Event()
     roll_call.expect(comes.is_set, [0, 1, CULPRIT], "node", 3.0)
+    roll_call.expect(lambda: True, [0, 1, CULPRIT], "of what is done nothing is said", 0.1)
     while not said:
         time.sleep(0.1)
     dist.barrier()
