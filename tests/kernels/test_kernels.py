@@ -18,11 +18,15 @@ import torch
 
 from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
+from xfuser_cocodiff.bench import kernels as bench
+from xfuser_cocodiff.codec import codecs, modes
 from xfuser_cocodiff.codec.codecs import Codec
+from xfuser_cocodiff.exchange import lane
 from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.kernels.layout import merged
 from xfuser_cocodiff.kernels.quantise import GRIDS, tokens_per_row
 from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, away, put_away
+from xfuser_cocodiff.simulation.workloads import Workload
 
 HAS_GPU = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 DEVICE = torch.accelerator.current_accelerator() if HAS_GPU else torch.device("cpu")
@@ -342,66 +346,6 @@ def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None
         )
 
 
-class Accesses:
-    """Counts how often each value of some tensors is read and written, by Triton's interpreter."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from triton.runtime.interpreter import InterpreterBuilder
-
-        self._read, self._written = [], []
-        for name, seen in (("create_masked_load", self._read), ("create_masked_store", self._written)):
-            monkeypatch.setattr(InterpreterBuilder, name, self._watched(getattr(InterpreterBuilder, name), seen))
-
-    @staticmethod
-    def _watched(original, seen: list[np.ndarray]):
-        def access(builder, pointers, *given):
-            mask = next(each for each in given if each is not None and each.data.dtype == bool)
-            seen.append(pointers.data[mask.data])
-            return original(builder, pointers, *given)
-
-        return access
-
-    def of(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """How many values are read, and how often in all; the same of those that are written."""
-        begin = tensor.untyped_storage().data_ptr()
-        found = []
-        for seen in (self._read, self._written):
-            places = np.concatenate(seen)
-            places = places[(places >= begin) & (places < begin + tensor.untyped_storage().nbytes())]
-            found.append((len(np.unique(places)), len(places)))
-        return found
-
-
-@pytest.mark.skipif(HAS_GPU, reason="counts by the interpreter, which is for machines without a GPU")
-@pytest.mark.parametrize("active", [None, 5])
-@pytest.mark.parametrize("bits", [2, None])
-def test_each_value_is_read_once_and_written_once(
-    fused, monkeypatch: pytest.MonkeyPatch, bits: int | None, active: int | None
-) -> None:
-    """Which is all that a kernel for bandwidth can do; the bytes are those that the bench counts."""
-    case, accesses = Case(torch.float32, here=SECOND), Accesses(monkeypatch)
-    known = None if bits is active is None else case.known(0.5), bits, case.active(active)
-    size, unused = case.held.numel(), (0, 0)
-    expected = [(size, size) if bits or active else unused, unused]
-    payload, encoded = case.encoded(fused, *known)
-    sent = payload[:-1].nbytes if bits else payload[:-1].nbytes // 4
-    assert accesses.of(case.values) == [(size, size), unused]  # less what is the rank's own
-    assert accesses.of(case.held) == accesses.of(case.before) == expected
-    assert accesses.of(encoded.held) == [unused, (size, size)]
-    assert accesses.of(payload) == [unused, (sent, sent)]
-    accesses = Accesses(monkeypatch)
-    held = fused.decode(payload, *known, case.target, case.here)
-    assert accesses.of(case.held) == accesses.of(case.before) == expected
-    assert accesses.of(held) == accesses.of(case.target) == [unused, (size, size)]
-    if bits:  # values that share a byte read it together
-        assert accesses.of(payload)[0][0] == sent
-    accesses = Accesses(monkeypatch)
-    moved = torch.empty(case.values.shape)
-    fused.move(moved, case.values)
-    assert accesses.of(case.values) == [(moved.numel(), moved.numel()), unused]
-    assert accesses.of(moved) == [unused, (moved.numel(), moved.numel())]
-
-
 class Last:
     """The last program of a kernel's launch, with notes of where it reads and writes; no memory is touched."""
 
@@ -478,12 +422,12 @@ def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(moved) == expected and (expected or target.all())
 
 
-def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.simulation.workloads import Workload
+SMALL = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
 
-    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
-    monkeypatch.setitem(bench.WORKLOADS, "small", small)
+
+def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+
+    monkeypatch.setitem(bench.WORKLOADS, "small", SMALL)
     monkeypatch.setattr(bench.benchmark, "Timer", Once)
     record = bench.measure(DEVICE, 4, 2, [("small", 64)])
     tensor = 24 * 8 * 16 * 2 // 4  # of a rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
@@ -504,14 +448,10 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("mode", "encoded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
 def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, encoded: str) -> None:
     """Once as it is, and then by the codecs of the mode's later steps."""
-    from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.codec import codecs, modes
-    from xfuser_cocodiff.simulation.workloads import Workload
 
     used, encode = [], codecs.encode
     monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
-    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
-    bench._exchanges(small, 6, 4, DEVICE, mode)()
+    bench._exchanges(SMALL, 6, 4, DEVICE, mode)()
     late = modes.usual(mode, 50).codecs(49, 50) if encoded else {}
     assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(encoded) // 2)
     assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]
@@ -522,9 +462,6 @@ def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mod
 def test_only_what_travels_while_something_is_computed_takes_a_thread(
     monkeypatch: pytest.MonkeyPatch, mode: str, beside: bool
 ) -> None:
-    from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.exchange import lane
-    from xfuser_cocodiff.simulation.workloads import Workload
 
     started, attend = [], bench.ulysses_attention
 
@@ -539,8 +476,7 @@ def test_only_what_travels_while_something_is_computed_takes_a_thread(
 
     monkeypatch.setattr(bench, "ulysses_attention", attended)
     monkeypatch.setattr(lane, "ThreadPoolExecutor", Executor)
-    small = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
-    call = bench._exchanges(small, 6, 4, torch.device("cpu"), mode)
+    call = bench._exchanges(SMALL, 6, 4, torch.device("cpu"), mode)
     started.clear()
     call()
     assert len(started) == (1 if beside else 0)
