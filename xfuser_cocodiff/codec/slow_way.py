@@ -18,13 +18,68 @@ from xfuser_cocodiff.machine.topology import Topology
 
 
 @dataclass(frozen=True)
-class SlowWay:
-    """The axes of a mesh, parted into fast ones and slow ones."""
+class Axes:
+    """Axes, parted into fast ones and slow ones, and how tensors lie on them."""
 
     slow_dims: tuple[int, ...]
-    """Those of the axes with more than one place, by number."""
+    """Slow axes, by number."""
     shape: tuple[int, ...]
-    """Places of these axes."""
+    """Places of all axes."""
+
+    @functools.cached_property
+    def places(self) -> int:
+        """On the slow axes."""
+        return math.prod(self.shape[dim] for dim in self.slow_dims)
+
+    @functools.cached_property
+    def near(self) -> int:
+        """Places on the fast axes."""
+        return math.prod(self.shape) // self.places
+
+    @functools.cached_property
+    def _order(self) -> list[int]:
+        """Slow axes, then fast ones."""
+        return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
+
+    @functools.cached_property
+    def ranks(self) -> list[list[int]]:
+        """Of each place on slow axes, those of the mesh's ranks that lie there, by their places on fast ones."""
+        size = math.prod(self.shape)
+        numbers = torch.arange(size).view(self.shape).permute(self._order)
+        return numbers.reshape(self.places, -1).tolist()
+
+    def split(self, piece: torch.Tensor) -> torch.Tensor:
+        """(*shape, ...) as (S, F, ...)."""
+        levels = len(self.shape)
+        ordered = piece.permute(*self._order, *range(levels, piece.ndim))
+        slow = len(self.slow_dims)
+        return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
+
+    def landing(self, target: torch.Tensor, places: int) -> tuple[torch.Tensor, bool]:
+        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D) for S places, or as (S * F, B, n, s, D) for as many as
+        there are ranks, and whether that is the target itself rather than room of its own: axes that interleave cannot
+        be seen as one."""
+        levels = len(self.shape)
+        ordered = target.permute(*self._order, *range(levels, target.ndim))
+        shape = places, math.prod(target.shape[: levels + 1]) // places, *target.shape[levels + 1 :]
+        try:
+            return ordered.view(shape), True
+        except RuntimeError:
+            return target.new_empty(shape), False
+
+    def joined(self, split: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`split`; a view where there can be one."""
+        sizes = [self.shape[dim] for dim in self._order]
+        levels = len(sizes)
+        ordered = split.reshape(*sizes, *split.shape[2:])
+        back = sorted(range(levels), key=self._order.__getitem__)
+        return ordered.permute(*back, *range(levels, ordered.ndim))
+
+
+@dataclass(frozen=True)
+class SlowWay(Axes):
+    """The axes of a mesh that have more than one place."""
+
     here: int
     """This rank's place on the slow axes."""
     slow: Mesh
@@ -74,55 +129,6 @@ class SlowWay:
         )
 
     @functools.cached_property
-    def places(self) -> int:
-        """On the slow axes."""
-        return math.prod(self.shape[dim] for dim in self.slow_dims)
-
-    @functools.cached_property
-    def near(self) -> int:
-        """Places on the fast axes."""
-        return math.prod(self.shape) // self.places
-
-    @functools.cached_property
     def others(self) -> list[int]:
         """Those that are not this rank's own."""
         return [place for place in range(self.places) if place != self.here]
-
-    @functools.cached_property
-    def _order(self) -> list[int]:
-        """Slow axes, then fast ones."""
-        return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
-
-    @functools.cached_property
-    def ranks(self) -> list[list[int]]:
-        """Of each place on slow axes, those of the mesh's ranks that lie there, by their places on fast ones."""
-        size = math.prod(self.shape)
-        numbers = torch.arange(size).view(self.shape).permute(self._order)
-        return numbers.reshape(self.places, -1).tolist()
-
-    def split(self, piece: torch.Tensor) -> torch.Tensor:
-        """(*shape, ...) as (S, F, ...)."""
-        levels = len(self.shape)
-        ordered = piece.permute(*self._order, *range(levels, piece.ndim))
-        slow = len(self.slow_dims)
-        return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
-
-    def landing(self, target: torch.Tensor, places: int) -> tuple[torch.Tensor, bool]:
-        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D) for S places, or as (S * F, B, n, s, D) for as many as
-        there are ranks, and whether that is the target itself rather than room of its own: axes that interleave cannot
-        be seen as one."""
-        levels = len(self.shape)
-        ordered = target.permute(*self._order, *range(levels, target.ndim))
-        shape = places, math.prod(target.shape[: levels + 1]) // places, *target.shape[levels + 1 :]
-        try:
-            return ordered.view(shape), True
-        except RuntimeError:
-            return target.new_empty(shape), False
-
-    def joined(self, split: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`, as a view."""
-        sizes = [self.shape[dim] for dim in self._order]
-        levels = len(sizes)
-        ordered = split.view(*sizes, *split.shape[2:])
-        back = sorted(range(levels), key=self._order.__getitem__)
-        return ordered.permute(*back, *range(levels, ordered.ndim))

@@ -8,7 +8,6 @@ Sizes in shapes: P virtual ranks at S places on slow axes and F on fast ones, B 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,6 +18,7 @@ import torch
 from xfuser_cocodiff.codec import codecs
 from xfuser_cocodiff.codec.codecs import EXACT
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
+from xfuser_cocodiff.codec.slow_way import Axes
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.machine.topology import Topology
 
@@ -37,17 +37,14 @@ class VirtualRanks:
     """Whether K and V alone travel, each block to all others."""
 
     @functools.cached_property
-    def _slow_dims(self) -> list[int]:
-        return [dim for dim, axis in enumerate(self.topology.axes) if axis.name in self.slow_axes]
+    def _axes(self) -> Axes:
+        slow = [dim for dim, axis in enumerate(self.topology.axes) if axis.name in self.slow_axes]
+        return Axes(tuple(slow), self.topology.shape)
 
-    @functools.cached_property
-    def _order(self) -> list[int]:
-        return [*self._slow_dims, *(dim for dim in range(len(self.topology.axes)) if dim not in self._slow_dims)]
-
-    @functools.cached_property
+    @property
     def places(self) -> int:
         """On slow axes."""
-        return math.prod(self.topology.shape[dim] for dim in self._slow_dims)
+        return self._axes.places
 
     def deals(self, size: int) -> bool:
         """Whether so many heads, or tokens of a segment, can be dealt to the ranks."""
@@ -97,48 +94,29 @@ class VirtualRanks:
         return [found[name] for name in names]
 
     def _sent(self, name: str, parts: list[torch.Tensor], layer_codecs: LayerCodecs) -> list[torch.Tensor]:
-        rows = self._rows(parts, to_heads=name != "o")
-        return self._parts(
-            self._encoded(name, rows, layer_codecs), [part.shape[_TOKENS] for part in parts], name != "o"
-        )
-
-    def _encoded(self, name: str, rows: torch.Tensor, layer_codecs: LayerCodecs) -> torch.Tensor:
-        """Rows (S, S, F, F, B, n, s, D) of which those off the first diagonal have gone through the codec."""
+        """Segments (B, H, N, D) of which all that crosses slow axes has gone through the codec."""
+        order = (2, 0, 1, 3) if name != "o" else (0, 2, 3, 1)  # source S, target S, target F, source F
+        shares = torch.cat([self._split(part, _TOKENS) for part in parts], 2 + _TOKENS)
+        dealt = self._split(shares, 2 + _HEADS)  # (S, F, S, F, B, n, s, D): heads, then tokens
+        rows = dealt.permute(*order, 4, 5, 6, 7)
         sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         sent = rows.clone()
         sent[sources, targets] = _coded(name, values, layer_codecs).view(len(sources), *rows.shape[2:])
-        return sent
+        back = sent.permute(*map(order.index, range(4)), 4, 5, 6, 7)
+        shares = self._joined(back, 2 + _HEADS)
+        sizes = [part.shape[_TOKENS] // self.topology.size for part in parts]
+        return [self._joined(share, _TOKENS) for share in shares.split(sizes, 2 + _TOKENS)]
 
     def _split(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """View (..., P * n, ...) as (..., S, F, n, ...)."""
-        shape, own = tensor.shape, tensor.shape[dim] // self.topology.size
-        by_axis = tensor.reshape(*shape[:dim], *self.topology.shape, own, *shape[dim + 1 :])
-        levels, ndim = len(self.topology.axes), by_axis.ndim
-        order = [*range(dim), *(dim + each for each in self._order), *range(dim + levels, ndim)]
-        return by_axis.permute(order).reshape(*shape[:dim], self.places, -1, own, *shape[dim + 1 :])
+        """View (..., P * n, ...) as (S, F, ..., n, ...)."""
+        by_axis, levels = tensor.unflatten(dim, (*self.topology.shape, -1)), len(self.topology.shape)
+        return self._axes.split(by_axis.movedim([*range(dim, dim + levels)], [*range(levels)]))
 
-    def _joined(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def _joined(self, split: torch.Tensor, dim: int) -> torch.Tensor:
         """The inverse of :meth:`_split`."""
-        shape, levels = tensor.shape, len(self.topology.axes)
-        sizes = [self.topology.shape[each] for each in self._order]
-        by_axis = tensor.reshape(*shape[:dim], *sizes, *shape[dim + 2 :])
-        back = sorted(range(levels), key=self._order.__getitem__)
-        order = [*range(dim), *(dim + each for each in back), *range(dim + levels, by_axis.ndim)]
-        return by_axis.permute(order).flatten(dim, dim + levels)
-
-    def _rows(self, parts: list[torch.Tensor], to_heads: bool) -> torch.Tensor:
-        """Segments (B, H, N, D) as (source S, target S, target F, source F, B, n, s, D)."""
-        shares = torch.cat([self._split(part, _TOKENS) for part in parts], _TOKENS + 2)
-        dealt = self._split(shares, _HEADS)  # (B, S, F, n, S, F, s, D): heads, then tokens
-        return dealt.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else dealt.permute(1, 4, 5, 2, 0, 3, 6, 7)
-
-    def _parts(self, rows: torch.Tensor, sizes: Sequence[int], to_heads: bool) -> list[torch.Tensor]:
-        """The inverse of :meth:`_rows`."""
-        dealt = rows.permute(4, 1, 2, 5, 0, 3, 6, 7) if to_heads else rows.permute(4, 0, 3, 5, 1, 2, 6, 7)
-        heads = self._joined(dealt, _HEADS)  # (B, H, S, F, s, D)
-        shares = heads.split([size // self.topology.size for size in sizes], _TOKENS + 2)
-        return [self._joined(share, _TOKENS) for share in shares]
+        by_axis, levels = self._axes.joined(split), len(self.topology.shape)
+        return by_axis.movedim([*range(levels)], [*range(dim, dim + levels)]).flatten(dim, dim + levels)
 
 
 class VirtualRing(VirtualRanks):
@@ -166,9 +144,8 @@ class VirtualRing(VirtualRanks):
 
     def _places_of(self, segments: Sequence[int], device: torch.device) -> torch.Tensor:
         """For each token the place on slow axes of the rank that it is dealt to, the first one where all have it."""
-        ranks = torch.arange(self.topology.size).view(self.topology.shape).permute(self._order).reshape(self.places, -1)
         of_rank = torch.empty(self.topology.size, dtype=torch.long)
-        of_rank[ranks] = torch.arange(self.places)[:, None]
+        of_rank[torch.tensor(self._axes.ranks)] = torch.arange(self.places)[:, None]
         found = [
             of_rank.repeat_interleave(size // self.topology.size) if self.deals(size) else torch.zeros(size).long()
             for size in segments
