@@ -238,6 +238,20 @@ def test_a_declared_run_goes_by_its_steps_alone(total: int | None) -> None:
         assert engine.held == 0
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], changes: bool) -> None:
+    """Another prompt is another run's: the loop was left, and nobody said so."""
+    engine = Engine()
+    one = engine.transformer()
+    engine.runs.begin(4, by=object()).may_be_left = True
+    found = []
+    for number in range(4):
+        found.append(one(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
+        engine.runs.end_step()
+    assert found == ([False, True, False, False] if changes else [False, True, True, True])
+    assert any("the prompt has changed" in message for message in said) == changes
+
+
 def test_a_run_of_unknown_length_goes_on() -> None:
     engine = Engine()
     engine.runtime = runtime(changes="bits=8->4,cached=0->0.5")

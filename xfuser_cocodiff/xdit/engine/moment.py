@@ -71,7 +71,7 @@ class Moment:
         name = next((name for name in TIMES if given.get(name) is not None), None)
         if name is None:
             raise UnclearError(f"its transformer is given no argument named {', '.join(TIMES)}")
-        prompt = [tensor for name, value in given.items() if name.startswith(PROMPTS) for tensor in _tensors(value)]
+        prompt = prompts_of(transformer, args, kwargs)
         if not prompt:
             raise UnclearError(f"its transformer is given no argument named {', '.join(PROMPTS)}")
         shapes = tuple(tensor.shape for value in given.values() for tensor in _tensors(value))
@@ -81,6 +81,12 @@ class Moment:
         """Whether both are given the same prompt, and tensors of the same shapes."""
         pairs = zip(self.prompt, other.prompt, strict=False)
         return self.shapes == other.shapes and all(one.is_(another) for one, another in pairs)
+
+
+def prompts_of(transformer: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call that carry its prompt."""
+    given = _named(transformer, args, kwargs)
+    return [tensor for name, value in given.items() if name.startswith(PROMPTS) for tensor in _tensors(value)]
 
 
 def _time(given: Any) -> tuple[float, tuple, torch.UntypedStorage | None]:

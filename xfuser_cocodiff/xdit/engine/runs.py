@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from xfuser_cocodiff.codec.runtime import Runtime
-from xfuser_cocodiff.xdit.engine.moment import Moment, UnclearError
+from xfuser_cocodiff.xdit.engine.moment import Moment, UnclearError, prompts_of
 from xfuser_cocodiff.xdit.layers.root import Root
 from xfuser_cocodiff.xdit.patching.log import warn
 
@@ -47,7 +49,9 @@ class Run:
     roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
     """The transformers that it calls."""
     prompts: dict[tuple[int, int], Moment] = field(default_factory=dict)
-    """What they were given last in each branch, while another run is open."""
+    """What they were given first in each branch, where there is a doubt whose call it is."""
+    values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+    """Copies of the prompts among these, where the run may have been left."""
 
 
 class Runs:
@@ -219,7 +223,15 @@ class Runs:
             now = Moment.of(root.transformer, args, kwargs)
         except UnclearError as error:
             return self._lose(run, f"{doubt}, and {error}")
-        same = run.prompts.setdefault((id(root), root.calls), now).same_prompt(now)
+        place = id(root), root.calls
+        same = run.prompts.setdefault(place, now).same_prompt(now)
+        if run.may_be_left:  # a loop may make its embeddings anew at each step, of the same values
+            prompt = prompts_of(root.transformer, args, kwargs)
+            if place not in run.values:
+                run.values[place] = [tensor.clone() for tensor in prompt]
+            same = same or (
+                run.prompts[place].shapes == now.shapes and all(map(torch.equal, run.values[place], prompt))
+            )
         # A rank may be given the same tensor again where another one is given a copy.
         if not self._agreed(same) or not same:
             self._lose(run, f"{doubt}, and the prompt has changed")
