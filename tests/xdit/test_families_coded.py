@@ -162,14 +162,14 @@ class Messages:
         from xfuser_cocodiff.codec.runtime import Runtime
 
         self.seen: dict[tuple, tuple[dict, list]] = {}
-        self._layer, send, layer_codecs = "", exchange.send, Runtime.layer_codecs
+        send, layer_codecs = exchange.send, Runtime.layer_codecs
 
-        def asked(runtime: Runtime, layer: str, *given: Any) -> Any:
-            self._layer, self._step = layer, runtime.step
-            return layer_codecs(runtime, layer, *given)
+        def asked(runtime: Runtime, layer: str, key: Any, branch: int, *given: Any) -> Any:
+            self._call, self._step = (layer, key, branch), runtime.step
+            return layer_codecs(runtime, layer, key, branch, *given)
 
         def sent(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any) -> Any:
-            way, key = layer_codecs.way, (self._step, self._layer, label.what == "o", group)
+            way, key = layer_codecs.way, (self._step, self._call, label.what == "o", group)
             shapes, flags = self.seen.setdefault(key, ({}, []))
             links = way.places - 1 if not layer_codecs.at_once else (way.places - 1) * way.near
             for name, piece in zip(label.what, pieces, strict=True):
@@ -183,7 +183,7 @@ class Messages:
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
         """Bytes of each step, by a schedule and as they are; clears what was seen."""
         found = [(0, 0)] * STEPS
-        for (step, layer, *_), (shapes, flags) in self.seen.items():
+        for (step, (layer, *_), *_), (shapes, flags) in self.seen.items():
             names = "".join(shapes)
             used = codecs_of(schedule, step, layer)
             links = next(iter(shapes.values()))[0]
@@ -223,7 +223,11 @@ def check_features(model: str, cases: list[tuple[str, str | None]], folder: Path
             for report, is_exact, (sent, exact) in zip(reports, exact_steps, foreseen, strict=True):
                 as_it_is = report.exact_bytes - exact  # of layers that always travel exactly
                 assert report.sent_bytes == sent + as_it_is, (case, report)
-                assert (as_it_is > 0) == (left_out > 0) and report.exact_layers == left_out, (case, report)
+                # Layers of two transformers may have one name, as in Ideogram 4.
+                assert (as_it_is > 0) == (left_out > 0) and report.exact_layers in (left_out, 2 * left_out), (
+                    case,
+                    report,
+                )
                 assert report.repeated == 0 and len(report.errors) == CODED[model].layers, (case, report)
                 # Of a token that was sent long ago nothing may be left: an error of root two, more if extrapolated.
                 assert report.error < (1e-9 if is_exact else 2), (case, report)
