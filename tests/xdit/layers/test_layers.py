@@ -1,9 +1,13 @@
 """V ahead of time: how a layer's V is found, when it is sent, and when it is left alone."""
 
+import copy
 import gc
+import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ from xfuser_cocodiff.attention.schedule import Schedule, Trial
 from xfuser_cocodiff.xdit.layers.around import Around
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.v_source import find_recipe
+from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.xdit.layers.v_source import find_recipes
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
@@ -24,10 +29,10 @@ class Sent:
     """Stands for an exchange."""
 
     def __init__(self, value: torch.Tensor, layer: str) -> None:
-        self.value, self.layer, self.abandoned = value.clone(), layer, False
+        self.value, self.layer, self.awaited, self.abandoned = value.clone(), layer, False, False
 
     def abandon(self) -> None:
-        self.abandoned = True
+        self.abandoned = not self.awaited
 
 
 class World:
@@ -53,6 +58,7 @@ class World:
             self.layers.discover()
         elif under_way := layer.value_under_way(value):
             assert torch.equal(under_way.value, value), "another V was sent"
+            under_way.awaited = True
         elif layer.call.kind.trial is None and (layer.call.kind.ready or layer.call.kind.refusal):
             layer.call.kind.trial = Trial([Schedule(v_first=True)])
         return query * value
@@ -224,6 +230,13 @@ def test_v_is_sent_as_soon_as_it_can_be(
     assert all(layer.call is None for layer in world.layers._layers.values())
 
 
+def test_v_of_weights_that_can_be_trained_is_sent_too(world: World) -> None:
+    """As those of every model that was made outside of inference mode."""
+    with torch.inference_mode(False):
+        transformer = Transformer([Block(Fused(world)) for _ in range(2)])
+    assert steps(world, transformer).count("send") == 2
+
+
 def test_attention_right_under_what_compiles_it_is_left_alone(world: World) -> None:
     """There is no module to follow."""
 
@@ -244,7 +257,7 @@ def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    recipe = find_recipe(value, "third third of each head", {"wqkv": all_heads})
+    [recipe] = find_recipes(value, "third third of each head", {"wqkv": all_heads})
     assert torch.equal(recipe.build({"wqkv": all_heads}), value)
 
 
@@ -253,10 +266,10 @@ def test_v_of_one_sample_goes_first(world: World) -> None:
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
     value = torch.cat([heads(text[None]), heads(image[None])], 2)
     returned = {"to_v": image, "add_v_proj": text}
-    recipe = find_recipe(value, "all", returned)
+    [recipe] = find_recipes(value, "all", returned)
     assert recipe.paths == ("add_v_proj", "to_v")
     assert torch.equal(recipe.build(returned), value)
-    assert find_recipe(value + 1, "all", returned) is None
+    assert find_recipes(value + 1, "all", returned) == []
 
 
 def test_v_that_is_not_what_its_projection_makes_is_left_alone(world: World) -> None:
@@ -279,6 +292,23 @@ def test_projections_that_others_watch_are_left_alone(world: World) -> None:
     assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
     assert statuses(world) == {"V does not go first: to_v has hooks of others"}
     assert len(seen) == 10
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_projections_that_others_watch_since_a_run_began_are_left_alone_in_the_next(
+    world: World, elsewhere: bool
+) -> None:
+    """On this rank or on another one."""
+    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
+    assert steps(world, transformer) == 2 * USUAL
+    if elsewhere:
+        world.agreed = False
+    else:
+        transformer.blocks[1].attn.to_v.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
+    world.layers.begin_run()
+    world.agreed = True
+    assert steps(world, transformer) == (2 * USUAL if elsewhere else 2 * ["to_q", "to_v", "attend"])
+    world.layers.begin_run()
 
 
 def test_what_does_not_go_through_usp_is_projected_ahead_once(world: World) -> None:
@@ -317,6 +347,120 @@ def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
         step(transformer)
     assert world.sent[-1].abandoned
     assert "V does not go first: V has another shape than before" in statuses(world)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda value: value * 2, lambda value: value.mul_(2), torch.clone, lambda value: torch.flip(value, (0,))],
+    ids=["scaled", "written", "copied", "exchanged"],
+)
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("block", [Attention, Fused])
+def test_v_that_a_processor_changes_from_a_step_on_is_not_used(
+    world: World, change: Callable, inference: bool, block: Callable
+) -> None:
+    with torch.inference_mode(inference), torch.no_grad():
+        attention = block(world)
+        attention.twist = lambda value: value
+        transformer = Transformer([Block(attention)])
+        steps(world, transformer)
+        usp, world.usp = world.usp, lambda query, value: usp(query, change(value))
+        with pytest.raises(RuntimeError, match="V does not come from"):
+            step(transformer)
+    assert world.sent[-1].abandoned
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_v_that_one_layer_changes_goes_first_in_none(world: World, text: bool) -> None:
+    """Of layers of one kind, which rehearse one by one."""
+    attentions = [Attention(world, text, twist) for twist in (lambda value: value * 1.5, torch.clone)]
+    assert steps(world, Transformer(list(map(Block, attentions))), text=text).count("send") == 0
+    assert statuses(world) == {WRONG}
+
+
+def test_v_that_may_have_come_in_several_ways_is_looked_at_again(world: World) -> None:
+    """Zeros lie in any order."""
+    transformer = Transformer([Block(Attention(world, text=True)) for _ in range(2)])
+    for block in transformer.blocks:
+        for name in ("to_v", "add_v_proj"):
+            getattr(block.attn, name).weight.zero_()
+            getattr(block.attn, name).bias.zero_()
+    assert "send" not in steps(world, transformer, text=True)
+    for block in transformer.blocks:
+        block.attn.to_v.bias.fill_(1)
+    assert steps(world, transformer, text=True).count("send") == 2
+    assert {kind.recipe.paths for kind in world.layers.kinds} == {("add_v_proj", "to_v")}
+
+
+def test_a_module_that_is_called_again_after_an_error_has_forgotten_what_it_was_asked(world: World) -> None:
+    class Twice(Block):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            once = self.attn(hidden_states * 2)
+            return once + self.attn(hidden_states * 3)
+
+    transformer = Transformer([Twice(Attention(world)), Twice(Attention(world))])
+    assert steps(world, transformer).count("send") == 4
+
+
+def test_a_layer_with_one_projection_of_q_k_and_v_may_be_given_text(world: World) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([hidden_states, encoder_hidden_states], 1)
+            query, _, value = self.to_qkv(both).chunk(3, -1)
+            return world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)[:, :TOKENS]
+
+    assert "send" not in steps(world, Transformer([Block(Packed()) for _ in range(2)]), text=True)
+
+
+def test_an_mlp_beside_two_streams_does_not_bring_v(world: World) -> None:
+    transformer = Transformer([Block(Attention(world, text=True), mlp=True) for _ in range(2)])
+    assert steps(world, transformer, text=True).count("send") == 2
+    transformer = Transformer([Block(Crossing(world), mlp=True) for _ in range(2)])
+    assert steps(world, transformer, text=True).count("send") == 2
+
+
+def test_a_module_at_the_address_of_one_that_has_gone_is_another_one(world: World) -> None:
+    old, new = (Transformer([Block(Attention(world))]) for _ in range(2))
+    steps(world, old)
+    [layer] = held = [*world.layers._layers.values()]
+    root, module = layer.root, new.blocks[0].attn
+    del old
+    world.layers._layers[id(module)], world.layers._roots[id(new)] = layer, root
+    assert steps(world, new) == USUAL
+    assert held and {each.root.transformer for each in world.layers._layers.values()} >= {new}
+
+
+def test_a_copy_of_a_followed_module_computes_by_itself() -> None:
+    """Whatever the one that follows holds, which may not be copied."""
+    module, lock = nn.Linear(2, 2), threading.Lock()
+    Around(module, lambda forward, given: lock and forward(given))
+    Around(module, lambda forward, given: lock and forward(given))
+    Root(module, lambda: bool(lock), lambda *_: None).watch(module, (), {})
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        given = torch.ones(1, 2)
+        assert torch.equal(copied(given), module(given))
+        nn.init.zeros_(copied.weight)
+        nn.init.zeros_(copied.bias)
+        assert copied(given).count_nonzero() == 0 != module(given).count_nonzero()
+
+
+def test_an_error_between_v_and_attention_abandons_v(world: World) -> None:
+    """Such as one in USP, which has taken the exchange by then."""
+    transformer = Transformer([Block(Attention(world))])
+    steps(world, transformer)
+    taken = Layer.value_under_way
+
+    def fail(layer: Layer, value: torch.Tensor) -> None:
+        assert taken(layer, value)
+        raise ArithmeticError
+
+    with mock.patch.object(Layer, "value_under_way", fail), pytest.raises(ArithmeticError):
+        step(transformer)
+    assert world.sent[-1].abandoned
 
 
 def test_an_error_in_between_abandons_v(world: World) -> None:

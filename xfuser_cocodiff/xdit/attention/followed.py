@@ -16,8 +16,8 @@ from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
 def value_under_way(value: torch.Tensor, engine: Engine) -> Handle | None:
-    """The exchange of V that the layer that runs has begun, if it has; must be waited for or abandoned. Every rank of
-    the group must call this.
+    """The exchange of V that the layer that runs has begun, if it has; the layer abandons it at the end of its call
+    if nobody has waited for it. Every rank of the group must call this.
 
     Args:
         value: V as its attention was given it, shape (B, H, S/P, D).

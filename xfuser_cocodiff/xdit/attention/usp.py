@@ -226,12 +226,7 @@ def _attention(
 ) -> torch.Tensor:
     from xfuser.model_executor.layers import usp
 
-    try:
-        query = _prepared(query, key, value, given)
-    except BaseException:
-        if under_way:
-            under_way.abandon()
-        raise
+    query = _prepared(query, key, value, given)
     cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
     attend_by = functools.partial(_attend, given, None if given.is_causal else engine.ring, engine.padding)
     return followed_attention(query, key, value, attend_by, under_way, engine, cuts_heads)

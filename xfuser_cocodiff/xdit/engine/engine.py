@@ -154,6 +154,7 @@ class Engine:
         self.layers.end_step()
 
     def _run_begins(self, total: int | None) -> None:
+        self.layers.begin_run()
         if self.trials:
             self.trials.begin_run()
 

@@ -31,6 +31,12 @@ class Around:
         module = self._module()
         return type(module).forward(module, *args, **kwargs)
 
+    def __reduce__(self) -> tuple:
+        """A copy of the module has the forward that the module had."""
+        if isinstance(self._before, Around):
+            return self._before.__reduce__()
+        return (getattr, (self._module(), "forward")) if self._before is None else (_itself, (self._before,))
+
     def remove(self) -> None:
         """Leave the module as it was; where others have put theirs around it, it does nothing any more."""
         self._call = lambda forward, *args, **kwargs: forward(*args, **kwargs)
@@ -44,3 +50,7 @@ class Around:
             if outer._before is self:
                 outer._before = self._before
             outer = outer._before
+
+
+def _itself(forward: Callable) -> Callable:
+    return forward

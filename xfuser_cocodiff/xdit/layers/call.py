@@ -1,5 +1,6 @@
 """A call of an attention layer that is under way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +18,21 @@ class Ahead(NamedTuple):
 
     given: torch.Tensor
     returned: torch.Tensor
+    version: int
+    """How often it had been written by then."""
+
+    @classmethod
+    def of(cls, forward: Callable, given: torch.Tensor) -> "Ahead":
+        """Project. What is returned counts how often it is written, which tensors of inference mode do not."""
+        has_grad = torch.is_grad_enabled()  # before the mode, which has its own
+        with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
+            returned = forward(given)
+        return cls(given, returned, returned._version)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it has been written since."""
+        return self.returned._version != self.version
 
 
 @dataclass
@@ -32,10 +48,12 @@ class Call:
     """Arguments of the module that V may come from."""
     ahead: dict[str, Ahead] = field(default_factory=dict)
     """Projections of V that were made ahead of time, by path."""
-    asked: set[str] = field(default_factory=set)
-    """Those of them that the processor has asked for since."""
+    asked: dict[str, Ahead] = field(default_factory=dict)
+    """What the processor was given of them since."""
+    is_attended: bool = False
+    """Whether its V has reached USP."""
     handle: Handle | None = None
-    """V's exchange."""
+    """V's exchange, brought to its end with the call whoever waits for it: an error may come in between."""
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
     later: list[Later] = field(default_factory=list)
@@ -49,6 +67,6 @@ class Call:
 
     def abandon(self) -> None:
         """Forget what was done ahead."""
-        handle, self.handle, self.ahead = self.handle, None, {}
+        handle, self.handle, self.ahead, self.asked = self.handle, None, {}, {}
         if handle:
             handle.abandon()

@@ -5,8 +5,10 @@ What a kind is, is the same on every rank; what was found of it depends on value
 
 import hashlib
 import re
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +35,12 @@ class Kind:
     """Whether the block gives its parallel MLP what V is projected from, before it calls the module."""
     given: tuple[int, ...] = ()
     """Shape of that: of another one, the call is of another kind."""
+    keeps_place: bool = False
+    """Whether V reaches USP where its projection has put it."""
     rehearsed: bool = False
     """Whether ranks have agreed on what there is to know of V."""
+    rehearsed_by: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """The layers of which they have found the same."""
     refusal: str | None = None
     """Why V does not go first."""
     share: Share | None = None

@@ -1,9 +1,9 @@
 """An attention layer as it is called, and V on its way before a layer's processor asks for Q and K.
 
-A table says which projections V comes from (:mod:`v_source`). The first call of a kind of layer rehearses: V is
-projected ahead, and compared bit for bit with the V that reaches USP. From the second on, where all ranks found it to
-be the same, V is projected ahead and sent off, and the finished projection is handed back when the processor asks for
-it. Any other layer runs as ever.
+A table says which projections V comes from (:mod:`v_source`). The first call of each kind rehearses in each layer: V
+is projected ahead, and compared bit for bit with the V that reaches USP. From the second on, where all ranks found it
+to be the same, V is projected ahead and sent off, and the finished projection is handed back when the processor asks
+for it. A V that is a view of that must still be one when it reaches USP. Any other layer runs as ever.
 """
 
 import functools
@@ -23,7 +23,7 @@ from xfuser_cocodiff.xdit.layers.call import Ahead, Call
 from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds
 from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
 from xfuser_cocodiff.xdit.layers.root import Place, Root
-from xfuser_cocodiff.xdit.layers.v_source import find_recipe, source_of
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes, source_of
 
 
 @dataclass
@@ -60,6 +60,10 @@ class Layer(Place):
     @property
     def _module(self) -> nn.Module:
         return self._module_ref()
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is this module's."""
+        return self._module_ref() is module
 
     def follow(self) -> None:
         """See the module and its block called from here on; they hold this layer then."""
@@ -105,7 +109,7 @@ class Layer(Place):
         if is_first and call.kind is None:
             call.mlp_given = given
             if (
-                kind and kind.ready and kind.with_mlp and given.shape == kind.given
+                kind and self._is_ready(kind) and kind.with_mlp and given.shape == kind.given
             ):  # else it may become a call of another kind
                 call.kind = kind
                 self._project({kind.recipe.paths[0]: given})
@@ -127,7 +131,7 @@ class Layer(Place):
         finally:
             self._shared.current = around
         kind = self.call.kind
-        if not kind.rehearsed:
+        if not kind.rehearsed and not self.call.is_attended:
             kind.refusal = kind.refusal or ELSEWHERE
         self.call.abandon()
         return returned
@@ -154,7 +158,9 @@ class Layer(Place):
             self._project({source.own: call.hidden})
         elif source.of_text:
             self._project({source.own: call.hidden, source.of_text: call.text})
-        elif query := dict(self._module.named_modules()).get(source.own.replace("to_v", "to_q")):
+        elif "to_v" in source.own and (
+            query := dict(self._module.named_modules()).get(source.own.replace("to_v", "to_q"))
+        ):
             self._replace(query, self._call_query)
 
     def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -166,29 +172,34 @@ class Layer(Place):
 
     # V ahead of time.
 
+    def _is_ready(self, kind: Kind) -> bool:
+        """Whether V of this layer can go first."""
+        return kind.ready and self in kind.rehearsed_by
+
     def _project(self, given: dict[str, torch.Tensor]) -> None:
         """Make V now if it is to be made ahead, and send it off unless this is a rehearsal."""
         call, kind = self.call, self.call.kind
-        if call.ahead or kind.refusal or (kind.rehearsed and not call.schedule.v_first):
+        is_ready = self._is_ready(kind)
+        if call.ahead or kind.refusal or (is_ready and not call.schedule.v_first):
             return
         if kind.recipe:
             given = {path: given[path] for path in kind.recipe.paths}
         modules = {path: self._module.get_submodule(path) for path in given}
-        if not kind.rehearsed and any(map(is_listened_to, modules.values())):
+        if not is_ready and any(map(is_listened_to, modules.values())):
             return  # who listens would hear of it twice
         for path, module in modules.items():
             self._replace(module, functools.partial(self._call_projection, path))
         self._projecting = True
         try:
-            ahead = {path: Ahead(given[path], module(given[path])) for path, module in modules.items()}
+            ahead = {path: Ahead.of(module, given[path]) for path, module in modules.items()}
         except (RuntimeError, ValueError, TypeError):
-            if kind.rehearsed:
+            if is_ready:
                 raise
             return  # it is not what the table says that it is projected from
         finally:
             self._projecting = False
         call.ahead = ahead
-        if kind.ready:
+        if is_ready:
             value = kind.recipe.build({path: each.returned for path, each in ahead.items()})
             call.handle = self._shared.send(value, self)
 
@@ -197,9 +208,9 @@ class Layer(Place):
         ahead = self.call.ahead.get(path) if self.call and not self._projecting else None
         if ahead is None or ahead.given is not given or args or kwargs:
             return forward(given, *args, **kwargs)
-        self.call.asked.add(path)
         # In a rehearsal, what USP gets must not be what it is compared with.
-        return ahead.returned if self.call.kind.rehearsed else forward(given)
+        asked = self.call.asked[path] = ahead if self._is_ready(self.call.kind) else Ahead.of(forward, given)
+        return asked.returned
 
     def value_under_way(self, value: torch.Tensor) -> Handle | None:
         """Given the V that reached USP, its exchange if that is under way.
@@ -211,17 +222,19 @@ class Layer(Place):
                 others count on the V that it has sent.
         """
         call, kind = self.call, self.call.kind
-        if not kind.rehearsed:
+        call.is_attended = True
+        if not kind.rehearsed or (kind.ready and not self._is_ready(kind)):
             self._rehearse(value)
-        if call.handle is None:
+        if call.handle is None or not call.ahead:
             return None
-        handle, call.handle = call.handle, None
-        call.ahead = {}  # the exchange has a copy
+        handle, call.ahead = call.handle, {}  # the exchange has a copy
         if value.shape != kind.recipe.shape:  # on every rank, or no exchange could be
             handle.abandon()
             kind.refusal = "V has another shape than before"
             return None
-        if call.asked != {*kind.recipe.paths}:
+        if call.asked.keys() != {*kind.recipe.paths} or (
+            kind.keeps_place and not self._keeps_place(value, kind.recipe)
+        ):
             handle.abandon()
             raise RuntimeError(
                 f"{self.name}: V does not come from {' and '.join(kind.recipe.paths)} as it did before; run with "
@@ -229,11 +242,27 @@ class Layer(Place):
             )
         return handle
 
+    def _keeps_place(self, value: torch.Tensor, recipe: Recipe) -> bool:
+        """Whether V that reached USP lies where its projection has put it, and was not written since."""
+        asked = self.call.asked
+        if any(each.is_written for each in asked.values()):
+            return False
+        return recipe.is_in_place(value, {path: each.returned for path, each in asked.items()})
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody has put hooks on a projection of its V that was rehearsed without them."""
+        kind, module = self._kind, self._module
+        if module is None or kind is None or kind.recipe is None or not self._is_ready(kind):
+            return False
+        return any(is_listened_to(module.get_submodule(path)) for path in kind.recipe.paths)
+
     def _rehearse(self, value: torch.Tensor) -> None:
         """Compare V projected ahead with V; each rank sees its own values only, so that all agree on what they found.
-        A kind does this once."""
+        A layer does this once for a kind."""
         call, kind = self.call, self.call.kind
-        recipe, refusal = None, "V is not what its projections were expected to make"
+        recipes: list[Recipe] = []
+        refusal = "V is not what its projections were expected to make"
         paths = [path for path in (kind.source.own, kind.source.of_text) if path] if kind.source else []
         listened_to = [path for path in paths if is_listened_to(self._module.get_submodule(path))]
         if not paths:
@@ -241,14 +270,24 @@ class Layer(Place):
         elif listened_to:
             refusal = f"{' and '.join(listened_to)} has hooks of others"
         elif call.asked:
-            recipe = find_recipe(
+            recipes = find_recipes(
                 value, kind.source.columns, {path: call.ahead[path].returned for path in paths if path in call.asked}
             )
-        with_mlp = call.mlp_given is not None and call.mlp_given is call.hidden
-        if not self._shared.agreed((recipe, with_mlp)):
+            recipes = [each for each in recipes if kind.recipe in (None, each)]
+        recipe = recipes[0] if len(recipes) == 1 else None
+        givens = [call.ahead[path].given for path in recipe.paths] if recipe else []
+        with_mlp = len(givens) == 1 and givens[0] is call.mlp_given
+        keeps_place = recipe is not None and self._keeps_place(value, recipe)
+        if not self._shared.agreed((recipes, with_mlp, keeps_place)):
             recipe, refusal = None, "the ranks do not agree on where V comes from"
+        elif len(recipes) > 1:
+            return  # which of them it is, another call tells
+        # What holds in one layer only holds in none.
+        kind.with_mlp = with_mlp and (kind.with_mlp or not kind.rehearsed)
+        kind.keeps_place = keeps_place and (kind.keeps_place or not kind.rehearsed)
         kind.rehearsed, kind.recipe, kind.refusal = True, recipe, None if recipe else refusal
-        kind.with_mlp, kind.given = with_mlp, tuple(call.hidden.shape) if call.hidden is not None else ()
+        kind.rehearsed_by.add(self)
+        kind.given = tuple(call.hidden.shape) if call.hidden is not None else ()
         call.abandon()
         if kind.refusal:
             self._shared.say(f"{kind.name}: {kind.status}")

@@ -56,11 +56,11 @@ class Layers:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
         running = list(running_modules())
         # Else its forward is called as no module's is.
-        if running and not is_wrapper(running[0]) and id(running[0]) not in self._layers:
+        if running and not is_wrapper(running[0]) and self._of(running[0]) is None:
             module, root = running[0], self._root_of(running)
             transformer = root.transformer
             for name, other in transformer.named_modules():
-                if type(other) is type(module) and id(other) not in self._layers:
+                if type(other) is type(module) and self._of(other) is None:
                     block = transformer.get_submodule(name.rpartition(".")[0])
                     self._layers[id(other)] = layer = Layer(name, other, block, root, self._shared)
                     layer.follow()
@@ -69,7 +69,7 @@ class Layers:
         """The transformer of modules that run, innermost first."""
         transformer = next(module for module in reversed(running) if not is_wrapper(module))
         root = self._roots.get(id(transformer))
-        if root is None:
+        if root is None or root.transformer is not transformer:
             root = self._roots[id(transformer)] = Root(transformer, self._counting, self._called)
         if not root.hears(running[-1]):
             root.watch(running[-1], *arguments_of(running[-1]))
@@ -93,12 +93,29 @@ class Layers:
 
     def running(self) -> Layer | None:
         """The layer whose module runs, though its call is not followed."""
-        return next((self._layers[id(module)] for module in running_modules() if id(module) in self._layers), None)
+        return next(filter(None, map(self._of, running_modules())), None)
+
+    def _of(self, module: nn.Module) -> Layer | None:
+        """The layer of a module, and not of one that has gone, whose number was given anew."""
+        layer = self._layers.get(id(module))
+        return layer if layer and layer.is_of(module) else None
 
     def end_step(self) -> None:
         """A denoising step is over, or a run begins: branches are counted anew."""
         for root in self._roots.values():
             root.calls = 0
+
+    def begin_run(self) -> None:
+        """A run begins: all rehearse again where somebody has put hooks on a projection of V since, on any rank. All
+        ranks call this."""
+        rehearsed = [kind for kind in self.kinds if kind.recipe]
+        if not rehearsed:
+            return
+        is_heard = any(layer.is_heard for layer in list(self._layers.values()))
+        if not self._shared.agreed(is_heard) or is_heard:
+            for kind in rehearsed:
+                kind.rehearsed, kind.recipe = False, None
+                kind.rehearsed_by.clear()
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""

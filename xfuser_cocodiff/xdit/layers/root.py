@@ -34,6 +34,10 @@ class Root:
         """Its layers in graphs, once one was met."""
         self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple:
+        """A copy of the transformer brings one that hears of nothing."""
+        return Root, (nn.Identity(), bool, bool)
+
     def hears(self, outer: nn.Module) -> bool:
         """Whether it hears of calls of the outermost module; see :meth:`watch`."""
         compiled = outer._compiled_call_impl

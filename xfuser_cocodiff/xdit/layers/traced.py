@@ -5,6 +5,7 @@ where these are compiled one by one. Blocks that are alike then share a graph, a
 """
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,7 @@ class TracedLayers:
 
     root: Root
     _layers: dict[str, TracedLayer] = field(default_factory=dict)
-    _modules: dict[int, str] = field(default_factory=dict)
+    _modules: weakref.WeakKeyDictionary[nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     """Names of modules."""
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     """By the module whose graph runs, and by path in it."""
@@ -120,9 +121,9 @@ class TracedLayers:
             running: modules, innermost first; the first that is known in the transformer is the one whose graph runs.
             path: where the layer was traced; nothing where that is not known, and layers are told by their order.
         """
-        if not any(id(module) in self._modules for module in running):
-            self._modules = {id(module): name for name, module in self.root.transformer.named_modules()}
-        outer = next(self._modules[id(module)] for module in running if id(module) in self._modules)
+        if not any(module in self._modules for module in running):
+            self._modules.update((module, name) for name, module in self.root.transformer.named_modules())
+        outer = next(self._modules[module] for module in running if module in self._modules)
         if not path:
             counted = self.root.serial, outer
             self._count = self._count + 1 if counted == self._counted else 0

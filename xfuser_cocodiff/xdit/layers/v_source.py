@@ -74,6 +74,11 @@ class Recipe:
         missing = heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
+    def is_in_place(self, value: torch.Tensor, returned: Mapping[str, torch.Tensor]) -> bool:
+        """Whether V lies where the projections have put it."""
+        built = self.build(returned)
+        return (built.data_ptr(), built.stride()) == (value.data_ptr(), value.stride())
+
     def _own(self, returned: torch.Tensor) -> torch.Tensor:
         """V's columns."""
         _, heads, _, head_dim = self.shape
@@ -84,21 +89,25 @@ class Recipe:
         return returned
 
 
-def find_recipe(value: torch.Tensor, columns: Columns, returned: Mapping[str, torch.Tensor]) -> Recipe | None:
-    """How a value came from what projections returned, bit for bit; None where it did not."""
-    shape = tuple(value.shape)
+def find_recipes(value: torch.Tensor, columns: Columns, returned: Mapping[str, torch.Tensor]) -> list[Recipe]:
+    """All ways in which a value may have come from what projections returned, bit for bit: several of values that are
+    equal, such as zeros."""
+    shape, found = tuple(value.shape), []
     for count in range(1, len(returned) + 1):  # text that goes another way is not needed
         for paths in itertools.permutations(returned, count):
-            tokens = sum(_batched(returned[path]).shape[1] for path in paths)
+            lengths = [_batched(returned[path]).shape[1] for path in paths]
+            tokens = sum(lengths)
             width = returned[paths[0]].shape[-1] if columns == "all" else shape[1] * shape[3]
             first_tokens = {0, tokens - shape[2]}  # some models project text too, and cut it off
             repeats = {1, max(shape[1] * shape[3] // width, 1)}  # or heads of zeros follow
             for first_token, often in itertools.product(first_tokens, repeats):
+                if count > 1 and not (first_token < lengths[0] and first_token + shape[2] > tokens - lengths[-1]):
+                    continue  # fewer paths are enough
                 recipe = Recipe(paths, columns, first_token, shape, often)
                 with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
                     if torch.equal(recipe.build(returned), value):
-                        return recipe
-    return None
+                        found.append(recipe)
+    return found
 
 
 def _batched(returned: torch.Tensor) -> torch.Tensor:
