@@ -137,15 +137,14 @@ def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handl
 
     if way.fast is None:
         return mesh.post(*far[1:], label, lambda received: end(received, stays), exchange.is_awaited)
-    near, span = _along(_packed(stays), way.fast), mesh.traffic.span(label, split[0].device)
+    near = _along(_packed(stays), way.fast)
 
     def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        with span.travels():
-            first, second = far.begin(), near.begin()
-            return first(), _unpacked(second(), stays)
+        first, second = far.begin(), near.begin()
+        return first(), _unpacked(second(), stays)
 
     # In the lane, even where both have one stage: others may have a stage among the same ranks, and keep their order.
-    return mesh.lane.start(str(label), travel, lambda arrived: end(*arrived), span.holds, exchange.is_awaited)
+    return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_awaited)
 
 
 def _to_all(message: torch.Tensor, way: SlowWay, mesh: Mesh) -> _Parcel:
@@ -164,25 +163,23 @@ def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Han
     """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
     way, mesh = exchange.way, exchange.mesh
     here = range(way.here, way.here + 1)
-    span = mesh.traffic.span(exchange.label, split[0].device)
 
     def carry(sent: torch.Tensor) -> torch.Tensor:
         return _along(sent, way.slow).begin()().reshape(way.places, -1)
 
     def travel() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
         """The values come along: the lane tells who uses them."""
-        with span.travels():
-            turned = [piece.transpose(0, 1) for piece in split]
-            found = _unpacked(_along(_packed(turned), way.fast).begin()(), turned)
-            message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in found], here)
-            return message, message.values, carry(message.encoded())
+        turned = [piece.transpose(0, 1) for piece in split]
+        found = _unpacked(_along(_packed(turned), way.fast).begin()(), turned)
+        message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in found], here)
+        return message, message.values, carry(message.encoded())
 
     def end(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
         message, values, received = arrived
         exchange.receive(message, received, [each[way.here, None] for each in values], here, carry)
         return result
 
-    return mesh.lane.start(str(exchange.label), travel, end, span.holds, exchange.is_awaited)
+    return mesh.start(exchange.label, travel, end, exchange.is_awaited)
 
 
 def _along(message: torch.Tensor, mesh: Mesh) -> _Parcel:

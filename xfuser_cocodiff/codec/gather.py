@@ -60,13 +60,7 @@ def start(
 def _gathered(
     block: torch.Tensor, mesh: Mesh, label: Label, finish: Callable[[torch.Tensor], Blocks]
 ) -> Handle[Blocks]:
-    span = mesh.traffic.span(label, block.device)
-
-    def travel() -> torch.Tensor:
-        with span.travels():
-            return _along(block, mesh)
-
-    return mesh.lane.start(str(label), travel, finish, span.holds)
+    return mesh.start(label, lambda: _along(block, mesh), finish)
 
 
 def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -92,14 +86,12 @@ def _far(
     layer_codecs: LayerCodecs,
 ) -> Handle[Blocks]:
     """Of the ranks at other places on the slow axes."""
-    span = way.slow.traffic.span(label, tensors[0].device)
     ranks = [way.ranks[place] for place in way.others]
 
     def travel() -> torch.Tensor:
         """(F, S - 1, n), of which F is 1 where all axes are slow."""
-        with span.travels():
-            arrived = _decoded(tensors, way, label.what, head_group, layer_codecs)
-            return _along(arrived, way.fast) if way.fast else arrived[None]
+        arrived = _decoded(tensors, way, label.what, head_group, layer_codecs)
+        return _along(arrived, way.fast) if way.fast else arrived[None]
 
     def finish(found: torch.Tensor) -> Blocks:
         blocks: Blocks = {}
@@ -107,7 +99,7 @@ def _far(
             blocks |= _blocks(values, own, shapes)
         return blocks
 
-    return way.slow.lane.start(str(label), travel, finish, span.holds)
+    return way.slow.start(label, travel, finish)
 
 
 def _decoded(

@@ -105,16 +105,41 @@ class Mesh:
             finish: what to make of the result once it was waited for.
             is_awaited: whether the caller waits for it next.
         """
-        span = self.traffic.span(label, message.device)
         if len(plan.stages) > 1 or self.stages.staged or self._sees_ends(message):
-            return self.lane.start(str(label), lambda: self.travel(message, plan, span), finish, span.holds, is_awaited)
+            return self.start(label, lambda: self.all_to_all(message, plan), finish, is_awaited)
+        span = self.traffic.span(label, message.device)
         # One stage needs nobody to carry it on, and need not wait for those before it.
         if span.taken:  # somebody has to see when it ends
             arrive = self.stages.start(message, plan, 0)
-            return self.lane.start(str(label), lambda: self._arrive(arrive, span), finish, span.holds, is_awaited)
+            return self.start(label, arrive, finish, is_awaited, span)
         with span.travels():
             arrive = self.stages.start(message, plan, 0)
         return Handle(str(label), arrive, finish, span.holds)
+
+    def start(
+        self,
+        label: Label,
+        travel: Callable[[], Any],
+        finish: Callable[[Any], Any],
+        is_awaited: bool = False,
+        span: Span | None = None,
+    ) -> Handle[Any]:
+        """Start an exchange in the lane.
+
+        Args:
+            label: what it is.
+            travel: moves it and returns what has come.
+            finish: what to make of that once it was waited for.
+            is_awaited: whether the caller waits for it next.
+            span: its times, where it has begun already.
+        """
+        span = span or self.traffic.span(label, self.lane.device)
+
+        def timed() -> Any:
+            with span.travels():
+                return travel()
+
+        return self.lane.start(str(label), timed, finish, span.holds, is_awaited)
 
     def _sees_ends(self, message: torch.Tensor) -> bool:
         """Whether a stream of its own is to see when the exchange ends: the caller's sees it after what it computes."""
@@ -124,10 +149,6 @@ class Mesh:
         """:meth:`all_to_all`, with the times taken."""
         with span.travels():
             return self.all_to_all(message, plan)
-
-    def _arrive(self, arrive: UnderWay, span: Span) -> torch.Tensor:
-        with span.travels():
-            return arrive()
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Exchange shards: what this rank holds for rank j arrives there as what j received from this rank.

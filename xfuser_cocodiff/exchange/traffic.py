@@ -29,15 +29,17 @@ class Span:
     """When an exchange was under way, in seconds of the host's clock, and how long its caller was held up by it."""
 
     label: Label
+    taken: bool = True
+    """Whether anybody wants to know; on an accelerator the host does not see when it ends."""
+    ranges: bool = True
+    """Whether a profiler may, who does."""
     begin: float = field(default_factory=time.perf_counter)
     end: float = 0.0
     held_seconds: float = 0.0
-    taken = True
-    """Whether anybody wants to know."""
 
     def travels(self) -> AbstractContextManager[None]:
         """Around the exchange, where it runs; it may have begun before."""
-        return self._travels()
+        return self._travels() if self.ranges else _UNTIMED
 
     @contextmanager
     def _travels(self) -> Iterator[None]:
@@ -47,7 +49,7 @@ class Span:
 
     def holds(self) -> AbstractContextManager[None]:
         """Around the wait for it, where the caller is."""
-        return self._holds()
+        return self._holds() if self.ranges else _UNTIMED
 
     @contextmanager
     def _holds(self) -> Iterator[None]:
@@ -57,25 +59,7 @@ class Span:
         self.held_seconds = time.perf_counter() - started
 
 
-class _Traced(Span):
-    """On an accelerator, where the host does not see when it ends: ranges for a profiler, who does."""
-
-    taken = False
-
-
-class _Unseen(Span):
-    """Stands for a span where none is taken."""
-
-    taken = False
-
-    def travels(self) -> AbstractContextManager[None]:
-        return _UNTIMED
-
-    def holds(self) -> AbstractContextManager[None]:
-        return _UNTIMED
-
-
-_UNSEEN = _Unseen(Label(""))
+_UNSEEN = Span(Label(""), taken=False, ranges=False)
 
 
 class Traffic:
@@ -106,7 +90,7 @@ class Traffic:
     def span(self, label: Label, device: torch.device) -> Span:
         """Take the times of an exchange."""
         if devices.of(device.type).queues:
-            return _Traced(label) if _profiled() else _UNSEEN
+            return Span(label, taken=False) if _profiled() else _UNSEEN
         if not (self.timed or _profiled()):
             return _UNSEEN
         span = Span(label)
