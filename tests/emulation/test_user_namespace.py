@@ -87,26 +87,6 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.alone
-@needs_namespaces
-def test_ranks_have_links_of_their_own() -> None:
-    program = """
-import os
-from xfuser_cocodiff.emulation import link_check
-assert sorted(os.listdir("/sys/class/net")) == ["eth0", "lo"]
-link_check.main()
-"""
-    launcher = ordinary([*LAUNCHER, "--", PYTHON, "-c", program])
-    output, error = launcher.communicate(timeout=DEADLINE)
-    assert launcher.returncode == 0, error
-    rates = {"node": [], "gpu": []}
-    for line in output.splitlines():
-        _, axis, rate = line.split()
-        rates[axis].append(float(rate))
-    assert rates["node"] == pytest.approx([4] * 4, rel=0.15)
-    assert rates["gpu"] == pytest.approx([20] * 4, rel=0.15)
-
-
 @needs_namespaces
 def test_files_belong_to_the_user() -> None:
     with tempfile.TemporaryDirectory(prefix="cocodiff-files-") as folder:
