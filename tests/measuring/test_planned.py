@@ -13,7 +13,7 @@ from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.measuring import choice, planned, stopwatch
+from xfuser_cocodiff.measuring import planned, stopwatch
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 
@@ -44,13 +44,13 @@ def test_collectives_that_are_known_to_block_hide_nothing() -> None:
 
 
 def test_graphs_know_the_plan_of_every_size() -> None:
-    plans = choice.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
+    plans = planned.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
     policy = Policy(plans, plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         traced = [policy.plan_for(size) for size in sizes]
     assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
-    assert len(policy.traced) == len(set(policy.traced)) < len(choice.SIZES)
+    assert len(policy.traced) == len(set(policy.traced)) < len(planned.SIZES)
 
 
 def test_many_ranks_are_timed_for_longer() -> None:
@@ -59,7 +59,7 @@ def test_many_ranks_are_timed_for_longer() -> None:
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
-    plans = choice.Plans(MACHINE)
+    plans = planned.Plans(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
     mesh = dataclasses.replace(mesh, policy=Policy(plans, plans.table()))
     tensor = torch.randn(1, 4, 8, 4)

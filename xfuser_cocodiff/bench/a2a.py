@@ -21,8 +21,8 @@ from xfuser_cocodiff.machine.plan import Plan, candidates
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.contest import contest, slowest
 from xfuser_cocodiff.measuring.planned import check_fits, known_of
+from xfuser_cocodiff.measuring.stopwatch import contest, slowest
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
 

@@ -23,7 +23,7 @@ from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.contest import contest, mean
+from xfuser_cocodiff.measuring.stopwatch import contest, mean
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
 from xfuser_cocodiff.reporting.words import spread

@@ -8,7 +8,6 @@ file, and what is found then starts anew.
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,33 +89,26 @@ def read(file: Path) -> Findings | None:
 
 
 def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> Findings:
-    """As :func:`of_ranks`, of those of a group."""
+    """Return what is known of the machine that ranks are on. Each of a group must call this, and gets the same: what
+    the first one has kept, since folders of other hosts may hold something else.
+
+    Args:
+        group: the ranks that try things with each other.
+        common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
+        own: what this rank says of itself, as JSON values: its host, its device.
+        folder: where the first rank looks, and keeps what is found from here on; others need not have the same.
+    """
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * group.size()
         dist.all_gather_object(values, value, group=group)
         return values
 
+    is_first = group.rank() == 0
     with roll_call.naming_the_lost(group, "findings"):
-        return of_ranks(gather, group.rank() == 0, common, own, folder)
-
-
-def of_ranks(
-    gather: Callable[[Any], list[Any]], is_first: bool, common: dict[str, Any], own: dict[str, Any], folder: Path | None
-) -> Findings:
-    """What is known of the machine that ranks are on. Each of them must call this, and gets the same: what the first
-    one has kept, since folders of other hosts may hold something else.
-
-    Args:
-        gather: brings a JSON value of each rank that tries things with the others to all of these, by rank.
-        is_first: whether this rank is the first of them.
-        common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
-        own: what this rank says of itself: its host, its device.
-        folder: where the first rank looks, and keeps what is found from here on; others need not have the same.
-    """
-    fresh = Findings({**common, "ranks": gather(own)})
-    kept = read(fresh.file(folder)) if is_first and folder else None
-    found = gather(kept.to_json() if kept and kept.machine == fresh.machine else None)[0]
+        fresh = Findings({**common, "ranks": gather(own)})
+        kept = read(fresh.file(folder)) if is_first and folder else None
+        found = gather(kept.to_json() if kept and kept.machine == fresh.machine else None)[0]
     known = Findings.from_json(found) if found else fresh
     known.folder = folder if is_first else None
     return known

@@ -1,6 +1,7 @@
 """The mesh of an engine: how its exchanges come by their plans."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -12,17 +13,46 @@ from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import DIRECT, Plan
-from xfuser_cocodiff.machine.planner import ahead_pays, goes_at_once
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.choice import SIZES, Plans
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.settings.options import EXACT
 
 _TENSORS = 3
 """In a message of Q, K and V, about as large as each other."""
+SIZES = range(6, 40)
+"""Powers of two for which graphs know plans."""
+
+
+class Plans:
+    """The planner's choices, each made once; sizes nearest to the same power of two share a plan.
+
+    Args:
+        profile: what the planner goes by.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._choose = functools.cache(functools.partial(planner.choose, profile))
+        self.gather = functools.cache(functools.partial(planner.choose_gather, profile))
+        """The plan of an all-gather of blocks of so many bytes."""
+
+    def __call__(self, message_bytes: int) -> Plan:
+        """Return the plan for a message of so many bytes."""
+        return self._choose(1 << round(math.log2(message_bytes)))
+
+    def table(self) -> tuple[tuple[int, Plan], ...]:
+        """Return all of them, for graphs; see :attr:`Policy.traced`."""
+        found: list[tuple[int, Plan]] = []
+        for power in SIZES:
+            plan, limit = self._choose(1 << power), round(2 ** (power + 0.5))
+            if found and found[-1][1] == plan:
+                found.pop()
+            found.append((limit, plan))
+        return tuple(found)
 
 
 @dataclass
@@ -87,7 +117,7 @@ def planned_mesh(
         slow = _measured_slow_axes(profile, largest) if _measures_slow_axes(config) else config.slow_axes
         way = SlowWay.over(group, mesh, slow, lambda *part: _choosing(over(*part), profile))
         if way and profile and plan is None:  # a plan of the settings is for exact exchanges; coded ones keep to stages
-            way = replace(way, goes_at_once=functools.partial(goes_at_once, profile, slow_axes=slow))
+            way = replace(way, goes_at_once=functools.partial(planner.goes_at_once, profile, slow_axes=slow))
     return Planned(mesh, way, known, config.synchronous, flat)
 
 
@@ -124,7 +154,7 @@ def _sending_ahead(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Me
     def ahead(ahead_bytes: int, all_bytes: int) -> bool:
         if profile is None:
             return not synchronous
-        return ahead_pays(profile, mesh.policy.choose, ahead_bytes, all_bytes)
+        return planner.ahead_pays(profile, mesh.policy.choose, ahead_bytes, all_bytes)
 
     traced = None  # from where on it pays, for graphs
     for power in reversed(SIZES):

@@ -1,7 +1,8 @@
 """Times communication on all ranks of a group at once."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,12 @@ from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.machine import device as devices
 
 _FEW_RANKS, _MOST_TIMES = 8, 4
+_SECONDS_OF_A_RANK = 0.02
+"""A repeat of a short piece of work runs it as often as takes this for each rank: they come together before it, and
+come out of that one by one, which is to be little beside it."""
+_MAX_CALLS = 50
+_WARMING_TURNS = 2
+"""Which open connections and allocate, and tell how long a call takes."""
 
 
 def in_a_row(calls: int, ranks: int) -> int:
@@ -43,11 +50,7 @@ def race(
         first = turn % len(works)
         for number in order[first:] + order[:first]:
             _come_together(group, device)
-            started = time.perf_counter()
-            for _ in range(calls):
-                works[number]()
-            _synchronize(device)
-            times[number, turn] = (time.perf_counter() - started) / calls
+            times[number, turn] = _seconds(works[number], calls, device)
     return _of_all(times.to(device), group).amax(0).tolist()
 
 
@@ -77,12 +80,47 @@ def pace(
         work()
     _synchronize(device)
     for turn in range(rounds):
-        started = time.perf_counter()
-        for _ in range(calls):
-            work()
-        _synchronize(device)
-        times[turn] = (time.perf_counter() - started) / calls
+        times[turn] = _seconds(work, calls, device)
     return _of_all(times.to(device), group).amax(0).tolist()
+
+
+def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
+
+    Args:
+        works: by name; every rank must pass the same ones, in the same order.
+        repeats: how often each is timed, in turns.
+        device: where they work.
+    """
+    group, calls = dist.group.WORLD, list(works.values())
+    first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device), strict=True)
+    slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
+    times = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_OF_A_RANK * dist.get_world_size() / slowest_call)))
+    return dict(zip(works, race(calls, times, repeats, group, device), strict=True))
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest of the values that the ranks pass."""
+    return _reduced(seconds, "max", device)
+
+
+def mean(value: float, device: torch.device) -> float:
+    """The mean of the values that the ranks pass."""
+    return _reduced(value, "sum", device) / dist.get_world_size()
+
+
+def _reduced(value: float, operation: str, device: torch.device) -> float:
+    own = torch.tensor(value, dtype=torch.float64, device=device)
+    return functional.wait_tensor(functional.all_reduce(own, operation, dist.group.WORLD)).item()
+
+
+def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Of one call among so many in a row."""
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    _synchronize(device)
+    return (time.perf_counter() - started) / calls
 
 
 def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.contest import slowest
+from xfuser_cocodiff.measuring.stopwatch import slowest
 from xfuser_cocodiff.probing import pairs
 from xfuser_cocodiff.probing.inference import infer_topology
 from xfuser_cocodiff.probing.pairs import Pairs
