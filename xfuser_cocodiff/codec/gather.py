@@ -8,7 +8,7 @@ Sizes in shapes: S places on slow axes, F on fast ones; B batch, H heads, T toke
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -51,16 +51,12 @@ def start(
     way = layer_codecs.way if layer_codecs else None
     if layer_codecs is None or way is None:
         everyone = range(mesh.topology.size)
-        return [_gathered(block, mesh, label, lambda values: _blocks(values, everyone, shapes))]
-    near = way.ranks[way.here]
-    found = [_gathered(block, way.fast, label, lambda values: _blocks(values, near, shapes))] if way.fast else []
+        return [mesh.start(label, lambda: _along(block, mesh), lambda values: _blocks(values, everyone, shapes))]
+    near, fast = way.ranks[way.here], way.fast
+    found = (
+        [fast.start(label, lambda: _along(block, fast), lambda values: _blocks(values, near, shapes))] if fast else []
+    )
     return [*found, _far(tensors, shapes, way, label, head_group, layer_codecs)]
-
-
-def _gathered(
-    block: torch.Tensor, mesh: Mesh, label: Label, finish: Callable[[torch.Tensor], Blocks]
-) -> Handle[Blocks]:
-    return mesh.start(label, lambda: _along(block, mesh), finish)
 
 
 def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -85,12 +81,18 @@ def _far(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs,
 ) -> Handle[Blocks]:
-    """Of the ranks at other places on the slow axes."""
-    ranks = [way.ranks[place] for place in way.others]
+    """Of the ranks at other places on the slow axes: of those that this one meets there it gets what was encoded."""
+    ranks, sizes = [way.ranks[place] for place in way.others], [tensor.numel() for tensor in tensors]
 
     def travel() -> torch.Tensor:
         """(F, S - 1, n), of which F is 1 where all axes are slow."""
-        arrived = _decoded(tensors, way, label.what, head_group, layer_codecs)
+        values, here = [tensor[None] for tensor in tensors], range(way.here, way.here + 1)
+        message = Message(label.what, values, layer_codecs, head_group, here, copies=way.places - 1)
+        received = _along(message.encoded()[0], way.slow)
+        blocks = tensors[0].new_empty(way.places, sum(sizes))
+        landings = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
+        message.decode(received, landings, lambda sent: _along(sent[0], way.slow))
+        arrived = rows.away(blocks, here)
         return _along(arrived, way.fast) if way.fast else arrived[None]
 
     def finish(found: torch.Tensor) -> Blocks:
@@ -100,21 +102,3 @@ def _far(
         return blocks
 
     return way.slow.start(label, travel, finish)
-
-
-def _decoded(
-    tensors: Sequence[torch.Tensor],
-    way: SlowWay,
-    names: str,
-    head_group: HeadGroup,
-    layer_codecs: LayerCodecs,
-) -> torch.Tensor:
-    """What the ranks hold that this one meets on slow axes, (S - 1, n), of which it has got what was encoded."""
-    values, here = [tensor[None] for tensor in tensors], range(way.here, way.here + 1)
-    message = Message(names, values, layer_codecs, head_group, here, copies=way.places - 1)
-    received = _along(message.encoded()[0], way.slow)
-    sizes = [tensor.numel() for tensor in tensors]
-    blocks = tensors[0].new_empty(way.places, sum(sizes))
-    landings = [part.unflatten(1, tensor.shape) for part, tensor in zip(blocks.split(sizes, 1), tensors, strict=True)]
-    message.decode(received, landings, lambda sent: _along(sent[0], way.slow))
-    return rows.away(blocks, here)

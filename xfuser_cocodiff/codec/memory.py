@@ -79,34 +79,3 @@ class Need(NamedTuple):
         seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
         scales = held // share.head_dim  # a byte for each row
         return cls(held * share.value_bytes + seen, held + scales + seen)
-
-
-class Budget:
-    """What the references of a run may take.
-
-    Args:
-        limit: in bytes; None where there is none.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.compact = False
-        """Whether references are kept in 8 bits."""
-        self._full = self._compact = 0
-
-    def begin_run(self) -> None:
-        """A run begins, with nothing held."""
-        self.compact, self._full, self._compact = False, 0, 0
-
-    def suffices(self, need: Need) -> bool:
-        """Whether there is room for the references of one more layer."""
-        taken, more = (self._compact, need.compact) if self.compact else (self._full, need.full)
-        return self.limit is None or taken + more <= self.limit
-
-    def take(self, need: Need) -> None:
-        """Count the references of a layer."""
-        self._full, self._compact = self._full + need.full, self._compact + need.compact
-
-    def give_back(self, need: Need) -> None:
-        """References of a layer have gone."""
-        self._full, self._compact = self._full - need.full, self._compact - need.compact

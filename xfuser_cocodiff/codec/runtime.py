@@ -16,7 +16,7 @@ import torch
 from xfuser_cocodiff.codec import modes
 from xfuser_cocodiff.codec.codecs import EXACT, Loss
 from xfuser_cocodiff.codec.layer_codecs import Account, LayerCodecs, Wire
-from xfuser_cocodiff.codec.memory import GIB, Budget, Need, Share
+from xfuser_cocodiff.codec.memory import GIB, Need, Share
 from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.codec.slow_way import SlowWay
 from xfuser_cocodiff.codec.virtual import VirtualRanks
@@ -110,7 +110,9 @@ class Runtime:
         ring_way: SlowWay | None = None,
     ) -> None:
         self.virtual = virtual
-        self._budget, self._say, self._warn = Budget(budget), say, warn
+        self._budget, self._say, self._warn = budget, say, warn
+        self._compact = False
+        """Whether references are kept in 8 bits."""
         self._said: set[str] = set()
         """What need not be said again."""
         self._told = 0
@@ -152,8 +154,7 @@ class Runtime:
         self.schedule, self._is_certain = self._schedule(total), is_certain
         self.step, self.total = step, total
         self._transformers.clear()
-        self._budget.begin_run()
-        self.reports = []
+        self._compact, self.reports = False, []
 
     def end_run(self) -> None:
         """The run is over, or broken off: its references go."""
@@ -252,7 +253,7 @@ class Runtime:
             codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
         else:
             codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
-        return LayerCodecs(way, codecs, wires, state.account, self.step, self._budget.compact, anew, state.at_once)
+        return LayerCodecs(way, codecs, wires, state.account, self.step, self._compact, anew, state.at_once)
 
     @property
     def _defers(self) -> bool:
@@ -282,14 +283,15 @@ class Runtime:
             self._transformers.add(transformer)
         need = Need.of(share, self.schedule, self._places, self._ring_places)
         is_exact = self.schedule.leaves_out(layer)
-        if not is_exact:
-            if not self._budget.suffices(need):
-                self._squeeze()
-            is_exact = not self._budget.suffices(need)
-        if not is_exact:
-            self._budget.take(need)
+        if not is_exact and not self._has_room(need):
+            self._squeeze()
+            is_exact = not self._has_room(need)
         at_once = self._way is not None and self._way.goes_at_once(share.values // _EXCHANGES * share.value_bytes)
         return _State(layer, transformer, need, is_exact, at_once)
+
+    def _has_room(self, need: Need) -> bool:
+        """Whether the references of one more layer may be held."""
+        return self._budget is None or self.expected_bytes + need[self._compact] <= self._budget
 
     def _leave_others(self) -> None:
         """Another transformer is called for the first time. Those that had no call at this step have done their part;
@@ -298,14 +300,12 @@ class Runtime:
         current = {state.transformer for state in self._states.values() if state.step == self.step}
         for key, state in list(self._states.items()):
             if state.transformer not in current:
-                if not state.is_exact:
-                    self._budget.give_back(state.need)
                 del self._states[key]
 
     def _squeeze(self) -> None:
         """Keep references in 8 bits from now on."""
-        if not self._budget.compact:
-            self._budget.compact = True
+        if not self._compact:
+            self._compact = True
             for state in self._states.values():
                 in_lane = self._way and self._way.fast and not state.at_once
                 for wire in state.wires.values():
@@ -331,8 +331,8 @@ class Runtime:
     def _tell_references(self) -> None:
         wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
         full, compact = (sum(state.need[kept] for state in wanting) for kept in (False, True))
-        kept = ", as they are kept" if self._budget.compact else ""
-        bound = "; --cocodiff_memory_budget sets a bound" if self._budget.limit is None else ""
+        kept = ", as they are kept" if self._compact else ""
+        bound = "; --cocodiff_memory_budget sets a bound" if self._budget is None else ""
         layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
         guided = f" in {branches} branches of guidance" if branches > 1 else ""
         self._once(
@@ -340,10 +340,11 @@ class Runtime:
             f"references of {layers} layers{guided} take {full / GIB:.3g} GiB per rank, "
             f"{compact / GIB:.3g} in 8 bits{kept}{bound}",
         )
-        if exact := sum(state.is_exact for state in wanting):
+        exact = sum(state.is_exact for state in wanting)
+        if exact and self._budget is not None:
             self._warn(  # in every run
-                f"{exact} of {len(wanting)} layers travel exactly: in {self._budget.limit / GIB:.3g} GiB there is no "
-                "room for their references"
+                f"{exact} of {len(wanting)} layers travel exactly: in {self._budget / GIB:.3g} GiB there is no room "
+                "for their references"
             )
 
     def _tell_unmatched(self) -> None:
@@ -361,7 +362,7 @@ class Runtime:
     @property
     def expected_bytes(self) -> int:
         """What references are going to take, once all that is extrapolated from is held too."""
-        return sum(state.need[self._budget.compact] for state in self._states.values() if not state.is_exact)
+        return sum(state.need[self._compact] for state in self._states.values() if not state.is_exact)
 
     @property
     def reference_bytes(self) -> int:
