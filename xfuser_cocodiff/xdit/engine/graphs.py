@@ -59,30 +59,28 @@ def early_sends(nodes: Sequence[Any]) -> list[Any]:
         The same nodes in another such order.
     """
     needs = _needs(nodes)
-    sends = [index for index, node in enumerate(nodes) if _calls(node, _SENDS)]
-    if not sends:
-        return list(nodes)
-    needed_by = _first_send(needs, sends)
     is_wait = [_calls(node, _RECEIVES) for node in nodes]
-    users: list[list[int]] = [[] for _ in nodes]
-    for index, needed in enumerate(needs):
-        for each in needed:
-            users[each].append(index)
-    missing = [len(needed) for needed in needs]
-    ready = {index for index, count in enumerate(missing) if count == 0}
-    order: list[int] = []
-    while ready:
-        waits = [index for index in ready if is_wait[index]]
-        others = [index for index in ready if not is_wait[index]]
-        target = min(needed_by[index] for index in ready)
-        near = [index for index in others if needed_by[index] <= (target + 1 if waits else target)]
-        chosen = min(near or waits or others, key=lambda index: (needed_by[index], index))
-        ready.remove(chosen)
-        order.append(chosen)
-        for user in users[chosen]:
-            missing[user] -= 1
-            if missing[user] == 0:
-                ready.add(user)
+    sends = [index for index, node in enumerate(nodes) if _calls(node, _SENDS)]
+    # For each send what it cannot be without and those before it can, in the order of the nodes; then all the rest.
+    steps: list[list[int]] = []
+    seen: set[int] = set()
+    for target in [*([send] for send in sends), range(len(nodes))]:
+        found, pending = set(), [*target]
+        while pending:
+            if (index := pending.pop()) not in seen:
+                seen.add(index)
+                found.add(index)
+                pending += needs[index]
+        steps.append(sorted(found))
+    order: dict[int, None] = {}
+    for number, step in enumerate(steps):
+        waits_from = next((place for place, index in enumerate(step) if is_wait[index]), len(step))
+        order.update(dict.fromkeys(step[:waits_from]))
+        if waits_from < len(step):
+            for index in [*step[waits_from:], *(steps[number + 1] if number + 1 < len(steps) else [])]:
+                if not is_wait[index] and needs[index] <= order.keys():
+                    order[index] = None
+        order.update(dict.fromkeys(step))
     return [nodes[index] for index in order]
 
 
@@ -91,19 +89,6 @@ def _needs(nodes: Sequence[Any]) -> list[set[int]]:
     made_by = {name: index for index, node in enumerate(nodes) for name in node.get_buffer_names()}
     found = [{made_by[each.name] for each in node.unmet_dependencies if each.name in made_by} for node in nodes]
     return [needed - {index} for index, needed in enumerate(found)]
-
-
-def _first_send(needs: Sequence[set[int]], sends: Sequence[int]) -> list[int]:
-    """For each node the number of the first send that cannot be without it; one more than there are for the others."""
-    found = [len(sends)] * len(needs)
-    for number, send in enumerate(sends):
-        pending = [send]
-        while pending:
-            index = pending.pop()
-            if found[index] == len(sends):
-                found[index] = number
-                pending += needs[index]
-    return found
 
 
 def _calls(node: Any, operators: str) -> bool:
