@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Schedule
+from xfuser_cocodiff.attention.ulysses import Exchanges
 from xfuser_cocodiff.exchange.lane import Handle
+from xfuser_cocodiff.xdit.engine.engine import Engine
+from xfuser_cocodiff.xdit.layers.call import TracedCall
 from xfuser_cocodiff.xdit.layers.root import Root
-from xfuser_cocodiff.xdit.layers.traced import TracedCall, TracedLayers, UnderWay
 
 
 class Attention(nn.Module):
@@ -50,10 +52,10 @@ def root_of(transformer: nn.Module) -> Root:
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
 def test_a_layer_of_a_whole_graph_is_where_it_was_traced(path: str) -> None:
     transformer = Transformer()
-    layers = TracedLayers(root_of(transformer))
-    layer = layers.at([transformer], path)
+    root = root_of(transformer)
+    layer = root.traced([transformer], path)
     assert layer.name == "blocks.1.attn"
-    assert layers.at([transformer], path) is layer is not layers.at([transformer], "blocks.1.cross")
+    assert root.traced([transformer], path) is layer is not root.traced([transformer], "blocks.1.cross")
 
 
 def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
@@ -61,20 +63,10 @@ def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
     blocks = list(transformer.blocks)
     for index, block in enumerate(blocks):
         transformer.blocks[index] = Wrapper(block)
-    layers = TracedLayers(root_of(transformer))
-    graph = nn.Identity()  # some backends run graphs as modules, which the transformer does not know
-    names = [layers.at([graph, block, transformer], "attn").name for block in blocks]
-    assert names == [f"blocks.{index}.attn" for index in range(3)]
-
-
-def test_without_paths_layers_are_told_by_their_order() -> None:
-    transformer = Transformer()
     root = root_of(transformer)
-    layers, calls = TracedLayers(root), []
-    for _ in range(2):
-        root.watch(transformer, (), {}) if not root.hears(transformer) else transformer(torch.zeros(1))
-        calls.append([layers.at([transformer], "").name for _ in range(3)])
-    assert calls[0] == calls[1] and len(set(calls[0])) == 3
+    graph = nn.Identity()  # some backends run graphs as modules, which the transformer does not know
+    names = [root.traced([graph, block, transformer], "attn").name for block in blocks]
+    assert names == [f"blocks.{index}.attn" for index in range(3)]
 
 
 @pytest.mark.parametrize("how", ["eager", "whole", "in place"])
@@ -97,12 +89,8 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 
 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
-    waited = []
-    under_way, call = UnderWay(), TracedCall(None, None, Schedule())
-    call.coming.append(Handle("the exchange", lambda: waited.append(True)))
-    number = under_way.add(call)
-    assert under_way[number] is call
-    under_way.clear()
-    assert waited == [True]
-    with pytest.raises(KeyError):
-        under_way.end(number)
+    engine, ended, exchanges = Engine(), [], Exchanges(None)
+    exchanges._coming.append(Handle("the exchange", lambda: ended.append(True)))
+    engine.begin_traced(TracedCall(Schedule(), layer=None, exchanges=exchanges))
+    engine.close()
+    assert ended == [True] and engine.traced_call is None

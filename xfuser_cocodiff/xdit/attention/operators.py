@@ -1,8 +1,9 @@
 """The exchanges of an attention layer as operators, of which a compiled graph is made.
 
 A graph calls them when it runs: there they are the exchanges of eager mode, with their plans, trials, codecs and
-accounts. Their effects keep them in one order, which all ranks share. A ticket leads from one to the next. Tensors that
-an operator is given once more have to live until they are sent, and tell it of what shape the answer is.
+accounts. Their effects, and a ticket that leads from one to the next, keep them in one order, which all ranks share: so
+one call is under way at a time. Tensors that an operator is given once more have to live until they are sent, and tell
+it of what shape the answer is.
 
 Sizes in shapes: P ranks, B batch, H heads, S sequence, D head dim.
 """
@@ -13,16 +14,14 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
 from xfuser_cocodiff.attention.schedule import Schedule
-from xfuser_cocodiff.attention.ulysses import Attend
+from xfuser_cocodiff.attention.ulysses import Attend, Exchanges, output_like
 from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import HeadGroup
-from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.xdit.attention.schedules import settle
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.engine.engine import active
-from xfuser_cocodiff.xdit.layers.traced import TracedCall
+from xfuser_cocodiff.xdit.layers.call import TracedCall
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -70,33 +69,26 @@ def _send_value(value: torch.Tensor, path: str, groups: int) -> torch.Tensor:
     engine.enter()
     layer = engine.layers.traced(path)
     kind = engine.layers.kinds.of_graph(layer.name, value, groups) if layer else None
-    call = TracedCall(layer, kind, kind.trial.schedule if kind and kind.trial else Schedule(groups=groups))
-    if layer:
-        layer.call = call
-    if call.schedule.v_first:
-        layer_codecs = engine.layer_codecs(layer, kind.share)
-        call.value = send_to_heads(
-            [value], engine.mesh, Label("v", layer.name), call.schedule.head_groups[0], layer_codecs
-        )
-    return torch.tensor(engine.under_way.add(call))
+    schedule = kind.trial.schedule if kind and kind.trial else Schedule(groups=groups)
+    exchanges = Exchanges(engine.mesh_of(schedule), groups, layer.name if layer else "")
+    engine.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
+    if schedule.v_first:
+        exchanges.layer_codecs = engine.layer_codecs(layer, kind.share)
+        exchanges.send_value(value)
+    return _a_ticket()
 
 
 def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Q and K are there too: all head groups are sent now, so that the links never run dry."""
+    """Q and K are there too."""
     engine = active()
-    number = int(ticket)
-    call = engine.under_way[number]
-    share = Share.of(query, key, value)
+    call, share = engine.traced_call, Share.of(query, key, value)
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
             settle(call.kind, engine, query, key, value, call.schedule.groups, is_same=True)
-    layer_codecs, mesh = engine.layer_codecs(call.layer, share), engine.mesh_of(call.schedule)
-    for head_group in call.schedule.head_groups:
-        is_ahead = call.value is not None and head_group.index == 0
-        tensors, what = ([query, key], "qk") if is_ahead else ([query, key, value], "qkv")
-        call.coming.append(send_to_heads(tensors, mesh, Label(what, call.name), head_group, layer_codecs))
-    return torch.tensor(number)
+    call.exchanges.layer_codecs = engine.layer_codecs(call.layer, share)
+    call.exchanges.send(query, key, value)
+    return _a_ticket()
 
 
 def _receive_heads(
@@ -108,29 +100,16 @@ def _receive_heads(
     index: int,
     groups: int,
 ) -> tuple[torch.Tensor, ...]:
-    call = active().under_way[int(ticket)]
-    # Q and K follow the choice of tokens that came with V.
-    first = call.value.wait() if call.value and index == 0 else []
-    return (*call.coming[index].wait(), *first)
+    return active().traced_call.exchanges.receive(index)
 
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int, index: int, groups: int) -> torch.Tensor:
-    engine = active()
-    number = int(ticket)
-    call = engine.under_way[number]
-    if call.result is None:
-        call.result = _sequence_like([output] * groups, num_ranks)
-    head_group, label = call.schedule.head_groups[index], Label("o", call.name)
-    mesh = engine.mesh_of(call.schedule)
-    call.going.append(send_to_sequence(output, call.result, mesh, label, head_group, call.layer_codecs))
-    return torch.tensor(number)
+    active().traced_call.exchanges.send_back(output, index)
+    return _a_ticket()
 
 
 def _receive_sequence(ticket: torch.Tensor, outputs: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
-    call = active().under_way.end(int(ticket))
-    for handle in call.going:
-        handle.wait()
-    return call.end()
+    return active().end_traced()
 
 
 # What Dynamo is told of them.
@@ -157,12 +136,6 @@ def _heads_like(
     )
 
 
-def _sequence_like(outputs: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
-    """A tensor (B, H, S/P, D) for head groups (B, H/P/groups, S, D)."""
-    batch, heads, tokens, head_dim = outputs[0].shape
-    return outputs[0].new_empty(batch, heads * len(outputs) * num_ranks, tokens // num_ranks, head_dim)
-
-
 def _define(schema: str, run: Callable, fake: Callable) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=_TAGS)
@@ -187,5 +160,5 @@ _define(
 _define(
     "receive_sequence(Tensor ticket, Tensor[] outputs, int num_ranks) -> Tensor",
     _receive_sequence,
-    lambda ticket, outputs, num_ranks: _sequence_like(outputs, num_ranks),
+    lambda ticket, outputs, num_ranks: output_like(outputs[0], len(outputs), num_ranks),
 )

@@ -29,10 +29,11 @@ from xfuser_cocodiff.settings.options import AUTO, EXACT
 from xfuser_cocodiff.xdit.engine import graphs, text
 from xfuser_cocodiff.xdit.engine.runs import Runs
 from xfuser_cocodiff.xdit.engine.trials import Trials
+from xfuser_cocodiff.xdit.layers.call import TracedCall
 from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.traced import TracedLayer, UnderWay
+from xfuser_cocodiff.xdit.layers.root import Place
 from xfuser_cocodiff.xdit.patching.log import info, warn
 from xfuser_cocodiff.xdit.platform.platform import compute_device, is_captured
 
@@ -68,8 +69,8 @@ class Engine:
     """The runs that were declared, or are recognised."""
     traffic: Traffic = field(init=False)
     """What exchanges moved, stock's too where somebody watches them."""
-    under_way: UnderWay = field(init=False, default_factory=UnderWay)
-    """Calls of layers that graphs have begun and not ended."""
+    traced_call: TracedCall | None = field(init=False, default=None)
+    """The call of a layer that a graph has begun and not ended."""
     trials: Trials | None = field(init=False, default=None)
     """What is tried of schedules; None without a mesh."""
     _has_told_of_text: bool = field(init=False, default=False)
@@ -110,7 +111,7 @@ class Engine:
 
     def close(self) -> None:
         """Leave modules as they were, and drop what is held of a run."""
-        self.under_way.clear()
+        self.abandon_traced()
         self.layers.clear()
         self.runs.clear()
         graphs.restore()
@@ -150,7 +151,7 @@ class Engine:
         return self is active() and not torch.compiler.is_compiling()
 
     def _new_step(self) -> None:
-        self.under_way.clear()
+        self.abandon_traced()
         self.layers.end_step()
 
     def _run_begins(self, total: int | None) -> None:
@@ -185,7 +186,30 @@ class Engine:
 
     # What travels.
 
-    def layer_codecs(self, layer: Layer | TracedLayer | None, share: Share) -> LayerCodecs | None:
+    def begin_traced(self, call: TracedCall) -> None:
+        """Begin a call in a graph."""
+        self.abandon_traced()
+        self.traced_call = call
+        if call.layer:
+            call.layer.call = call
+
+    def end_traced(self) -> torch.Tensor:
+        """End it; return O."""
+        call = self.traced_call
+        result = call.exchanges.end()
+        call.ended()
+        self.abandon_traced()  # which would hold O
+        return result
+
+    def abandon_traced(self) -> None:
+        """Bring to its end what an error has left under way: peers take part in it."""
+        call, self.traced_call = self.traced_call, None
+        if call:
+            if call.layer:
+                call.layer.call = None
+            call.exchanges.abandon()
+
+    def layer_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
 
         def found() -> LayerCodecs | None:
@@ -199,13 +223,13 @@ class Engine:
             layer.call.layer_codecs = found()
         return layer.call.layer_codecs
 
-    def ring_codecs(self, layer: Layer | TracedLayer | None, share: Share) -> LayerCodecs | None:
+    def ring_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
         """The same of a layer's ring."""
         if not self._codes(layer):
             return None
         return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
 
-    def _codes(self, layer: Layer | TracedLayer | None) -> bool:
+    def _codes(self, layer: Place | None) -> bool:
         """Whether a layer is to be encoded in this call."""
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
             return False

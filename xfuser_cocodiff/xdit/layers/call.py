@@ -1,4 +1,4 @@
-"""A call of an attention layer that is under way."""
+"""Calls of attention layers that are under way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,10 +7,38 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.attention.schedule import Schedule
+from xfuser_cocodiff.attention.ulysses import Exchanges
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.kind import Kind
 from xfuser_cocodiff.xdit.layers.later import Later
+from xfuser_cocodiff.xdit.layers.root import Place
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """A call of a layer, in eager mode or in a graph."""
+
+    schedule: Schedule
+    kind: Kind | None = None
+    layer_codecs: LayerCodecs | None = None
+    """How its exchanges are encoded, once one of them was."""
+
+    def ended(self) -> None:
+        """Count it in the trial of its kind."""
+        if self.kind and self.kind.trial:
+            # A refresh says nothing of steps that are encoded by what was sent before.
+            is_refresh = self.layer_codecs is not None and self.layer_codecs.owes_nothing
+            self.kind.trial.ran(is_usual=not is_refresh)
+
+
+@dataclass(eq=False, kw_only=True)
+class TracedCall(LayerCall):
+    """A call in a compiled graph."""
+
+    layer: Place | None
+    """None where no module is called, of which there is nothing to learn then."""
+    exchanges: Exchanges
 
 
 class Ahead(NamedTuple):
@@ -35,12 +63,10 @@ class Ahead(NamedTuple):
         return self.returned._version != self.version
 
 
-@dataclass
-class Call:
-    """A call under way: from where its block begins to where it ends."""
+@dataclass(eq=False)
+class Call(LayerCall):
+    """A call of a module: from where its block begins to where it ends."""
 
-    schedule: Schedule
-    kind: Kind | None = None
     mlp_given: torch.Tensor | None = None
     """Input of the block's parallel MLP, if that was called before the module."""
     hidden: torch.Tensor | None = None
@@ -54,8 +80,6 @@ class Call:
     """Whether its V has reached USP."""
     handle: Handle | None = None
     """V's exchange, brought to its end with the call whoever waits for it: an error may come in between."""
-    layer_codecs: LayerCodecs | None = None
-    """How its exchanges are encoded, once one of them was."""
     later: list[Later] = field(default_factory=list)
     """Parts of the block's MLP that were asked for and not computed yet."""
 

@@ -95,10 +95,7 @@ class Layer(Place):
         finally:
             self.call = None
             call.abandon()
-        if call.kind and call.kind.trial:
-            # A refresh says nothing of steps that are encoded by what was sent before.
-            is_refresh = call.layer_codecs is not None and call.layer_codecs.owes_nothing
-            call.kind.trial.ran(is_usual=not is_refresh)
+        call.ended()
         return returned
 
     def _call_mlp(self, is_first: bool, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:

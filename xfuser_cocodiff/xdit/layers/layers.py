@@ -10,9 +10,8 @@ from torch import nn
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.layers.kind import Kinds
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
-from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.xdit.layers.root import WRAPPER, Place, Root
 from xfuser_cocodiff.xdit.layers.running import arguments_of, running_modules
-from xfuser_cocodiff.xdit.layers.traced import TracedLayer, TracedLayers, is_wrapper
 
 
 class Layers:
@@ -75,19 +74,12 @@ class Layers:
             root.watch(running[-1], *arguments_of(running[-1]))
         return root
 
-    def traced(self, path: str) -> TracedLayer | None:
-        """The layer that a graph runs for; None where no module is called.
-
-        Args:
-            path: where it was traced; see :class:`TracedLayers`.
-        """
+    def traced(self, path: str) -> Place | None:
+        """Return the layer that a graph runs for, traced at a path; None where no module is called."""
         running = list(running_modules())
         if all(map(is_wrapper, running)):
             return None
-        root = self._root_of(running)
-        if root.traced is None:
-            root.traced = TracedLayers(root)
-        layer = root.traced.at(running, path)
+        layer = self._root_of(running).traced(running, path)
         layer.meet()
         return layer
 
@@ -127,3 +119,8 @@ class Layers:
         self._roots.clear()
         self.kinds.clear()
         self._shared.current = None
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module only compiles another one."""
+    return WRAPPER in module._modules

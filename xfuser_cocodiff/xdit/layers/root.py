@@ -1,11 +1,20 @@
-"""The transformer that attention layers stand in, and its calls: which branch of a step they are."""
+"""The transformer that attention layers stand in, and its calls: which branch of a step they are.
 
+Layers in compiled graphs are no modules any more when they run. What is left of them is the path that they had where
+the graph was traced: in the transformer, or in one of its blocks where these are compiled one by one. Blocks that are
+alike then share a graph, and the stack tells which of them runs.
+"""
+
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+WRAPPER = "_orig_mod"
+"""What torch.compile calls a module inside of the one that it makes."""
 
 
 class Root:
@@ -30,8 +39,10 @@ class Root:
         """Since the step began, the one under way among them."""
         self.serial = 0
         """The same, since ever."""
-        self.traced: Any = None
-        """Its layers in graphs, once one was met."""
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        """Of modules of the transformer, once a layer in a graph was met."""
+        self._traced: dict[tuple[str, str], Place] = {}
+        """Layers in graphs, by the module whose graph runs, and by path in it."""
         self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
@@ -70,6 +81,29 @@ class Root:
         """The transformer itself, which may go before this does."""
         return self._transformer()
 
+    def traced(self, running: Sequence[nn.Module], path: str) -> "Place":
+        """Return the layer that a graph runs for.
+
+        Args:
+            running: modules, innermost first; the first that is known in the transformer is the one whose graph runs.
+            path: where the layer was traced.
+        """
+        if not any(module in self._names for module in running):
+            self._names.update((module, name) for name, module in self.transformer.named_modules())
+        place = next(self._names[module] for module in running if module in self._names), path
+        if place not in self._traced:
+            self._traced[place] = Place(self._name(*place), self)
+        return self._traced[place]
+
+    def _name(self, outer: str, path: str) -> str:
+        parts = [part for part in (*outer.split("."), *path.split(".")) if part not in ("", WRAPPER)]
+        # Tracing ends somewhere inside of the module, such as in a norm.
+        for end in range(len(parts), 0, -1):
+            with contextlib.suppress(AttributeError):  # there is no such module
+                self.transformer.get_submodule(name := ".".join(parts[:end])).processor  # noqa: B018
+                return name
+        return ".".join(parts)
+
     def remove(self) -> None:
         """Leave the transformer as it was."""
         for hook in self._hooks.values():
@@ -105,6 +139,8 @@ class Place:
 
     def __init__(self, name: str, root: Root) -> None:
         self.name, self.root = name, root
+        self.call: Any = None
+        """The one under way."""
         self.again = False
         """Whether this is not its first call within a call of the transformer."""
         self._serial = 0
