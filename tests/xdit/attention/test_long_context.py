@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from tests import ranks
-from xfuser_cocodiff.settings.config import Overlap
+from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.engine.test_engine import config_of
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
+from xfuser_cocodiff.xdit.launching import world
 
 HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
 WIDTH = HEADS * HEAD_DIM
@@ -54,12 +60,6 @@ def heads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
-    from tests.xdit.attention.test_overlap import start
-    from tests.xdit.engine.test_engine import config_of
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, *_ = start(rank, depth=1)
     torch.manual_seed(0)
     transformer, text = Transformer(linear, joint), torch.randn(2, TEXT, WIDTH)
@@ -72,14 +72,12 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     world.use(Engine())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
-        engine = starting.engine_over(group, config_of("exact", overlap=Overlap(v_first)))
-        world.use(engine)
+        engine = in_force(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
         assert {kind.ready for kind in engine.layers.kinds if kind.trial} == {True}
         assert {kind.trial.schedule.v_first for kind in engine.layers.kinds if kind.trial} == {v_first}
-    engine = starting.engine_over(group, config_of("balanced", schedule="bits=4,bits_o=4"))
-    world.use(engine)
+    engine = in_force(group, config_of("balanced", schedule="bits=4,bits_o=4"))
     engine.runs.begin(STEPS)
     near = []
     for number in range(STEPS):
@@ -102,13 +100,6 @@ def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str)
 
 def attend_unevenly(rank: int, joint: str) -> None:
     """Eight heads on three ranks, against attention to all tokens at once; with codecs too."""
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import active
-    from xfuser_cocodiff.xdit.launching import world
-
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
     group = world.start()
     world.make_state(9, 0)
@@ -134,7 +125,7 @@ def attend_unevenly(rank: int, joint: str) -> None:
     for mode, tolerance in (("exact", 1e-5), ("balanced", 0.1)):
         for v_first in (True, False):
             config = CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat)
-            world.use(starting.engine_over(group, config))
+            in_force(group, config)
             active().runs.begin(STEPS)
             for number in range(STEPS):
                 states = whole * (1 + 0.02 * number)

@@ -13,6 +13,7 @@ from tests import ranks
 from tests.quick import slow, slow_but
 from tests.settings.test_placement import FAST, profile
 from tests.xdit.attention.test_ring import asked, start
+from xfuser_cocodiff.exchange.mesh import Mesh
 
 WORLD = 8
 DIMS = (0, 1, -2, -1)
@@ -29,8 +30,6 @@ def gather(rank: int, options: dict[str, Any], ring: int) -> tuple[list[str], di
     """By which plans it went, in the order of their stages, and the bytes that this rank sent along which axis in one
     gather of 96 bytes of float32."""
     from xfuser.core.distributed import get_sp_group
-
-    from xfuser_cocodiff.exchange.mesh import Mesh
 
     start(rank, options, WORLD, ring)
     group, plans, sent = get_sp_group(), [], {}

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,39 +12,54 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
+from xfuser_cocodiff.attention import ulysses
+from xfuser_cocodiff.attention.schedule import Schedule, Trial
+from xfuser_cocodiff.bench import transformer as model
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.exchange.traffic import Label
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.engine import engine as engines
+from xfuser_cocodiff.xdit.engine import start as starting
+from xfuser_cocodiff.xdit.engine.engine import Engine
+from xfuser_cocodiff.xdit.launching import world
 
 
-def start(rank: int, depth: int = 6) -> tuple:
-    """A group of all ranks, and a step of a FLUX.1 with double and single blocks."""
+def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
+    """A group of all ranks, and a FLUX.1 with double and single blocks and its step, with so much text."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    from xfuser_cocodiff.bench import transformer
-    from xfuser_cocodiff.xdit.launching import world
-
-    group = world.start()
-    transformers = []
-    build = world.flux_transformer
-    with mock.patch.object(
-        world, "flux_transformer", lambda *sizes: transformers.append(build(*sizes)) or transformers[0]
+    group, built, build = world.start(), [], world.flux_transformer
+    with (
+        mock.patch.object(model, "text_tokens", (lambda _: text_tokens) if text_tokens else model.text_tokens),
+        mock.patch.object(world, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
     ):
-        step = transformer.step(transformer.Shape(128, depth, 64, 8))
-    return group, transformers[0], step
+        step = model.step(model.Shape(128, depth, 64, 8))
+    return group, built[0], step
+
+
+def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
+    """Go on with an engine by these settings."""
+    engine = starting.engine_over(group, config, known)
+    world.use(engine)
+    return engine
+
+
+def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = None, policy: Any = None) -> Any:
+    """Go on with an engine on two ranks by flat collectives, and by a policy if there is one."""
+    mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
+    engine = Engine(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
+    world.use(engine)
+    return engine
 
 
 def record_events(rank: int, v_first: bool) -> list[str]:
     """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine import engine as engines
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank)
-    topology = Topology.flat(2)
     expected = step()
-    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(v_first, 2)))
+    engine = use(group, v_first, 2)
     events: list[str] = []
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj", ".proj_mlp")):
@@ -58,7 +74,7 @@ def record_events(rank: int, v_first: bool) -> list[str]:
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
-    assert {kind.ready for kind in engines.active().layers.kinds} == {True}
+    assert {kind.ready for kind in engine.layers.kinds} == {True}
     return events
 
 
@@ -81,18 +97,9 @@ def test_without_v_first_nothing_starts_early() -> None:
 
 def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     """Exchanges of a step with V first and two head groups, and whether something was hidden behind them."""
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank, depth=3)
-    topology = Topology.flat(2)
-    mesh = Mesh.over(group, topology, [Plan.flat(topology)])
-    world.use(Engine(mesh=mesh, overlap=Overlap(True, 2)))
-    traffic, mesh.traffic.timed = mesh.traffic, True
+    traffic = use(group, True, 2).traffic
+    traffic.timed = True
     for _ in range(6):
         traffic.reset()
         step()
@@ -136,20 +143,9 @@ def test_the_user_s_word_stands_against_the_planner_s() -> None:
 
 def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
     """What a step sends when the planner has its word, once layers are known; and what it was asked."""
-    from xfuser_cocodiff.attention import ulysses
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.exchange.policy import Policy
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine import engine as engines
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank, depth=3)
-    topology, asked = Topology.flat(2), []
-    policy = Policy(lambda size: Plan.flat(topology), ahead=lambda *sizes: asked.append(sizes) or ahead)
-    mesh = dataclasses.replace(Mesh.over(group, topology), policy=policy)
+    flat, asked = Plan.flat(Topology.flat(2)), []
+    policy = Policy(lambda size: flat, ahead=lambda *sizes: asked.append(sizes) or ahead)
     expected = step()
     labels: list[str] = []
 
@@ -167,9 +163,8 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     with contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
-        engine = Engine(mesh=mesh, overlap=Overlap(v_first))
+        engine = use(group, v_first, policy=policy)
         engine.trials = None  # and nothing is compared
-        world.use(engine)
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
@@ -178,19 +173,11 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
 def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
     """What happens in the single blocks of a step that run by a schedule; their bits are stock's."""
-    from xfuser_cocodiff.attention import ulysses
-    from xfuser_cocodiff.attention.schedule import Schedule, Trial
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=3)
     events: list[str] = []
     expected = step()
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else ())
-    engine = starting.engine_over(group, config)
-    world.use(engine)
+    engine = in_force(group, config)
     engine.runs.begin(20)
     for _ in range(4):
         step()
@@ -264,19 +251,10 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
     """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
     from xfuser.model_executor.layers import usp as stock
 
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine import engine as engines
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank)
     with mock.patch.object(stock, "_get_attention_function", odd_by_heads(stock._get_attention_function)):
-        expected, topology = step(), Topology.flat(2)
-        world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, groups)))
+        expected = step()
+        kinds = use(group, True, groups).layers.kinds
         for _ in range(5):
             assert torch.equal(step(), expected)
-    kinds = engines.active().layers.kinds
     return sorted({str(kind.trial.chosen) for kind in kinds}), kinds.report()

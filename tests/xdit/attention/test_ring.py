@@ -16,8 +16,9 @@ from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.settings.placement import Split
+from xfuser_cocodiff.measuring.probe import Probe
 from xfuser_cocodiff.xdit.attention import ring_attention
+from xfuser_cocodiff.xdit.engine.engine import active, reduced
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -59,8 +60,6 @@ def whole(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
     """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
     from xfuser.model_executor.layers import usp
-
-    from xfuser_cocodiff.xdit.engine.engine import active
 
     start(rank, asked(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
@@ -131,8 +130,6 @@ def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
-    from xfuser_cocodiff.xdit.engine.engine import active
-
     start(rank, options, world, ring)
     mesh = active().mesh
     return members()[0], str(mesh.topology) if mesh else "stock"
@@ -172,8 +169,6 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 
 def agree(rank: int) -> list[float]:
-    from xfuser_cocodiff.xdit.engine.engine import reduced
-
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     return reduced([rank, -rank], "max")
 
@@ -187,9 +182,6 @@ def find_out(rank: int, folder: str) -> tuple[str, int]:
     """A plan, and how often links were timed, which differ between the two Ulysses groups and between the two rings."""
     import torch.distributed as dist
     from xfuser.model_executor.layers import usp
-
-    from xfuser_cocodiff.measuring.probe import Probe
-    from xfuser_cocodiff.xdit.engine.engine import active
 
     taken, times = Probe._taken, []
 
@@ -220,8 +212,6 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
 def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     """No Ulysses group at all: bytes that a rank sends along each axis; decibels of a mode, and the bytes that it sends
     of those that cross nodes."""
-    from xfuser_cocodiff.xdit.engine.engine import active
-
     options = asked("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
@@ -294,35 +284,6 @@ def test_pipelines_in_a_ring(model: str) -> None:
                 assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
 
 
-def wide(rank: int, ring: int, placement: str) -> tuple[torch.Tensor, float]:
-    """Latents by stock on eight ranks, which the plugin's equal; and decibels of a mode."""
-    flags = [
-        f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items() if value is not True
-    ]
-    flags = [flag.replace(WHOLE, "node=2,gpu=4") for flag in flags]
-    degrees = ["--ulysses_degree", str(8 // ring), "--ring_degree", str(ring)]
-    run = Approximating(rank, 8, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
-    exact = run()
-    assert {axis for stage in moved() for axis in stage.split("+")} == {"node", "gpu"}
-    run.use(None)
-    stock = run()
-    assert torch.equal(exact, stock)
-    split, machine = Split(8 // ring, ring, placement), Topology.parse("node=2,gpu=4")
-    parts = split.ulysses_topology(machine), split.ring_topology(machine)
-    run.by("balanced", str(parts[0]), slow_axes=("node",), ring=placement, ring_topology=parts[1])
-    return stock, decibels(run(), stock)
-
-
-@pytest.mark.slow  # test_pipelines_in_a_ring has four ranks
-@pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("ring", [2, 4])
-def test_pipelines_in_a_ring_of_eight_ranks(ring: int) -> None:
-    outer, inner = (ranks.run(wide, 8, ring, placement) for placement in PLACEMENTS)
-    for (here, quality), (there, other) in zip(outer, inner, strict=True):
-        assert decibels(there, here) > 90
-        assert 20 < quality < 60 and 20 < other < 60
-
-
 OTHERS = {
     "guidance": ("SD3.5", "--use_cfg_parallel"),
     "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
@@ -348,7 +309,7 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     return exact
 
 
-@pytest.mark.slow  # test_flags has the groups, and test_pipelines each without a ring
+@pytest.mark.slow  # test_pipelines_in_a_ring, and test_pipelines each without a ring
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_ring_beside(other: str) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
+from xfuser_cocodiff.xdit.platform import platform
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4"]}
@@ -86,8 +88,6 @@ def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
 
 def moved(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether the plugin's exchange ran in a call."""
-    from xfuser_cocodiff.xdit.engine.engine import active
-
     active().traffic.reset()
     function(*tensors)
     return bool(active().traffic.calls)
@@ -156,9 +156,6 @@ def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
 
 def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would repeat what codecs did at one step."""
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.platform import platform
-
     engine = Engine(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", refuse=lambda _: None))
     layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert engine.layer_codecs(layer, "share") == "coded"

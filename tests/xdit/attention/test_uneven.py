@@ -8,6 +8,7 @@ from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.attention.test_ring import asked, start
 from tests.xdit.test_approximation import Approximating, decibels
+from xfuser_cocodiff.xdit.engine.engine import active
 
 
 def whole(seed: int, heads: int, tokens: int) -> torch.Tensor:
@@ -18,8 +19,6 @@ def whole(seed: int, heads: int, tokens: int) -> torch.Tensor:
 def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str) -> list[float]:
     """Errors of USP, with text that every rank has and without."""
     from xfuser.model_executor.layers import usp
-
-    from xfuser_cocodiff.xdit.engine.engine import active
 
     topology = {"cocodiff_topology": f"{world}x1" if ring == 1 else f"{ring}x{world // ring}"}
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode=mode) | topology, world, ring)

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from tests import ranks
+from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.test_compile import config_of
+from xfuser_cocodiff.xdit.engine.engine import Engine
 
 HEADS, HEAD_DIM, TOKENS, STEPS, LAYERS = 8, 16, 12, 4, 2
 WIDTH = HEADS * HEAD_DIM
@@ -66,8 +69,6 @@ class World:
         from xfuser.core.distributed.attention_backend import AttentionBackendType
         from xfuser.model_executor.layers import usp
 
-        from tests.xdit.attention.test_overlap import start
-
         sys.modules["aiter"] = SimpleNamespace(dtypes=SimpleNamespace(fp8=torch.float8_e4m3fn))
         self.group, *_ = start(rank, depth=1)
         self.state = get_runtime_state()
@@ -82,14 +83,9 @@ class World:
 
     def use(self, mode: str | None) -> Any:
         """Go on with the plugin, or as stock; returns the engine."""
-        from tests.xdit.test_compile import config_of
-        from xfuser_cocodiff.xdit.engine import start as starting
-        from xfuser_cocodiff.xdit.engine.engine import Engine
-        from xfuser_cocodiff.xdit.launching import world
 
         degree = self.group.size()
-        engine = starting.engine_over(self.group, config_of(degree, "hierarchical", mode=mode)) if mode else Engine()
-        world.use(engine)
+        engine = in_force(self.group, config_of(degree, "hierarchical", mode=mode)) if mode else Engine()
         return engine
 
     def by_fp8(self, scale: float | None) -> Any:

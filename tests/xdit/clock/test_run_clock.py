@@ -149,32 +149,23 @@ def test_schedulers_may_change_and_step_twice(heard: Heard, engine: Engine) -> N
     assert engine.runs.newest is None
 
 
-def test_nothing_is_left_on_a_scheduler(heard: Heard, engine: Engine) -> None:
-    classes = Derived, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
-    originals = [vars(cls)["step"] for cls in classes]
-    for _ in range(2):
-        clock = Clock()
-        for cls in classes:
-            clock._watch_scheduler(cls)
-        assert not any(vars(cls)["step"] is original for cls, original in zip(classes, originals, strict=True))
-        clock.close()
-        assert all(vars(cls)["step"] is original for cls, original in zip(classes, originals, strict=True))
-
-
 @pytest.mark.usefixtures("engine", "uninstalled")
 def test_uninstalling_leaves_diffusers_as_it_was() -> None:
+    schedulers = FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, Derived
+
     def sites() -> list[Any]:
         loop = vars(LoopSequentialPipelineBlocks)
         return [
             vars(DiffusionPipeline)["progress_bar"],
             *(loop[name] for name in ("progress_bar", "loop_step")),
-            vars(FlowMatchEulerDiscreteScheduler)["step"],
+            *(vars(scheduler)["step"] for scheduler in schedulers),
         ]
 
     before = sites()
     for _ in range(2):
         assert activation.install()
-        run(pipeline(FlowMatchEulerDiscreteScheduler()), total=3)
+        for scheduler in schedulers:
+            run(pipeline(scheduler()), total=3)
         assert not any(now is then for now, then in zip(sites(), before, strict=True))
         assert not hasattr(vars(FlowMatchEulerDiscreteScheduler)["step"].__wrapped__, "__wrapped__")
         activation.uninstall()
@@ -202,41 +193,6 @@ def test_modular_pipelines_have_runs(heard: Heard, engine: Engine) -> None:
         Loop()(SimpleNamespace(), SimpleNamespace())
     assert heard.runs == [[3, [0.0], [1.0], [2.0]]] * 2
     assert engine.runs.newest is None
-
-
-def test_minimax_h3_has_runs(heard: Heard) -> None:
-    """Its own loop, with its own schedulers, around a transformer that is not there."""
-    from diffusers import MiniMaxH3Scheduler
-    from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3DenoiseStep
-    from diffusers.modular_pipelines.modular_pipeline import BlockState
-
-    def transformer(hidden_states: torch.Tensor, audio_hidden_states: torch.Tensor, **_: Any) -> tuple:
-        return hidden_states, audio_hidden_states
-
-    transformer.forward = transformer
-    schedulers = MiniMaxH3Scheduler(), MiniMaxH3Scheduler(shift=3.0)
-    for scheduler in schedulers:
-        scheduler.set_timesteps(5)
-    video, audio = (scheduler.timesteps for scheduler in schedulers)
-    components = SimpleNamespace(transformer=transformer, scheduler=schedulers[0], audio_scheduler=schedulers[1])
-    state = BlockState(
-        latents=torch.ones(2, 4),
-        audio_latents=torch.ones(2, 4),
-        prompt_embeds=None,
-        row_timestep_plan=[(time, None) for time in video],
-        denoiser_input_fields={},
-        attention_kwargs=None,
-        timesteps=video,
-        audio_timesteps=audio,
-        num_condition_video_rows=0,
-        num_condition_audio_rows=0,
-    )
-    loop = MiniMaxH3DenoiseStep()
-    loop.set_progress_bar_config(disable=True)
-    loop.get_block_state, loop.set_block_state = lambda _: state, lambda *_: None
-    loop(components, None)
-    assert counts(heard) == [(4, 4)]
-    assert heard.runs[-1][-1] == state.latents.tolist()
 
 
 def test_a_sampler_declares_its_runs(heard: Heard, engine: Engine) -> None:

@@ -3,16 +3,18 @@
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import start
+from tests.xdit.attention.test_overlap import in_force, start
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.engine import start as starting
+from xfuser_cocodiff.xdit.engine.engine import active
+from xfuser_cocodiff.xdit.launching import world
 
 STEPS = 4
 
 
-def config_of(mode: str, **options: object) -> object:
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
-
+def config_of(mode: str, **options: object) -> CocoDiffConfig:
     topology = Topology.parse("node=2", 2)
     fixed = {"plan": Plan.flat(topology), "slow_axes": ("node",), "overlap": Overlap(True, 1)}
     return CocoDiffConfig(topology=topology, mode=mode, **{**fixed, **options})
@@ -20,9 +22,6 @@ def config_of(mode: str, **options: object) -> object:
 
 def side_by_side(rank: int) -> None:
     """Steps of runs by three engines, in turns, against the same runs alone."""
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=3)
     at = [0]  # the step; what a run is given changes with it
     transformer.register_forward_pre_hook(
@@ -69,12 +68,8 @@ def in_a_row(rank: int) -> None:
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
 
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import active
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=3)
-    world.use(starting.engine_over(group, config_of("balanced")))
+    in_force(group, config_of("balanced"))
     active().runs.begin(STEPS)
     for _ in range(3):
         step()
@@ -95,12 +90,8 @@ def test_an_engine_ends_with_its_runtime_state() -> None:
 
 def agreed(rank: int) -> tuple[list[float], list[float]]:
     """What ranks that measure different things go by: a mean of times, the largest error."""
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, *_ = start(rank, depth=3)
-    engine = starting.engine_over(group, config_of("balanced"))
-    world.use(engine)
+    engine = in_force(group, config_of("balanced"))
     return engine._mean([float(rank)]), engine.runtime._agreed([float(rank), -float(rank)])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests import ranks
 from tests.codec.test_runtime import SHARE, held, hold, runtime
 from tests.quick import slow
-from tests.xdit.attention.test_overlap import start
+from tests.xdit.attention.test_overlap import in_force, start
 from tests.xdit.engine.test_engine import config_of
 from xfuser_cocodiff.xdit.engine import moment, runs
 from xfuser_cocodiff.xdit.engine.runs import MAX_BRANCHES, Runs
@@ -355,9 +355,6 @@ class Loops:
     def __init__(self, rank: int, config: object) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        from xfuser_cocodiff.xdit.engine import start as starting
-        from xfuser_cocodiff.xdit.launching import world
-
         group, self.transformer, step = start(rank, depth=3)
         given: dict = {}
         hook = self.transformer.register_forward_pre_hook(
@@ -366,8 +363,7 @@ class Loops:
         step()
         hook.remove()
         self.given = given
-        self.engine = starting.engine_over(group, config)
-        world.use(self.engine)
+        self.engine = in_force(group, config)
         self.scheduler = FlowMatchEulerDiscreteScheduler()
 
     def inputs(self, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -1,41 +1,25 @@
 """Text that does not divide among ranks, of which xDiT gives all to each of them."""
 
-import os
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 
 from tests import ranks
+from tests.xdit.attention.test_overlap import in_force, start
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import CocoDiffConfig
+from xfuser_cocodiff.xdit.engine import engine as engines
+from xfuser_cocodiff.xdit.engine import text
+from xfuser_cocodiff.xdit.launching import world
 
 FLUX = "xFuserFlux1Transformer2DWrapper"
 
 
-def start(text_tokens: int) -> tuple[object, torch.nn.Module, Callable[..., torch.Tensor]]:
-    """The group, and a FLUX transformer and its step, with so much text."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    from xfuser_cocodiff.bench import transformer
-    from xfuser_cocodiff.xdit.launching import world
-
-    group, built, build = world.start(), [], world.flux_transformer
-    with (
-        mock.patch.object(transformer, "text_tokens", lambda _: text_tokens),
-        mock.patch.object(world, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
-    ):
-        step = transformer.step(transformer.Shape(128, 3, 64, 8))
-    return group, built[0], step
-
-
 def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
     """Of text, by each of two engines in two steps."""
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.xdit.engine import engine as engines
-    from xfuser_cocodiff.xdit.engine import text
-    from xfuser_cocodiff.xdit.launching import world
-
-    group, _, step = start(text_tokens)
+    group, _, step = start(rank, 3, text_tokens)
     found = []
     for _ in range(2):
         notes: list[str] = []
@@ -54,8 +38,8 @@ def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
     ("text_tokens", "model", "is_said"), [(63, FLUX, True), (64, FLUX, False), (63, "xFuserSanaTransformer2D", False)]
 )
 def test_text_that_does_not_divide_is_told_of_once_by_each_engine(text_tokens: int, model: str, is_said: bool) -> None:
-    for engines in ranks.run(said, 2, text_tokens, model):
-        for notes in engines:
+    for by_engine in ranks.run(said, 2, text_tokens, model):
+        for notes in by_engine:
             assert len(notes) == is_said
             if is_said:
                 assert "not divisible by the 2 ranks" in notes[0] and "--max_sequence_length" in notes[0]
@@ -63,12 +47,7 @@ def test_text_that_does_not_divide_is_told_of_once_by_each_engine(text_tokens: i
 
 def steps_with_stocks_bits(rank: int) -> list[bool]:
     """Whether they have them; from the fifth step on each rank has another text."""
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
-    group, transformer, step = start(61)
+    group, transformer, step = start(rank, 3, 61)
     is_other = [False]
     transformer.context_embedder.register_forward_hook(lambda _, __, text: text + 0.1 * rank * is_other[0])
 
@@ -80,7 +59,7 @@ def steps_with_stocks_bits(rank: int) -> list[bool]:
         return found
 
     expected = steps()
-    world.use(starting.engine_over(group, CocoDiffConfig(topology=Topology.flat(2))))
+    in_force(group, CocoDiffConfig(topology=Topology.flat(2)))
     return [torch.equal(*pair) for pair in zip(steps(), expected, strict=True)]
 
 

@@ -8,8 +8,12 @@ import torch
 
 from tests import ranks
 from tests.machine.test_planner import profile_of
-from tests.xdit.attention.test_overlap import start
+from tests.xdit.attention.test_overlap import in_force, start
 from xfuser_cocodiff.attention.schedule import OURS, STOCKS, Schedule, Trial
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.measuring.findings import Findings
+from xfuser_cocodiff.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.engine import engine as engines
 from xfuser_cocodiff.xdit.engine import trials
 from xfuser_cocodiff.xdit.engine.trials import TURNS, Trials
@@ -165,16 +169,10 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 
 def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], list[float]]:
     """The schedules that are chosen where steps with V first, and without, take each rank so long; and its mean."""
-    from xfuser_cocodiff.measuring.findings import Findings
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank, depth=3)
     expected, clock = step(), Clock()
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V surely goes first
-    engine = starting.engine_over(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
-    world.use(engine)
+    engine = in_force(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
     engine.runs.begin(20)
     with mock.patch.object(trials, "time", clock):
         for _ in range(2 + len(TURNS)):
@@ -201,19 +199,12 @@ def test_ranks_whose_steps_differ_choose_by_their_mean(by_rank: list[dict[bool, 
 
 def counted(rank: int) -> list[int]:
     """Steps that counted so far, after each step of a coded run of which every fourth is an exact refresh."""
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank, depth=3)
     topology = Topology.named(node=2)
     config = CocoDiffConfig(
         topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
     )
-    engine = starting.engine_over(group, config)
-    world.use(engine)
+    engine = in_force(group, config)
     engine.runs.begin(20)
     found, took = [0], trials.Comparison.took
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import start
+from tests.xdit.attention.test_overlap import in_force, start
 from tests.xdit.engine.test_engine import config_of
+from xfuser_cocodiff.xdit.engine import engine as engines
 
 STEPS = 4
 
@@ -20,9 +21,6 @@ class Runs:
     """Runs of a FLUX.1 with the plugin in use, and which layers sent V first."""
 
     def __init__(self, rank: int, mode: str) -> None:
-        from xfuser_cocodiff.xdit.engine import start as starting
-        from xfuser_cocodiff.xdit.launching import world
-
         group, self.transformer, step = start(rank, depth=3)
         self.other = copy.deepcopy(self.transformer)
         given: dict = {}
@@ -30,14 +28,11 @@ class Runs:
         step()
         hook.remove()
         self.given = given
-        self.engine = starting.engine_over(group, config_of(mode))
-        world.use(self.engine)
+        self.engine = in_force(group, config_of(mode))
         self.sent: list[str] = []
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        from xfuser_cocodiff.xdit.engine import engine as engines
-
         send, results = engines.send_to_heads, []
         self.sent.clear()
         if declared:
