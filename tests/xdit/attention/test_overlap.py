@@ -40,6 +40,15 @@ def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
     return group, built[0], step
 
 
+def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
+    """What a step gives a transformer."""
+    given: dict[str, Any] = {}
+    hook = transformer.register_forward_pre_hook(lambda *called: given.update(called[-1]), with_kwargs=True)
+    step()
+    hook.remove()
+    return given
+
+
 def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
     """Go on with an engine by these settings."""
     engine = starting.engine_over(group, config, known)

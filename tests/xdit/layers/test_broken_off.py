@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import in_force, inputs_of, start
 from tests.xdit.engine.test_engine import config_of
 from xfuser_cocodiff.xdit.engine import engine as engines
 
@@ -23,11 +23,7 @@ class Runs:
     def __init__(self, rank: int, mode: str) -> None:
         group, self.transformer, step = start(rank, depth=3)
         self.other = copy.deepcopy(self.transformer)
-        given: dict = {}
-        hook = self.transformer.register_forward_pre_hook(lambda *args: given.update(args[-1]), with_kwargs=True)
-        step()
-        hook.remove()
-        self.given = given
+        self.given = inputs_of(self.transformer, step)
         self.engine = in_force(group, config_of(mode))
         self.sent: list[str] = []
 

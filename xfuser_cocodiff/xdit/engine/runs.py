@@ -1,11 +1,10 @@
 """The runs of an engine: who declares them, and which of them a call of a transformer belongs to.
 
-The newest run that was declared and is not over is coded. While another one is open, a transformer is that one's whose
-step ends after its call, and must be given the same prompt: what may be of either travels exactly. While none is
+The newest run that was declared and is not over is coded. While another one is open, its transformers must be given
+the same prompts, and where steps of the other one end after calls, both travel exactly from there on. While none is
 declared, a run is recognised from the calls themselves; see :mod:`moment`.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +22,7 @@ _IDLE_CALLS = 2
 """Calls of transformers after which something ought to have been encoded."""
 DECLARE = "declare its runs: `with xfuser_cocodiff.run(steps=...) as run:`, and `run.step()` after each step"
 _ANEW = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
-_NESTED = (
-    "a run began while another one was open: what both of them call travels exactly, and so does the older one as "
-    "long as the newer one is open"
-)
+_IN_TURNS = "it takes turns with another one"
 _NO_LAYER = "no attention came through xDiT's USP: exchanges that a model makes elsewhere travel exactly"
 
 
@@ -46,8 +42,6 @@ class Run:
     """Whether nothing tells when it is broken off: then it is over when another one begins."""
     lost: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
-    roots: weakref.WeakSet[Root] = field(default_factory=weakref.WeakSet)
-    """The transformers that it calls."""
     prompts: dict[tuple[int, int], Moment] = field(default_factory=dict)
     """What they were given first in each branch, where there is a doubt whose call it is."""
     values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
@@ -81,6 +75,8 @@ class Runs:
         """What calls show, while no run is declared."""
         self._current: Run | None = None
         """The one that the runtime knows."""
+        self._has_called = False
+        """Whether a transformer was called since the last step ended, while a run is declared."""
         self._why = f"no run was seen; {DECLARE}"
         self._idle = 0
         """Calls in a row that did nothing for a mode."""
@@ -115,8 +111,10 @@ class Runs:
         if run not in self._declared:
             return
         run.steps += 1
-        if run is not self.newest:
-            self._take_back(run)
+        if run is not self.newest and self._has_called:
+            for each in self._declared:
+                self._lose(each, _IN_TURNS)
+        self._has_called = False
         self._new_step()
         runtime = self._runtime()
         over = run.steps == run.total
@@ -187,27 +185,17 @@ class Runs:
             runtime.end_run()
 
     def _lose(self, run: Run, why: str) -> None:
-        """The rest of the run that is encoded travels exactly."""
+        """The rest of a run travels exactly."""
         if not run.lost:
             self._why, run.lost = why, True
             warn(f"a run travels exactly from here on: {why}")
-            self._runtime().end_run()
-
-    def _take_back(self, run: Run) -> None:
-        """What was called since a step ended was called by this run, and not by the newest."""
-        if called := {root for root in self.newest.roots if root.calls}:
-            self.newest.roots.difference_update(called)
-            run.roots.update(called)
-            self._code(self.newest)
+            if runtime := self._runtime():
+                runtime.end_run()
 
     def _claimed(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where some are declared."""
-        newest = self._declared[-1]
-        owner = next((run for run in self._declared if root in run.roots), newest)
-        owner.roots.add(root)
-        if owner is not newest:
-            self._why = _NESTED
-            warn(_NESTED)
+        newest, self._has_called = self._declared[-1], True
+        if newest.lost:
             return None
         if self._current is not newest:  # a newer one is over
             self._code(newest)
