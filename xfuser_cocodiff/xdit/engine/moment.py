@@ -5,10 +5,8 @@ one that lies on a device by its place in a storage, as `timesteps[i].expand(bat
 tensor, never by its values: ranks may hold different parts of it, and have to find the same.
 """
 
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.machine import device as devices
+from xfuser_cocodiff.xdit.layers.running import named
 
 TIMES = ("timestep", "t", "sigma", "timesteps", "vision_timesteps")
 """Names of the argument that changes from step to step, of which the first that is given counts."""
@@ -61,13 +60,13 @@ class Moment:
     """Of all tensors that it was given."""
 
     @classmethod
-    def of(cls, transformer: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> "Moment":
+    def of(cls, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "Moment":
         """The moment of a call.
 
         Raises:
             UnclearError: it cannot be known; the same on every rank, since it depends on no value.
         """
-        given = _named(transformer, args, kwargs)
+        given = named(transformer, args, kwargs)
         name = next((name for name in TIMES if given.get(name) is not None), None)
         if name is None:
             raise UnclearError(f"its transformer is given no argument named {', '.join(TIMES)}")
@@ -83,9 +82,9 @@ class Moment:
         return self.shapes == other.shapes and all(one.is_(another) for one, another in pairs)
 
 
-def prompts_of(transformer: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def prompts_of(transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call that carry its prompt."""
-    given = _named(transformer, args, kwargs)
+    given = named(transformer, args, kwargs)
     return [tensor for name, value in given.items() if name.startswith(PROMPTS) for tensor in _tensors(value)]
 
 
@@ -108,20 +107,6 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def _named(transformer: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by their names, as far as they have some."""
-    if not args:
-        return dict(kwargs)
-    names = _positions(type(transformer).forward)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-@functools.cache
-def _positions(forward: Callable) -> list[str]:
-    _, *parameters = inspect.signature(forward).parameters.values()
-    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,7 +7,6 @@ for it. A V that is a view of that must still be one when it reaches USP. Any ot
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from xfuser_cocodiff.xdit.layers.call import Ahead, Call
 from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds
 from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
 from xfuser_cocodiff.xdit.layers.root import Place, Root
+from xfuser_cocodiff.xdit.layers.running import named
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes, source_of
 
 
@@ -136,7 +136,7 @@ class Layer(Place):
     def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find the kind of the call, and project V as soon as its input is known."""
         self.meet()
-        call, given = self.call, dict(zip(_names(type(self._module).forward), args, strict=False)) | kwargs
+        call, given = self.call, named(self._module, args, kwargs)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         kind = self._shared.kinds.of(self._module, tensors)
         if kind is not self._kind:
@@ -288,9 +288,3 @@ class Layer(Place):
         call.abandon()
         if kind.refusal:
             self._shared.say(f"{kind.name}: {kind.status}")
-
-
-@functools.cache
-def _names(forward: Callable) -> list[str]:
-    """Of the arguments of a module's forward."""
-    return [*inspect.signature(forward).parameters][1:]

@@ -1,7 +1,9 @@
-"""Modules whose forward is running, found on the stack of their thread."""
+"""Modules whose forward is running, found on the stack of their thread, and what they are given."""
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -30,3 +32,13 @@ def running_modules() -> Iterator[nn.Module]:
 def arguments_of(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
     """What a module that runs was given."""
     return next(((call["args"], call["kwargs"]) for call in _calls() if call["self"] is module), ((), {}))
+
+
+def named(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call of a module by their names."""
+    return dict(zip(_names(type(module).forward), args, strict=False)) | kwargs
+
+
+@functools.cache
+def _names(forward: Callable) -> list[str]:
+    return [*inspect.signature(forward).parameters][1:]
