@@ -1,6 +1,6 @@
 """Modes: by which codecs the steps of a run travel."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -193,25 +193,13 @@ def _share(text: str) -> float:
     return value
 
 
-def _bits(text: str) -> float:
-    value = float(text)
-    if value not in GRIDS:
-        raise ValueError
-    return value
+def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if (value := convert(text)) not in valid:
+            raise ValueError
+        return value
 
-
-def _first(text: str) -> float | None:
-    return None if text == "exact" else _bits(text)
-
-
-def _predictor(text: str) -> float | str:
-    return text if text == ADAPTS else _share(text)
-
-
-def _score(text: str) -> str:
-    if text not in SCORES:
-        raise ValueError
-    return text
+    return read
 
 
 def _pair(reader: Any) -> Any:
@@ -237,16 +225,17 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+_bits = _one_of(GRIDS, float)
 _SHARES, _BITS = "shares from 0 to 1", ", ".join(map(str, GRIDS))
 _PAIR_OF_BITS = _pair(_bits), f"{_BITS}, or two of them as 4->2"
 _READERS = {
     "warmup": (_whole, "numbers of steps from 0"),
-    "first": (_first, f"{_BITS}, and exact"),
+    "first": (lambda text: None if text == "exact" else _bits(text), f"{_BITS}, and exact"),
     "refresh": (_whole, "numbers of steps from 1, and 0 for never"),
     "cached": (_pair(_share), f"{_SHARES}, or two of them as 0->0.5"),
     **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _PAIR_OF_BITS),
-    "score": (_score, ", ".join(SCORES)),
-    "predictor": (_predictor, f"{_SHARES}, and {ADAPTS}"),
+    "score": (_one_of(SCORES), ", ".join(SCORES)),
+    "predictor": (lambda text: text if text == ADAPTS else _share(text), f"{_SHARES}, and {ADAPTS}"),
     "exact": (_names, "beginnings of layers' names, joined by +"),
 }
 """For each name what reads its value, and what is valid."""
@@ -268,13 +257,9 @@ FEW_STEPS = 12
 
 def usual(mode: str, total: int | None) -> CodecSchedule | None:
     """The schedule of a mode for a run of so many steps; None for the one that is exact."""
-    few = _are_few(total)
+    few = total is not None and total <= FEW_STEPS
     if mode == "balanced":
         return BALANCED_FEW if few else BALANCED
     if mode == "fast":
         return FAST_FEW if few else FAST
     return PAPER if mode == "paper" else None
-
-
-def _are_few(total: int | None) -> bool:
-    return total is not None and total <= FEW_STEPS
