@@ -110,57 +110,6 @@ def test_errors_reach_who_waits() -> None:
     assert lane.start("work", lambda: 1).wait() == 1
 
 
-class FakeStream:
-    """Stands in for an accelerator's stream: writes down what it is told."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def record_event(self) -> str:
-        self.log.append(f"{self.name} marks")
-        return f"the mark of {self.name}"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def __enter__(self) -> None:
-        self.log.append(f"into {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.log.append(f"out of {self.name}")
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_on_an_accelerator_work_goes_to_a_stream_behind_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, staged: bool
-) -> None:
-    """Streams only: what an accelerator does with them needs one (test_attention)."""
-    log: list[str] = []
-    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", log))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", log))
-    lane, caller = Lane(torch.device("cuda"), staged), threading.get_ident()
-    handle = lane.start("work", lambda: log.append("work") or threading.get_ident())
-    assert (handle.wait() == caller) is not staged  # nothing of it holds up the host, but staging does
-    assert log == [
-        *("caller marks", "into lane", "lane waits for the mark of caller", "work", "lane marks", "out of lane"),
-        "caller waits for the mark of lane",
-    ]
-
-
-def test_what_work_reads_lives_until_it_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host is ahead of the device: memory that it drops may be given to another stream at once."""
-    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream("lane", []))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream("caller", []))
-    message = torch.zeros(3)
-    there = weakref.ref(message)
-    handle = Lane(torch.device("cuda")).start("work", lambda message=message: None)
-    del message
-    assert there() is not None
-    handle.wait()
-    del handle
-    assert there() is None
-
-
 def test_what_work_returned_is_not_kept() -> None:
     lane = Lane()
     handle = lane.start("work", lambda: torch.zeros(3))

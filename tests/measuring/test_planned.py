@@ -13,7 +13,7 @@ from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.policy import Policy
 from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.measuring import planned, stopwatch
+from xfuser_cocodiff.measuring import planned
 from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 
@@ -51,10 +51,6 @@ def test_graphs_know_the_plan_of_every_size() -> None:
         traced = [policy.plan_for(size) for size in sizes]
     assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
     assert len(policy.traced) == len(set(policy.traced)) < len(planned.SIZES)
-
-
-def test_many_ranks_are_timed_for_longer() -> None:
-    assert [stopwatch.in_a_row(3, ranks) for ranks in (1, 8, 15, 16, 24, 96)] == [3, 3, 3, 6, 9, 12]
 
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
