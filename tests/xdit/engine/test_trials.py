@@ -48,7 +48,9 @@ class Steps:
         self.found = 0
         self.asked: list[list[float]] = []
         """What ranks have agreed on."""
-        self.trials = Trials(lambda: self.kinds, lambda own: self.asked.append(own) or own, CPU, self._find)
+        self.trials = Trials(
+            lambda: self.kinds, lambda own: self.asked.append(own) or own, lambda value: True, CPU, self._find
+        )
         self.trials.begin_run()
 
     def _find(self) -> None:
@@ -140,6 +142,41 @@ def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: Clock) -> No
     assert second.chosen == TOGETHER
 
 
+def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clock: Clock) -> None:
+    kinds = cached, always = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, *kinds, stocks=0.5)
+    steps.run(always)
+    for _ in range(1 + len(TURNS)):
+        steps.run(cached, always)
+        steps.run(always)
+        steps.run(always)
+    assert [kind.chosen for kind in kinds] == [TOGETHER] * 2 and len(steps.asked) == 1
+
+
+def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: Clock) -> None:
+    kinds = first, both, second = [Trial([TOGETHER, AHEAD]) for _ in range(3)]
+    steps = Steps(clock, *kinds, stocks=0.5)
+    steps.run(both, second)
+    for _ in range(1 + len(TURNS)):
+        steps.run(first, both)
+    assert both.chosen == TOGETHER and second.chosen is None
+    for _ in range(1 + len(TURNS)):
+        steps.run(both, second)
+    assert second.chosen == TOGETHER
+
+
+def test_a_step_that_was_broken_off_does_not_count(clock: Clock) -> None:
+    kind = Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, kind, stocks=0.5)
+    for _ in range(5):
+        steps.run(kind)
+    kind.ran()
+    steps.trials.begin_run()
+    for _ in range(5):
+        steps.run(kind)
+    assert kind.chosen == TOGETHER
+
+
 def test_what_is_fixed_is_not_tried(clock: Clock) -> None:
     assert Trial([AHEAD]).chosen == Trial([AHEAD, AHEAD]).chosen == AHEAD
     steps = Steps(clock, Trial([AHEAD]))
@@ -224,3 +261,38 @@ def test_exact_refreshes_of_a_coded_run_do_not_count() -> None:
     for found in ranks.run(counted, 2):
         # Layers are rehearsed in the first step, and the fifth and the ninth are exact.
         assert found == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
+    """Whether ranks have run each step by the same schedule, in a run after one whose last step ended on one rank only
+    after so many; and whether a schedule was chosen at last."""
+    from xfuser_cocodiff.measuring.findings import Findings
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
+    from xfuser_cocodiff.xdit.engine import start as starting
+    from xfuser_cocodiff.xdit.launching import world
+
+    group, _, step = start(rank, depth=3)
+    links = profile_of([2], [1e3], latency=0.0, launch=0.0)
+    engine = starting.engine_over(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
+    world.use(engine)
+    engine.runs.begin(20)
+    for _ in range(ended):
+        step()
+        engine.runs.end_step()
+    step()
+    if rank == 0:
+        engine.runs.end_step()
+    engine.runs.begin(20)
+    same = []
+    for _ in range(3 + len(TURNS)):
+        same.append(engine.all_agree([str(kind.trial.schedule) for kind in engine.layers.kinds if kind.trial]))
+        if not same[-1]:
+            break
+        step()
+        engine.runs.end_step()
+    return same, all(kind.trial.chosen for kind in engine.layers.kinds)
+
+
+@pytest.mark.parametrize("ended", [2, 4, 5])
+def test_ranks_that_left_a_run_at_other_steps_take_the_same_turns_in_the_next(ended: int) -> None:
+    assert ranks.run(left_at_other_steps, 2, ended) == [([True] * (3 + len(TURNS)), True)] * 2

@@ -83,7 +83,7 @@ class Engine:
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
-            self.trials = Trials(self._schedules, self._mean, compute_device(), self.keep)
+            self.trials = Trials(self._schedules, self._mean, self.all_agree, compute_device(), self.keep)
 
     @property
     def virtual(self) -> VirtualRanks | None:

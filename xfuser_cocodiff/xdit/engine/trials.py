@@ -42,7 +42,11 @@ class Comparison:
         """Begin a run, whose steps may have another number of calls; half a pair is tried again."""
         self._is_new_run = True
         del self.seconds[len(self.seconds) // 2 * 2 :]
-        self._take_turn()
+
+    @property
+    def state(self) -> list[int]:
+        """What turns depend on."""
+        return [self._calls, len(self.seconds)]
 
     def took(self, seconds: float | None) -> None:
         """Count a step, unless fewer layers ran in it than in others, or they did something unusual.
@@ -81,6 +85,7 @@ class Trials:
     Args:
         trials: of the kinds of layers that there are by now, in an order that is the same on every rank.
         mean: returns the mean over all ranks of each of some numbers.
+        agreed: returns whether all ranks pass the same value.
         device: where layers run.
         found: called when something was chosen.
     """
@@ -89,10 +94,13 @@ class Trials:
         self,
         trials: Callable[[], list[Trial]],
         mean: Callable[[list[float]], list[float]],
+        agreed: Callable[[object], bool],
         device: torch.device,
         found: Callable[[], None] = lambda: None,
     ) -> None:
-        self._trials, self._mean, self._device, self._found = trials, mean, device, found
+        self._trials, self._mean, self._agreed, self._device, self._found = trials, mean, agreed, device, found
+        self._is_new_run = False
+        """Whether no step with a trial has ended in the run under way."""
         self._comparisons: dict[tuple[Trial, ...], Comparison] = {}
         self._began: float | None = None
         """When the step under way began, where it is timed."""
@@ -104,8 +112,12 @@ class Trials:
         return bool(trials) and all(trial.chosen for trial in trials)
 
     def begin_run(self) -> None:
-        """Begin a run, whose first step is not timed."""
-        self._began = None
+        """Begin a run. Its first step is not timed, and runs by OURS on every rank: an error or an interrupt may have
+        ended the last run at different steps, on which the ranks agree only once they have communicated."""
+        self._began, self._is_new_run = None, True
+        for trial in self._trials():
+            trial.end_step()
+            trial.turn = OURS
         for comparison in self._comparisons.values():
             comparison.begin_run()
 
@@ -115,11 +127,15 @@ class Trials:
         queues = devices.of(self._device.type).queues
         if ran and queues:
             torch.accelerator.synchronize()
+        if ran and self._is_new_run:
+            self._is_new_run = False
+            if not self._agreed(self._state()):
+                self._comparisons.clear()
         if comparison := self._comparison(ran):
             comparison.took(None if self._began is None else time.perf_counter() - self._began)
             if comparison.is_complete:
                 comparison.decide(self._mean(comparison.seconds))
-                del self._comparisons[comparison.trials]
+                self._keep(lambda known: all(trial.chosen is None for trial in known))
                 self._found()
         for trial in self._trials():
             trial.end_step()
@@ -128,6 +144,16 @@ class Trials:
     def _comparison(self, ran: tuple[Trial, ...]) -> Comparison | None:
         """Return that of the kinds that ran in a step; None where these are a part of what is compared together, as in
         a cached step."""
-        if ran and not any(set(ran) < set(known) for known in self._comparisons):
-            self._comparisons.setdefault(ran, Comparison(ran))
-        return self._comparisons.get(ran)
+        if not ran or any(set(ran) < set(known) for known in self._comparisons):
+            return None
+        self._keep(lambda known: not set(known) < set(ran))
+        return self._comparisons.setdefault(ran, Comparison(ran))
+
+    def _keep(self, is_open: Callable[[tuple[Trial, ...]], bool]) -> None:
+        """Drop comparisons of all other kinds."""
+        self._comparisons = {known: one for known, one in self._comparisons.items() if is_open(known)}
+
+    def _state(self) -> list[list[list[int]]]:
+        """What turns depend on, of all comparisons, as it is to be on every rank."""
+        trials = self._trials()
+        return sorted([[trials.index(trial) for trial in known], one.state] for known, one in self._comparisons.items())
