@@ -186,13 +186,13 @@ def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> N
     """Found when the plugin is installed, though it is only called in the middle of a run."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "xfuser/model_executor/layers/usp.py"
-    file.write_text(file.read_text().replace("_has_kv_cache", "_holds_kv_cache"))
+    file = tmp_path / "xfuser/core/distributed/parallel_state.py"
+    file.write_text(file.read_text().replace("_SP", "_SEQUENCE"))
     done = python(
         "import xfuser_cocodiff; assert not xfuser_cocodiff.install()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
     )
     assert done.returncode == 0, done.stderr
-    assert "xfuser.model_executor.layers.usp._has_kv_cache does not exist" in done.stderr
+    assert "xfuser.core.distributed.parallel_state._SP does not exist" in done.stderr
 
 
 def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:

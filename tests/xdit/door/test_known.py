@@ -47,7 +47,7 @@ def private_names(tree: ast.Module) -> set[str]:
 def test_every_private_name_of_a_host_is_a_row() -> None:
     rows = activation.table()
     known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.mentions)}
-    known |= set(used.UNCHECKED)
+    known |= {*used.UNCHECKED, *known_usp.HELPERS, *known_usp.DIGESTS["0.7.0"], "_sdpa_all_to_all_single"}
     found = {
         f"{file.relative_to(PACKAGE)}: {name}"
         for file in sorted(PACKAGE.rglob("*.py"))
@@ -113,16 +113,38 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
     return all(torch.equal(each, stock) for each in found), moved, said
 
 
-def test_another_usp_runs_as_it_is_over_exact_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STEP = "    if combine_qkv_a2a is None:\n"
+
+
+def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Have an xfuser imported in whose USP a text is another one."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
-    shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "xfuser/model_executor/layers/usp.py"
-    text, step = file.read_text(), "    if combine_qkv_a2a is None:\n"
-    assert text.count(step) == 1
-    file.write_text(text.replace(step, f"    query = query * 2\n{step}"))
-    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "xfuser/model_executor/layers/usp.py"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (STEP, f"    query = query * 2\n{STEP}"),
+        ("    kv_head_repeat: int = 1,\n", "    kv_head_repeat: int = 1,\n    scale: float = 1.0,\n"),
+        ("_has_kv_cache", "_holds_kv_cache"),
+        ("_sdpa_all_to_all_single", "_exchanged"),
+        # An exchange that does more than to move heads.
+        (".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
+    ],
+)
+def test_another_usp_runs_as_it_is_over_exact_exchanges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None
+) -> None:
+    other_xfuser(tmp_path, monkeypatch, old, new or old.replace("\n", " * 2\n"))
     results = ranks.run(changed, 2, anew=True)
-    assert [(same, moved) for same, moved, _ in results] == [(True, True)] * 2
+    moved_by_us = old != "_sdpa_all_to_all_single"  # which all four exchanges call
+    assert [(same, moved) for same, moved, _ in results] == [(True, moved_by_us)] * 2
     [line] = results[0][2]
     assert "USP is not that of version 0.7.0" in line and "mode 'fast' has no effect" in line
 

@@ -7,15 +7,16 @@ import torch
 
 from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
 from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.engine.engine import active
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-_USP = "xfuser.model_executor.layers.usp"
+_USP = known_usp.MODULE
 
 
 def patches() -> list[Patch]:
-    """Rows that put the exchange in place."""
-    return [
+    """Return the rows that put the exchange in place of functions that are known."""
+    rows = [
         Patch(_USP, "_ft_c_input_all_to_all", "Q, K or V: sequence to heads", _single(HEADS, SEQUENCE), ("x",)),
         Patch(_USP, "_ft_c_output_all_to_all", "O: heads to sequence", _single(SEQUENCE, HEADS), ("x",)),
         Patch(_USP, "_combined_qkv_all_to_all", "Q, K and V in one message", _packed(_alike), ("q", "k", "v", "extra")),
@@ -23,6 +24,7 @@ def patches() -> list[Patch]:
             _USP, "_combined_gqa_qkv_all_to_all", "with fewer K/V heads", _packed(_grouped), ("q", "k", "v", "extra")
         ),
     ]
+    return [row for row in rows if known_usp.has(row.symbol)]
 
 
 def fits(tensors: tuple[torch.Tensor, ...], dim: int, mesh: Mesh | None) -> bool:

@@ -19,24 +19,20 @@ from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_un
 from xfuser_cocodiff.xdit.attention.schedules import Comparing
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.uneven import can_pad, evened, without_padding
+from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device
 
-_MODULE = "xfuser.model_executor.layers.usp"
-_PARAMETERS = (
-    *("query", "key", "value", "dropout_p", "is_causal", "joint_query", "joint_key", "joint_value", "joint_strategy"),
-    *("attn_layer", "combine_qkv_a2a", "backend", "attention_kwargs", "head_balance_layer", "kv_head_repeat"),
-)
-
 _SAMPLE_TOKENS = 64, 333
 
 
 def patches() -> list[Patch]:
-    """The row that puts the attention in place."""
-    return [Patch(_MODULE, "USP", "V goes first, heads go in groups", _usp, _PARAMETERS)]
+    """Return the row that puts the attention in place of the one that is known."""
+    row = Patch(known_usp.MODULE, "USP", "V goes first, heads go in groups", _usp)
+    return [row] if known_usp.is_known() else []
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def _usp(original: Callable) -> Callable:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         engine = active()
-        if engine.keeps_usp or (engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling())):
+        if engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling()):
             return original(query, key, value, *args, **kwargs)
         given = _Given(*args, **kwargs)
         if engine.mesh is None:

@@ -6,30 +6,12 @@ is installed, rather than ending a run half way.
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-_USP_MODULE = "xfuser.model_executor.layers.usp"
-_USP = {
-    "_concat_joint_tensor": ("tensor", "joint_tensor", "joint_strategy", "dim"),
-    "_get_attention_function": ("backend",),
-    "_has_kv_cache": ("attn_layer",),
-    "_preprocess_joint_tensors": ("joint_key", "joint_value"),
-    "_repeat_kv_heads": ("key", "value", "repeats"),
-    "_trim_trailing_kv_padding": ("key", "value", "attention_kwargs"),
-    "_ulysses_extra_inputs": ("attention_kwargs", "query"),
-    "_update_and_get_kv_cache": ("key", "value", "attn_layer"),
-    "_validate_gqa_params": ("query", "key", "value", "kv_head_repeat", "joint_strategy"),
-    "concat_joint_tensors_decorator": ("func",),
-    "ring_attn": (
-        *("attention_function", "query", "key", "value", "dropout_p", "is_causal"),
-        *("joint_attn_kwargs", "attention_kwargs"),
-    ),
-}
 _TEXT = "the text is split among ranks where it divides"
 _HOOKS = "whether others listen to a module"
 _MODELS = "xfuser.model_executor.models.transformers"
-_OTHERS = (
+_ROWS = (
     Patch("xfuser.core.distributed.runtime_state", "_RUNTIME", "the state in force", None),
     Patch("xfuser.core.distributed.parallel_state", "_SP", "the ranks of a sequence", None),
-    Patch(_USP_MODULE, "_HEAD_BALANCE_BACKENDS", "whose heads change places between steps", None),
     Patch(
         "xfuser.core.sparge_attention.head_balance",
         "apply_head_balance",
@@ -102,7 +84,4 @@ UNCHECKED = (
 
 def patches() -> list[Patch]:
     """Rows for what has to be there."""
-    return [
-        *(Patch(_USP_MODULE, name, "a part of USP", None, parameters) for name, parameters in _USP.items()),
-        *_OTHERS,
-    ]
+    return list(_ROWS)

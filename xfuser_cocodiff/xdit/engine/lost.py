@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.exchange import roll_call
+from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _COORDINATOR = "xfuser.core.distributed.group_coordinator"
@@ -20,9 +21,10 @@ _METHODS = (
 def patches() -> list[Patch]:
     """Rows for what communicates."""
     why = "a rank that is lost there is named"
+    stocks = Patch(known_usp.MODULE, "_sdpa_all_to_all_single", why, _among_ulysses_ranks, ("x",))
     return [
         *(Patch(_COORDINATOR, f"GroupCoordinator.{name}", why, _in_a_group) for name in _METHODS),
-        Patch("xfuser.model_executor.layers.usp", "_sdpa_all_to_all_single", why, _among_ulysses_ranks, ("x",)),
+        *([] if stocks.problem() else [stocks]),
     ]
 
 

@@ -66,6 +66,11 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
         return Engine()
+    keeps_usp = not known_usp.is_known()
+    if config.virtual and keeps_usp:
+        because = f"xfuser's USP is not that of version {', '.join(known_usp.DIGESTS)}: virtual ranks have no effect"
+        warn(because)
+        return Engine(config, exact_because=because)
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
             warn("--use_torch_compile: virtual ranks are lossless in compiled graphs")
@@ -83,7 +88,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if around and ring.found(group, parallel.ring_degree) != config.ring:
         warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
         return Engine(config)
-    if keeps_usp := not known_usp.is_known():
+    if keeps_usp:
         lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
         versions = ", ".join(known_usp.DIGESTS)
         because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
