@@ -147,6 +147,37 @@ def test_without_the_plugin_groups_are_xdits_own() -> None:
     assert ranks.run(groups_of, WORLD, WORLD, RING, {})[0] == ([0, 1], "stock")
 
 
+def stock_after(rank: int, placement: str) -> list[str]:
+    """What is said of an engine without the plugin after one with it."""
+    import logging
+
+    start(rank, asked(placement, cocodiff_mode="exact"))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    start(rank, {})
+    return said
+
+
+@pytest.mark.parametrize(("placement", "words"), [("outer", []), ("inner", ["--cocodiff_ring inner of an earlier"])])
+def test_an_engine_without_the_plugin_says_that_its_ring_is_not_stocks(placement: str, words: list[str]) -> None:
+    said = ranks.run(stock_after, WORLD, placement)[0]
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
+
+
+def findings_of(rank: int, placement: str, folder: str) -> None:
+    start(rank, asked(placement, cocodiff_mode="exact", cocodiff_cache=folder))
+
+
+def test_findings_are_of_the_placement_of_a_ring(tmp_path: Path) -> None:
+    counts = []
+    for placement in (*PLACEMENTS, *PLACEMENTS):
+        ranks.run(findings_of, WORLD, placement, str(tmp_path))
+        counts.append(len(list(tmp_path.iterdir())))
+    assert counts == [counts[0], 2 * counts[0], 2 * counts[0], 2 * counts[0]]
+
+
 def groups_before_settings(rank: int) -> tuple[str, list[str]]:
     """A script that makes xDiT's groups by itself."""
     import logging

@@ -386,6 +386,14 @@ def test_combinations_say_what_they_leave_out(world: int, values: dict, engine: 
         assert [word in line for line in said].count(True) == 2
 
 
+def test_a_compiled_ring_is_lossless_and_nothing_says_otherwise() -> None:
+    values = {"ulysses_degree": 2, "ring_degree": 2, "cocodiff_topology": "2x2", "cocodiff_mode": "fast"}
+    said = ranks.run(state_after, 4, values, {"use_torch_compile": True})[0][1]
+    assert not any("lossy" in line for line in said)
+    assert [NO_SLOW_AXIS in line for line in said].count(True) == 2
+    assert ["ring attention is xDiT's, and lossless" in line for line in said].count(True) == 2
+
+
 def test_groups_beside_data_cfg_and_ring_parallelism() -> None:
     for values in (
         {"ulysses_degree": 2, "data_parallel_degree": 2},

@@ -1,5 +1,7 @@
 """Engines in one process, one after the other and side by side: none of them sees what another one has."""
 
+from types import SimpleNamespace
+
 import torch
 
 from tests import ranks
@@ -8,7 +10,7 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.xdit.engine import start as starting
-from xfuser_cocodiff.xdit.engine.engine import active
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.launching import world
 
 STEPS = 4
@@ -57,14 +59,19 @@ def side_by_side(rank: int) -> None:
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
 
+def test_schedules_are_kept_by_slow_axes() -> None:
+    kind = SimpleNamespace(signature="single")
+    configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
+    one, both = (Engine(config, runtime=object())._name(kind) for config in configs)
+    assert one != both
+
+
 def test_engines_side_by_side_do_not_see_each_other() -> None:
     ranks.run(side_by_side, 2)
 
 
 def in_a_row(rank: int) -> None:
     """A new runtime state of xDiT leaves nothing of the engine before it."""
-    from types import SimpleNamespace
-
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
 

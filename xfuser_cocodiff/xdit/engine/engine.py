@@ -129,8 +129,10 @@ class Engine:
 
     def _name(self, kind: Kind) -> str:
         """Of a kind, with what its schedule depends on beside the layer."""
-        mode = f"{self.config.mode} {self.config.schedule or ''}" if self.runtime else EXACT
-        return f"{mode} {self.config.plan or AUTO} {kind.signature}"
+        config, mode = self.config, EXACT
+        if self.runtime:
+            mode = f"{config.mode} {config.schedule or ''} {','.join(config.slow_axes)}"
+        return f"{mode} {config.plan or AUTO} {kind.signature}"
 
     def keep(self) -> None:
         """Something was found: keep it for the next process. One rank of each group does."""

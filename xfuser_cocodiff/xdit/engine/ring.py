@@ -56,8 +56,7 @@ def _placing(original: Callable) -> Callable:
     return set_seq_parallel_pg
 
 
-def found(group: dist.ProcessGroup, ring_degree: int) -> str:
-    """Where the ring lies beside a Ulysses group: groups may have been made before there were settings."""
-    ranks = dist.get_process_group_ranks(group)
-    neighbours = ring_degree == 1 or len(ranks) == 1 or ranks[1] - ranks[0] == 1
-    return OUTER if neighbours else INNER
+def found(group: dist.ProcessGroup, around: dist.ProcessGroup) -> str:
+    """Return where a ring lies beside a Ulysses group: groups may have been made before there were settings."""
+    ulysses, ring = (dist.get_process_group_ranks(each) for each in (group, around))
+    return INNER if len(ulysses) > 1 and ulysses[1] - ulysses[0] > ring[1] - ring[0] else OUTER

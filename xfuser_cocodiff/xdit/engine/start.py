@@ -19,6 +19,7 @@ from xfuser_cocodiff.measuring.findings import Findings
 from xfuser_cocodiff.measuring.planned import Planned, planned_mesh
 from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.settings.options import AUTO, EXACT
+from xfuser_cocodiff.settings.placement import INNER
 from xfuser_cocodiff.xdit.engine import known_usp, machine, ring
 from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
 from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
@@ -65,6 +66,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     parallel = engine_config.parallel_config
     config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
     if config is None:
+        _warn_of_other_groups(parallel)
         return Engine()
     keeps_usp = not known_usp.is_known()
     if config.virtual and keeps_usp:
@@ -85,7 +87,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     from yunchang.globals import PROCESS_GROUP
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
-    if around and ring.found(group, parallel.ring_degree) != config.ring:
+    if around and ring.found(group, around) != config.ring:
         warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
         return Engine(config)
     if keeps_usp:
@@ -96,6 +98,7 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         config, around = replace(config, mode=EXACT), None
     if around and engine_config.runtime_config.use_torch_compile:
         info("--use_torch_compile: ring attention is xDiT's, and lossless")
+        around = None
     if parallel.pp_degree > 1 and config.mode != EXACT:
         engine = engine_over(group, replace(config, mode=EXACT), around=around)
         engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
@@ -104,6 +107,17 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     engine = engine_over(group, config, around=around)
     engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
     return engine
+
+
+def _warn_of_other_groups(parallel: Any) -> None:
+    """Say where an engine without the plugin has a ring that an earlier one has placed."""
+    from yunchang.globals import PROCESS_GROUP
+
+    if parallel.ring_degree > 1 and ring.found(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
+        warn(
+            f"this engine's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
+            "bits: xDiT makes its groups once; start a new process"
+        )
 
 
 def engine_over(
@@ -153,6 +167,8 @@ def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology
     from xfuser.core.distributed import get_sp_group
 
     common = {**machine.described(topology, config.kernels, dist.get_backend(group)), **part}
+    if get_sp_group().world_size > dist.get_world_size(group):
+        common["ring"] = config.ring  # by which ranks are neighbours in it
     # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
     return findings.shared(get_sp_group().cpu_group, common, machine.this_rank(), config.cache)
 
