@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from xfuser_cocodiff.emulation import cluster, links, namespaces
 from xfuser_cocodiff.emulation.links import Cluster, Link
 from xfuser_cocodiff.emulation.presets import PRESETS
+from xfuser_cocodiff.emulation.ranks import run
 from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
 
 LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.emulation.cluster"]
@@ -351,6 +353,21 @@ with socket.create_server((built.addresses[rank], 7000), backlog=4) as server:
 """
     output, _ = finish(start(["--topology", "flat=3", "--rates", "flat=10"], program))
     assert float(output[0].split()[2]) == pytest.approx(5, rel=0.15)
+
+
+def test_the_end_of_output_is_awaited_where_it_is_written_slowly() -> None:
+    found: list[bytes] = []
+
+    def write(rank: int, descriptor: int, line: bytes) -> None:
+        time.sleep(0.5)
+        found.append(line)
+
+    code = "print(*range(5), sep=chr(10))"
+    assert run([([sys.executable, "-c", code], os.environ)], write) is None
+    assert found == [b"0", b"1", b"2", b"3", b"4"]
+    code = "import subprocess; subprocess.Popen(['sleep', '60']); print('end')"  # which holds the output open
+    assert run([([sys.executable, "-c", code], os.environ)], write) is None
+    assert found[5:] == [b"end"]
 
 
 @needs_namespaces

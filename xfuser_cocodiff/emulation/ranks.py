@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 STDOUT, STDERR = 1, 2
 _REST_SECONDS = 1.0
@@ -58,7 +59,8 @@ def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Writ
             with lock:
                 write(rank, descriptor, line.removesuffix(b"\n"))
 
-    readers, running, failure = [], {}, None
+    readers: list[tuple[threading.Thread, Any]] = []
+    running, failure = {}, None
     for rank, (command, environment) in enumerate(commands):
         process = subprocess.Popen(
             command,
@@ -70,8 +72,9 @@ def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Writ
         )
         running[process.pid] = rank, process
         for descriptor, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
-            readers.append(threading.Thread(target=pass_on, args=(rank, descriptor, pipe), daemon=True))
-            readers[-1].start()
+            reader = threading.Thread(target=pass_on, args=(rank, descriptor, pipe), daemon=True)
+            reader.start()
+            readers.append((reader, pipe))
     while running and failure is None:
         ended, status = os.wait()  # for what ranks have left behind too, as a first process must
         if ended in running:
@@ -81,6 +84,14 @@ def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Writ
     for number in running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(number, signal.SIGKILL)
-    for reader in readers:
-        reader.join(_REST_SECONDS)
+    for reader, pipe in readers:
+        # What a rank has said may take its time to be written; what it has left behind may say more for ever.
+        reader.join(None if failure is None and _is_closed(pipe) else _REST_SECONDS)
     return failure
+
+
+def _is_closed(pipe: IO[bytes]) -> bool:
+    """Return whether no process holds the other end of a pipe open."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
