@@ -1,6 +1,8 @@
 """What the user asked for: flags and environment become one frozen, validated record."""
 
+import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -307,14 +309,18 @@ def _cache(text: str) -> Path | None:
 
 
 def check_record(environment: Mapping[str, str]) -> None:
-    """Check what COCODIFF_RECORD says, before a run would write there.
+    """Make the folder that COCODIFF_RECORD names, before a run would write there.
 
     Raises:
-        ValueError: it is no folder.
+        ValueError: it cannot be made, or not be written to.
     """
     text = environment.get(RECORD_VARIABLE)
-    if text and Path(text).exists() and not Path(text).is_dir():
-        raise ValueError(f"{RECORD_VARIABLE}: {text!r} is not valid; valid are folders")
+    if not text:
+        return
+    with contextlib.suppress(OSError):
+        Path(text).mkdir(parents=True, exist_ok=True)
+    if not (Path(text).is_dir() and os.access(text, os.W_OK | os.X_OK)):
+        raise ValueError(f"{RECORD_VARIABLE}: {text!r} is not valid; valid are folders that can be written to")
 
 
 def _seconds(text: str) -> float:

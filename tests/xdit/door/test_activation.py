@@ -334,12 +334,13 @@ def test_the_xdit_command_checks_options_before_ranks_start() -> None:
         from xfuser.cli import main
         base = ["--model", "FLUX.1-dev", "--ulysses-degree", "4", "--use_cocodiff", "--cocodiff_topology"]
         with mock.patch("subprocess.Popen", side_effect=KeyError) as started:
-            try:
-                main([*base, "2x2"])
-            except KeyError:
-                print("started")
+            for more in (["2x2"], ["2x2", "--nproc_per_node", "gpu", "--cocodiff_slow_axes", "node"]):
+                try:
+                    main([*base, *more])
+                except KeyError:
+                    print("started")
         main([*base, "2x3"])
     """)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (2, "started"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-2:]) == (2, ["started"] * 2), done.stderr
     assert done.stderr.splitlines()[-1].startswith("cocodiff: --cocodiff_topology: ")
     assert "Traceback" not in done.stderr

@@ -72,7 +72,10 @@ def check(arguments: Sequence[str]) -> None:
 
     launch, rest = extract_torchrun_args(list(arguments))
     values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(rest))
-    here = {**os.environ, "LOCAL_WORLD_SIZE": str(launch["--nproc_per_node"] or get_nproc_from_args(rest))}
+    local = str(launch["--nproc_per_node"] or get_nproc_from_args(rest))
+    if not local.isdecimal():
+        return  # torchrun counts devices ("gpu", "auto"), and ranks will check
+    here = {**os.environ, "LOCAL_WORLD_SIZE": local}
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
     detected, whole = (launcher.detect(size, here, platform.device_name()) for size in (ulysses, ulysses * ring))
     check_record(here)
