@@ -249,6 +249,39 @@ def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> N
         assert f"rank {CULPRIT} {expected}" in second
 
 
+def recover(rank: int) -> tuple[str, list[str | None]]:
+    """What a caller says after another one that was lost within its call; and what is known of its own failure after
+    a stage in another group, and after one in the same."""
+    roll_call.PATIENCE_SECONDS = 3.0
+    roll_call.attend()
+    dist.barrier()
+    world, other, said, known = dist.group.WORLD, [0, 1], "", []
+
+    def communicates(group: object) -> None:
+        with roll_call.naming_the_lost(group, "node"):
+            dist.barrier()
+        time.sleep(4 * roll_call._LISTEN_SECONDS)
+        dist.barrier()
+        known.append(roll_call._read(dist.distributed_c10d._get_default_store(), "fails", 0))
+        dist.barrier()
+
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().add(roll_call._CALLS, 1)  # by the one that was lost
+        with pytest.raises(LostRankError) as raised, roll_call.naming_the_lost(world, "node"):
+            raise RuntimeError("gloo: timed out")
+        said = str(raised.value)
+    dist.barrier()
+    communicates(other)
+    communicates(world)
+    return said, known
+
+
+def test_a_rank_that_communicates_again_no_longer_fails() -> None:
+    (said, known), (_, seen) = ranks.run(recover, 2)
+    assert "rank 1 is alive but did not come to it" in said
+    assert known == seen == ["node", ""]
+
+
 def ask_in_order(rank: int, libraries: tuple[str, ...]) -> list[str]:
     """What the thread that listens does of which CUDA knows, where a device captures graphs."""
     did: list[str] = []

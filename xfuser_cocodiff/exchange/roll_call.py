@@ -43,6 +43,16 @@ _stages: dict[int, str] = {}
 _attended: Callable[[], dist.Store | None] = type(None)
 """A weak reference to the store that this rank listens at; before there is one, something that gives None as well."""
 _leaving = threading.Event()
+_failed: dist.ProcessGroup | list[int] | None = None
+"""The group in which this rank has failed last."""
+_recovered = threading.Event()
+"""Set once it has communicated in it again, until the listener has taken back that it fails."""
+
+
+def _note_failure(group: dist.ProcessGroup | list[int] | None) -> None:
+    global _failed
+    _failed = group
+    _recovered.clear()
 
 
 class LostRankError(RuntimeError):
@@ -57,7 +67,7 @@ class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a thi
         stage: its name, for the message.
     """
 
-    __slots__ = ("before", "group", "stage")
+    __slots__ = ("before", "failed", "group", "stage")
 
     def __init__(self, group: dist.ProcessGroup | list[int], stage: str) -> None:
         self.group, self.stage = group, stage
@@ -65,14 +75,17 @@ class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a thi
     def __enter__(self) -> None:
         """Note that this rank communicates."""
         thread = threading.get_ident()
-        self.before = _stages.get(thread)
+        self.before, self.failed = _stages.get(thread), _failed
         _stages[thread] = self.stage
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, LostRankError):
             return  # it stays known where this rank was
         if error is not None and is_backends(error):
+            _note_failure(self.group)
             raise LostRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
+        if error is None and self.failed is self.group is _failed:
+            _recovered.set()  # in a stage that began after the failure, with the same ranks
         if self.before is None:
             _stages.pop(threading.get_ident(), None)
         else:
@@ -166,6 +179,7 @@ def attend() -> None:
         own, rank = store.clone(), dist.get_rank()
         own.set(_key("answers", rank), "0 ")
         _expected.clear()  # of another world
+        _note_failure(None)
         listener = threading.Thread(target=_listen, args=(own, rank, _attended), name="roll call", daemon=True)
         listener.start()
         # It must not be inside the store when the interpreter ends, or the process would crash then.
@@ -186,13 +200,15 @@ def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | No
             if late and late.is_done():  # a false alarm
                 store.set(_key("fails", rank), "")
                 late = None
+            if late is None and _recovered.is_set():
+                _note_failure(None)
+                store.set(_key("fails", rank), "")
             if late is None and (late := _overdue()):
                 failure = f"has taken more than {late.seconds:.0f} s"
                 _logger.error("cocodiff: %s", _explained(late.group, late.stage, failure))
-            before = answered
-            while store.check([_key("called", answered + 1)]):
-                answered += 1
-            if answered > before:
+            # A counter, and not a key for each call, which a caller may be lost before it sets.
+            if (number := store.add(_CALLS, 0)) > answered:
+                answered = number
                 store.set(_key("answers", rank), f"{answered} {_now()}")
 
 
@@ -228,7 +244,6 @@ def _call(members: list[int], here: int, stage: str) -> str:
     store = _get_default_store().clone()
     store.set(_key("fails", here), stage)
     number = store.add(_CALLS, 1)
-    store.set(_key("called", number), "")
 
     def said(rank: int) -> str | None:
         """What a rank communicates in; None where it does not answer."""
