@@ -75,11 +75,12 @@ _ROWS = (
     Patch("torch.autograd.profiler", "_is_profiler_enabled", "names of exchanges in a trace", None),
 )
 UNCHECKED = (
-    "_hf_hook",
+    *("_hf_hook", "_version", "_modules"),
     *("_encode_vae_image", "_pack_latents", "_C", "_profiler", "_ExperimentalConfig", "_attention"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
 )
-"""Of accelerate, which need not be installed; and of commands that measure, on which no run depends."""
+"""Of accelerate, which need not be installed; of tensors and modules, which no class declares; of commands that measure, on
+which no run depends."""
 
 
 def patches() -> list[Patch]:
