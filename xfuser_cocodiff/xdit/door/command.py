@@ -44,7 +44,8 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         (_hook or sys.__excepthook__)(kind, error, trace)
         return
     if os.environ.get("RANK", "0") == "0":
-        print(f"cocodiff: {error}", file=sys.stderr)
+        # Past what torch.distributed gathers of a hook's output, and shows only where the hook returns.
+        print(f"cocodiff: {error}", file=sys.__stderr__)
     raise SystemExit(STATUS)  # which Python takes for the status of the process
 
 
