@@ -79,8 +79,8 @@ UNCHECKED = (
     *("_encode_vae_image", "_pack_latents", "_C", "_profiler", "_ExperimentalConfig", "_attention"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
 )
-"""Of accelerate, which need not be installed; of tensors and modules, which no class declares; of commands that measure, on
-which no run depends."""
+"""Of accelerate, which need not be installed; of tensors and modules, which no class declares; of commands that
+measure, on which no run depends."""
 
 
 def patches() -> list[Patch]:
