@@ -25,7 +25,7 @@ from xfuser.model_executor.pipelines.pipeline_lingbot_video import (
 
 from tests import example_models
 from tests.sizes import build
-from tests.small_transformers.videos import IS_TEXT, minimax
+from tests.small_transformers import videos
 from xfuser_cocodiff.models import sd35, weights
 
 
@@ -112,7 +112,8 @@ class MiniMaxH3(SmallPipeline):
 
     def __init__(self, config: EngineConfig) -> None:
         self.modular = self.blocks().init_pipeline()
-        transformer = minimax(in_channels=self.video_channels, audio_in_channels=self.audio_channels)
+        sizes = {"in_channels": self.video_channels, "audio_in_channels": self.audio_channels}
+        transformer = build(videos.MiniMaxH3.model, **videos.MiniMaxH3.sizes | sizes)
         schedulers = {"scheduler": MiniMaxH3Scheduler(), "audio_scheduler": MiniMaxH3Scheduler(shift=3.0)}
         self.modular.update_components(**{self.transformer: transformer}, **schedulers)
         weights.fill(self.modular, seed=0)
@@ -127,7 +128,7 @@ class MiniMaxH3(SmallPipeline):
     def run(self, steps: int) -> list[torch.Tensor]:
         state = self.modular(
             prompt_embeds=noise(1, self.text, 16, seed=1),
-            text_token_tags=torch.full((self.text,), IS_TEXT),
+            text_token_tags=torch.full((self.text,), videos.IS_TEXT),
             height=64,
             width=64,
             num_frames=self.frames,

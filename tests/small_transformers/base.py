@@ -31,12 +31,10 @@ class Pipeline:
     vae_scale_factor = 8
     vae_scale_factor_spatial = 8
     vae_scale_factor_temporal = 4
-    second = "transformer_2"
-    """Name of a second transformer."""
 
-    def __init__(self, *transformers: nn.Module) -> None:
-        self.components = dict(zip(("transformer", self.second), transformers, strict=False))
-        self.__dict__.update(self.components)
+    def __init__(self, **transformers: nn.Module) -> None:
+        self.components = transformers
+        self.__dict__.update(transformers)
 
 
 class SmallTransformer:
@@ -44,22 +42,28 @@ class SmallTransformer:
 
     latent_shape: tuple[int, ...]
     """Of one sample."""
-    text = 12
-    """Text tokens where a case does not say."""
+    text, text_width = 12, 16
+    """Text tokens where a case does not say, and the channels of each."""
     model: type[nn.Module]
     sizes: ClassVar[dict[str, Any]] = {}
     """Arguments of the model's class beside :data:`SIZES`."""
+    prepare: str | None = None
+    """Method of the transformer that xDiT's runner calls before it is used."""
     wrapper: type | None = None
     """xDiT's wrapper around a diffusers model; None where the model is xDiT's own class."""
-    pipeline_class: type[Pipeline] = Pipeline
-    count = 1
-    """How many transformers it has."""
+    names: tuple[str, ...] = ("transformer",)
+    """Of the transformers."""
+    pipeline_name = "Pipeline"
+    """By which the runtime state knows some models."""
+    end_time = 1000
+    """The model's name for time 1."""
 
     def __init__(self, batch: int = 1, text: int | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.batch, self.text, self.dtype = batch, text or self.text, dtype
         self._generator = torch.Generator().manual_seed(1)
-        self.transformers = [self.build() for _ in range(self.count)]
-        self.pipeline = weights.fill(self.pipeline_class(*self.transformers), seed=0)
+        self.transformers = [self.build() for _ in self.names]
+        kind = type(self.pipeline_name, (Pipeline,), {})
+        self.pipeline = weights.fill(kind(**dict(zip(self.names, self.transformers, strict=True))), seed=0)
         for transformer in self.transformers:
             transformer.to(dtype)
         self.transformer = self.transformers[0]
@@ -67,11 +71,14 @@ class SmallTransformer:
         self.start = self.noise(*self.latent_shape)
 
     def build(self) -> nn.Module:
-        return build(self.model, **self.sizes)
+        transformer = build(self.model, **self.sizes)
+        if self.prepare:
+            getattr(transformer, self.prepare)()
+        return transformer
 
     def condition(self) -> dict[str, Any]:
         """Arguments of the forward that stay the same over the steps."""
-        return {"encoder_hidden_states": self.noise(self.text, 16)}
+        return {"encoder_hidden_states": self.noise(self.text, self.text_width)}
 
     def ready(self) -> None:
         """Prepare for the runtime state that has just been initialised."""
@@ -80,7 +87,7 @@ class SmallTransformer:
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Direction of the next step, at times (B,) in (0, 1]."""
-        return self.transformer(latents, timestep=1000 * time, **self.conditions, return_dict=False)[0]
+        return self.transformer(latents, timestep=self.end_time * time, **self.conditions, return_dict=False)[0]
 
     @torch.no_grad()
     def denoise(self, steps: int = STEPS, end_step: Callable[[], None] = lambda: None) -> torch.Tensor:
@@ -148,9 +155,9 @@ def prepare_ranks(rank: int, degree: int, cfg: int = 1) -> None:
     )
 
 
-def use(small: SmallTransformer, degree: int, **options: Any) -> None:
+def use(small: SmallTransformer, degree: int, compiled: bool = False, **options: Any) -> None:
     """Begin a runtime state with these options of the plugin, whose names here lack "cocodiff_"; stock's with none."""
-    options = {f"cocodiff_{name}": value for name, value in options.items()}
-    config, _ = xFuserArgs(model="small", ulysses_degree=degree, use_cocodiff=bool(options), **options).create_config()
+    flags = {f"cocodiff_{name}": value for name, value in options.items()} | {"use_cocodiff": bool(options)}
+    config, _ = xFuserArgs(model="small", ulysses_degree=degree, use_torch_compile=compiled, **flags).create_config()
     initialize_runtime_state(small.pipeline, config)
     small.ready()

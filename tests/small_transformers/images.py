@@ -16,17 +16,13 @@ from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKr
 from xfuser.model_executor.models.transformers.transformer_lumina2 import xFuserLumina2Transformer2DWrapper
 from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
 
-from tests.small_transformers.base import Pipeline, RowSliced, SmallTransformer, band_of
+from tests.small_transformers.base import RowSliced, SmallTransformer, band_of
 
 
 def places(axes: int, image: int = 0) -> torch.Tensor:
     """Coordinates of 8 x 8 tokens, (64, axes); the first one tells images from each other."""
     row_and_column = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     return torch.cat([torch.full((64, 1), image), row_and_column, torch.zeros(64, axes - 3, dtype=torch.long)], dim=1)
-
-
-class FluxControlPipeline(Pipeline):
-    """The runtime state takes tokens of twice the size from the name."""
 
 
 class FluxControl(RowSliced):
@@ -37,7 +33,8 @@ class FluxControl(RowSliced):
     model = FluxTransformer2DModel
     sizes: ClassVar = {"in_channels": 32, "out_channels": 16}
     wrapper = xFuserFluxTransformer2DWrapper
-    pipeline_class = FluxControlPipeline
+    pipeline_name = "FluxControlPipeline"  # from which the runtime state takes tokens of twice the size
+    end_time = 1
 
     def ready(self) -> None:
         if get_sequence_parallel_world_size() == 1:
@@ -62,7 +59,7 @@ class FluxControl(RowSliced):
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         band = band_of(torch.cat([latents, self.control], dim=-1))
-        found = SmallTransformer.velocity(self, band, time / 1000)  # FLUX takes times up to 1
+        found = SmallTransformer.velocity(self, band, time)
         velocity = found[0] if isinstance(found, tuple) else found  # a stage has what goes to the next one too
         return get_sp_group().all_gather(velocity, dim=-2)
 
@@ -73,6 +70,7 @@ class Klein(SmallTransformer):
     latent_shape = (64, 16)  # N C
     text = 16
     model = xFuserFlux2Transformer2DWrapper
+    end_time = 1
     sizes: ClassVar = {
         "in_channels": 16,
         "out_channels": 16,
@@ -93,7 +91,7 @@ class Klein(SmallTransformer):
         }
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(torch.cat([latents, self.reference], dim=1), time / 1000)[:, :64]
+        return super().velocity(torch.cat([latents, self.reference], dim=1), time)[:, :64]
 
 
 class ZImage(SmallTransformer):
@@ -143,6 +141,7 @@ class Lumina2(SmallTransformer):
     }
     wrapper = xFuserLumina2Transformer2DWrapper
     longest = 16
+    end_time = 1
 
     def condition(self) -> dict[str, Any]:
         # Samples of unequal length, and lengths that do not divide, make the wrapper mask keys.
@@ -153,7 +152,7 @@ class Lumina2(SmallTransformer):
         }
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(latents, (1 - time) / 1000)
+        return super().velocity(latents, 1 - time)
 
 
 class Krea2(SmallTransformer):
@@ -161,6 +160,7 @@ class Krea2(SmallTransformer):
 
     latent_shape = (64, 16)  # N C
     is_masked = False
+    end_time = 1
     model = xFuserKrea2Transformer2DWrapper
     sizes: ClassVar = {
         "in_channels": 16,
@@ -184,20 +184,11 @@ class Krea2(SmallTransformer):
             conditions["encoder_attention_mask"] = torch.arange(self.text) < lengths[:, None]
         return conditions
 
-    def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return super().velocity(latents, time / 1000)
-
 
 class Krea2Masked(Krea2):
     """With prompts of several lengths, of which the rest is masked."""
 
     is_masked = True
-
-
-class IdeogramPipeline(Pipeline):
-    """With a second transformer for what goes without text."""
-
-    second = "unconditional_transformer"
 
 
 class Ideogram4(SmallTransformer):
@@ -206,15 +197,11 @@ class Ideogram4(SmallTransformer):
 
     latent_shape = (64, 8)  # N C
     padding = 5
-    count = 2
-    pipeline_class = IdeogramPipeline
+    names = "transformer", "unconditional_transformer"
+    model = property(lambda self: get_ideogram4_transformer_wrapper_class())
     sizes: ClassVar = {"in_channels": 8, "adaln_dim": 32, "llm_features_dim": 24, "mrope_section": (4, 2, 2)}
-
-    def build(self) -> nn.Module:
-        self.model = get_ideogram4_transformer_wrapper_class()
-        transformer = super().build()
-        transformer._install_xfuser_processors()
-        return transformer
+    prepare = "_install_xfuser_processors"
+    end_time = 1
 
     def ready(self) -> None:
         for transformer in self.transformers:
@@ -237,7 +224,7 @@ class Ideogram4(SmallTransformer):
         without = self.transformers[1](latents, timestep=1 - time, **image, return_dict=False)[0]
         # Its times go from 0 to 1, and all of the sequence has room for an image.
         padded = nn.functional.pad(latents, (0, 0, self.padding + self.text, 0))
-        return without + 3 * (super().velocity(padded, (1 - time) / 1000)[:, -64:] - without)
+        return without + 3 * (super().velocity(padded, 1 - time)[:, -64:] - without)
 
 
 class HunyuanDiT(RowSliced):
@@ -285,6 +272,4 @@ class Sana(RowSliced):
     }
     wrapper = xFuserSanaTransformer2DWrapper
     inputs: ClassVar = {"split_text_embed_in_sp": False}
-
-    def condition(self) -> dict[str, Any]:
-        return {"encoder_hidden_states": self.noise(self.text, 32)}
+    text_width = 32

@@ -21,8 +21,7 @@ from xfuser.model_executor.models.transformers.transformer_ltx2 import xFuserLTX
 from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
-from tests.sizes import build
-from tests.small_transformers.base import Pipeline, RowSliced, SmallTransformer, band_of
+from tests.small_transformers.base import RowSliced, SmallTransformer, band_of
 
 
 class Wan(SmallTransformer):
@@ -36,7 +35,7 @@ class Wan(SmallTransformer):
 class WanA14B(Wan):
     """Wan 2.2 with two times 14B parameters: the second transformer takes over in the middle of a run."""
 
-    count = 2
+    names = "transformer", "transformer_2"
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         self.transformer = self.transformers[time[0] <= 0.5]
@@ -48,10 +47,7 @@ class HunyuanVideo(SmallTransformer):
 
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = xFuserHunyuanVideoTransformer3DWrapper
-
-    def build(self) -> nn.Module:
-        # The constructor leaves diffusers' processors, which exchange nothing.
-        return super().build().install_xdit_attention_processors()
+    prepare = "install_xdit_attention_processors"  # the constructor leaves diffusers', which exchange nothing
 
     def condition(self) -> dict[str, Any]:
         # The last token is padding in every sample: the model drops it before it looks at the length.
@@ -93,14 +89,6 @@ class HunyuanVideo15(SmallTransformer):
         return super().velocity(torch.cat([latents, self.given], dim=1), time)
 
 
-class CogVideoXPipeline(Pipeline):
-    """The runtime state knows models by the names of their pipelines."""
-
-
-class ConsisIDPipeline(Pipeline):
-    """As above."""
-
-
 class CogVideoX(RowSliced):
     """Text, then 192 video tokens; text that does not divide is replicated and joins at the front."""
 
@@ -108,7 +96,7 @@ class CogVideoX(RowSliced):
     text = 8
     model = CogVideoXTransformer3DModel
     wrapper = xFuserCogVideoXTransformer3DWrapper
-    pipeline_class = CogVideoXPipeline
+    pipeline_name = "CogVideoXPipeline"
     of_kind: ClassVar[dict[str, Any]] = {}
 
     @property
@@ -141,7 +129,7 @@ class ConsisID(CogVideoX):
 
     model = ConsisIDTransformer3DModel
     wrapper = xFuserConsisIDTransformer3DWrapper
-    pipeline_class = ConsisIDPipeline
+    pipeline_name = "ConsisIDPipeline"
     of_kind: ClassVar = {
         "num_attention_heads": 24,  # as degree 8 divides, and 3 its width
         "is_train_face": True,
@@ -179,9 +167,7 @@ class Latte(RowSliced):
     }
     wrapper = xFuserLatteTransformer3DWrapper
     inputs: ClassVar = {"num_frames": 3}
-
-    def condition(self) -> dict[str, Any]:
-        return {"encoder_hidden_states": self.noise(self.text, 32)}
+    text_width = 32
 
 
 class SoundAndVision(SmallTransformer):
@@ -235,21 +221,16 @@ class LTX2(SoundAndVision):
 IS_VIDEO, IS_TEXT, IS_AUDIO = range(3)
 
 
-def minimax(**sizes: int) -> xFuserMiniMaxH3Transformer3DWrapper:
-    """MiniMax-H3's transformer."""
-    own = dict.fromkeys(("attention_head_dim", "freq_dim", "time_embed_hidden_dim", "time_embed_dim"), 32)
-    own |= {"hidden_size": 64, "audio_in_channels": 8, "rope_freq_dim": 4}
-    return build(xFuserMiniMaxH3Transformer3DWrapper, **own | sizes)
-
-
 class MiniMaxH3(SoundAndVision):
     """Text, then 8 audio and 64 video tokens, packed and padded to a multiple of 64."""
 
     video, audio = (64, 16), (8, 8)
     latent_shape = (64 * 16 + 8 * 8,)
-
-    def build(self) -> nn.Module:
-        return minimax()
+    model = xFuserMiniMaxH3Transformer3DWrapper
+    sizes: ClassVar = {
+        **dict.fromkeys(("attention_head_dim", "freq_dim", "time_embed_hidden_dim", "time_embed_dim"), 32),
+        **{"hidden_size": 64, "audio_in_channels": 8, "rope_freq_dim": 4},
+    }
 
     def condition(self) -> dict[str, Any]:
         sizes = self.text, 8, 64
@@ -272,16 +253,15 @@ class MiniMaxH3(SoundAndVision):
 class MiniMaxH3Fused(MiniMaxH3):
     """As xDiT runs it: Q, K and V come out of one matrix."""
 
-    def build(self) -> nn.Module:
-        transformer = minimax()
-        transformer.fuse_qkv_projections()
-        return transformer
+    prepare = "fuse_qkv_projections"
 
 
 class Cosmos3(SmallTransformer):
     """48 video tokens. They attend to text too, of which each rank has all, and which K and V bring to the exchange."""
 
     latent_shape = (4, 3, 8, 8)  # C F R W
+    model = property(lambda self: get_cosmos3_transformer_wrapper_class())
+    prepare = "_install_xfuser_processors"
     sizes: ClassVar = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -292,12 +272,6 @@ class Cosmos3(SmallTransformer):
         "rope_axes_dim": (4, 2, 2),
         "vocab_size": 64,
     }
-
-    def build(self) -> nn.Module:
-        self.model = get_cosmos3_transformer_wrapper_class()
-        transformer = super().build()
-        transformer._install_xfuser_processors()
-        return transformer
 
     def condition(self) -> dict[str, Any]:
         text, video = torch.arange(self.text + 48).split([self.text, 48])

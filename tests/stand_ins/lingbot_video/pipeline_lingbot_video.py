@@ -44,16 +44,8 @@ class LingBotVideoPipeline(DiffusionPipeline):
         assert height % 16 == width % 16 == 0 and num_frames % 4 == 1
 
     def prepare_latents(
-        self,
-        num_frames: int,
-        height: int,
-        width: int,
-        generator: torch.Generator | None,
-        latents: torch.Tensor | None,
-        device: torch.device,
+        self, num_frames: int, height: int, width: int, generator: torch.Generator, latents: None, device: torch.device
     ) -> torch.Tensor:
-        if latents is not None:
-            return latents.to(device)
         frames = (num_frames - 1) // self.vae_scale_factor_temporal + 1
         sizes = (size // self.vae_scale_factor_spatial for size in (height, width))
         shape = 1, self.transformer.config.in_channels, frames, *sizes
@@ -73,29 +65,21 @@ class LingBotVideoPipeline(DiffusionPipeline):
         prompt_mask: torch.Tensor,
         negative_prompt_embeds: torch.Tensor,
         negative_prompt_mask: torch.Tensor,
-        generator: torch.Generator | None = None,
-        latents: torch.Tensor | None = None,
-        output_type: str = "latent",
-        return_dict: bool = True,
+        generator: torch.Generator,
         **_: Any,
-    ) -> LingBotVideoPipelineOutput | tuple[torch.Tensor]:
+    ) -> LingBotVideoPipelineOutput:
         self.check_inputs(height, width, num_frames)
-        assert output_type == "latent"
         device, dtype = self._execution_device, _module_dtype(self.transformer)
-        latents = self.prepare_latents(num_frames, height, width, generator, latents, device)
+        latents = self.prepare_latents(num_frames, height, width, generator, None, device)
         self.scheduler.set_timesteps(num_inference_steps, device=device, shift=shift)
         for timestep in self.progress_bar(self.scheduler.timesteps):
             time = _transformer_timestep(timestep, dtype).expand(1).to(device)
-
-            def velocity(embeds: torch.Tensor, mask: torch.Tensor, now: tuple = (latents, time)) -> torch.Tensor:
-                # The prompt is cast anew in each call.
-                call = self.transformer(*now, embeds.to(dtype), encoder_attention_mask=mask, return_dict=False)
-                return call[0].float()
-
-            predicted = velocity(prompt_embeds, prompt_mask)
-            if guidance_scale > 1:
-                other = velocity(negative_prompt_embeds, negative_prompt_mask)
-                predicted = other + guidance_scale * (predicted - other)
+            branches = []
+            for embeds, mask in ((prompt_embeds, prompt_mask), (negative_prompt_embeds, negative_prompt_mask)):
+                given = latents, time, embeds.to(dtype)  # cast anew in each call
+                branches.append(self.transformer(*given, encoder_attention_mask=mask, return_dict=False)[0].float())
+            predicted, other = branches
+            predicted = other + guidance_scale * (predicted - other)
             latents = self.scheduler.step(predicted, timestep, latents, return_dict=False, generator=generator)[0]
         self.maybe_free_model_hooks()
-        return LingBotVideoPipelineOutput(frames=latents) if return_dict else (latents,)
+        return LingBotVideoPipelineOutput(frames=latents)
