@@ -105,11 +105,11 @@ class Memory:
 class Kernel:
     """Stands in for one of Triton's: says by which grid it was launched, on what."""
 
-    def __init__(self, kernel: Any, launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]) -> None:
-        self._names, self._what, self._launched = kernel.arg_names, kernel.__name__, launched
+    def __init__(self, kernel: Any, device: "Device") -> None:
+        self._names, self._what, self._device = kernel.arg_names, kernel.__name__, device
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *given, **options: self._launched(self._what, grid, dict(zip(self._names, given, strict=True)))
+        return lambda *given, **_: self._device.launch(self._what, grid, dict(zip(self._names, given, strict=True)))
 
 
 WRITTEN = {
@@ -120,19 +120,6 @@ WRITTEN = {
     "_move_kernel": ("target",),
 }
 """Kernels, and what they write; all other tensors are read."""
-
-
-@contextlib.contextmanager
-def standing_in(launched: Callable[[str, tuple[int, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Encode and move by Triton's kernels, with stand-ins for the kernels themselves."""
-    from xfuser_cocodiff import kernels
-    from xfuser_cocodiff.kernels import fused
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(kernels, "used", lambda device: kernels.TRITON))
-        for name in WRITTEN:
-            stack.enter_context(mock.patch.object(fused, name, Kernel(getattr(fused, name), launched)))
-        yield
 
 
 class Device(TorchDispatchMode):
@@ -199,21 +186,29 @@ class Device(TorchDispatchMode):
         """Whether a device can read and write by itself what of it lies on the host."""
         return all(self._memory[_storage(each)].what == PINNED for each in tensors if each.device.type == "cpu")
 
-    def by_triton(self) -> contextlib.AbstractContextManager[None]:
-        """Encode and move by Triton's kernels."""
+    @contextlib.contextmanager
+    def by_triton(self) -> Iterator[None]:
+        """Encode and move by Triton's kernels, with stand-ins for the kernels themselves."""
+        from xfuser_cocodiff import kernels
+        from xfuser_cocodiff.kernels import fused
 
-        def launched(name: str, grid: tuple[int, ...], given: dict[str, Any]) -> None:
-            self.sweep()
-            agent = self.streams[-1]
-            agent.follow(self.host.clock)
-            agent.tick()
-            self.launched[name] += 1
-            self.grids.append((name, grid))
-            for what, tensor in given.items():
-                if isinstance(tensor, torch.Tensor):
-                    self._access(agent, tensor, what in WRITTEN[name], name)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(kernels, "used", lambda device: kernels.TRITON))
+            for name in WRITTEN:
+                stack.enter_context(mock.patch.object(fused, name, Kernel(getattr(fused, name), self)))
+            yield
 
-        return standing_in(launched)
+    def launch(self, name: str, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+        """Note what a kernel uses."""
+        self.sweep()
+        agent = self.streams[-1]
+        agent.follow(self.host.clock)
+        agent.tick()
+        self.launched[name] += 1
+        self.grids.append((name, grid))
+        for what, tensor in given.items():
+            if isinstance(tensor, torch.Tensor):
+                self._access(agent, tensor, what in WRITTEN[name], name)
 
     def _use(self, agent: Agent, func: Any, given: list, made: list, args: tuple, kwargs: dict) -> None:
         agent.follow(self.host.clock)
