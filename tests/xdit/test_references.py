@@ -100,7 +100,8 @@ def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], li
     weights.fill(second.pipeline, seed=1)
     early, late = held.small.velocity, second.velocity
     held.small.velocity = lambda latents, time: (early if time[0] > 0.5 else late)(latents, time)
-    held.use(cocodiff_schedule="first=exact,bits=8,bits_o=8")
+    # Without V first: schedules that are tried in turns send a flag more or less.
+    held.use(cocodiff_schedule="first=exact,bits=8,bits_o=8", cocodiff_v_first="off")
     _, sizes = held.run()
     coded, reports = held.latents, held.runtime.reports
     shares = [report.sent_bytes / report.exact_bytes for report in reports]
@@ -113,9 +114,7 @@ def change_experts(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int], li
 def test_the_second_of_two_transformers_begins_exactly_in_the_room_of_the_first() -> None:
     for exact, coded, sizes, shares, is_exact in ranks.run(change_experts, 2):
         assert is_exact == [True, False, True, False]
-        # Schedules that are being tried send V in a message of its own or not, which is a flag more.
-        assert shares[1] == pytest.approx(shares[3], rel=0.01) and shares[1] < 0.7 < 1 <= shares[0]
-        assert shares[2] == pytest.approx(shares[0], rel=0.01)
+        assert shares[1] == shares[3] < 0.7 < 1 <= shares[0] == shares[2]
         assert sizes[1] == sizes[3], "references of the first are held on"
         assert not torch.equal(coded, exact)
         assert (coded - exact).norm() < 0.01 * exact.norm()
