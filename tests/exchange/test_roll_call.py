@@ -41,7 +41,7 @@ def start(rank: int, what: str) -> Callable[[], object]:
     plans = None if what == "probe" else [Plan.parse(what, topology)]
     mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=4))
     if what == "probe":
-        return lambda: probe.measure(mesh, group, cpu)
+        return lambda: probe.measure(mesh, cpu)
     return lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh)
 
 

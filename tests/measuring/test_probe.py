@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def measure(rank: int, text: str) -> Profile:
     topology = Topology.parse(text, dist.get_world_size())
     mesh = Mesh.over(dist.group.WORLD, topology)
-    profile = probe.measure(mesh, dist.group.WORLD, CPU)
+    profile = probe.measure(mesh, CPU)
     assert not mesh.traffic.calls  # what a probe sends is not the user's traffic
     return profile
 
@@ -67,7 +67,7 @@ def overlap_with(rank: int, blocking: bool) -> float:
     computing = mock.patch.object(torch, "mm", lambda *_: time.sleep(0.02))
     small = mock.patch.object(probe, "_LAST_BYTES", probe._FIRST_BYTES)
     with computing, small, mock.patch.object(Stages, "start", starting):
-        return probe.Probe(mesh, group, CPU).overlap()
+        return probe.Probe(mesh, CPU).overlap()
 
 
 @pytest.mark.alone
@@ -119,7 +119,8 @@ def test_on_an_accelerator_speeds_are_not_those_of_launches(monkeypatch: pytest.
 
     monkeypatch.setattr(devices, "of", lambda device_type: devices.Capabilities())
     taken: list[tuple[int, int]] = []
-    measured = probe.Probe(Mesh(Topology.flat(2), Stages({}), Policy(lambda size: None)), None, CPU)
+    stages = Stages({(0,): None})
+    measured = probe.Probe(Mesh(Topology.flat(2), stages, Policy(lambda size: None)), CPU)
     monkeypatch.setattr(measured, "_taken", lambda work, calls: taken.append(calls) or 1.0)
     assert measured._codec_speed() >= 2**26 and measured._copy_speed() >= 2**26  # bytes in a call of one second
     assert min(taken) > 1

@@ -63,7 +63,7 @@ def measure(
     told.say("probing the links")
     mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())], device=device)
     started = time.perf_counter()
-    profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, group, device), device)
+    profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
     cluster = links.from_environment()
     plans = plans or fixed_plans(topology, profile)

@@ -88,7 +88,7 @@ def measure(
         told.say(f"scale {scale:g}: probing the links")
         cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
-        profile = probe.measure(Mesh.over(group, topology), group, _CPU)
+        profile = probe.measure(Mesh.over(group, topology), _CPU)
         variants = {"stock": Variant(), **{mode: variant.over(config, profile) for mode, config in settings.items()}}
         known = {"scale": scale, "compiled": compiled, "ring": split.ring}
         of_group = profile if split.ring == 1 else None

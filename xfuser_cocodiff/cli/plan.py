@@ -87,4 +87,4 @@ def _probe(group: Any, topology: Any) -> Any:
     from xfuser_cocodiff.measuring import probe
     from xfuser_cocodiff.xdit.platform.platform import compute_device
 
-    return probe.measure(Mesh.over(group, topology, device=compute_device()), group, compute_device())
+    return probe.measure(Mesh.over(group, topology, device=compute_device()), compute_device())

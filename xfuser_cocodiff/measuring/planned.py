@@ -103,7 +103,7 @@ def planned_mesh(
         return Planned(mesh, None, known, config.synchronous)
     if _needs_links(config) and not (config.profile or known.profile):
         every = over(group, config.topology) if config.plan else mesh
-        known.profile = probe.measure(every, group, device)
+        known.profile = probe.measure(every, device)
     profile = config.profile or known.profile
     profile = profile and known_of(profile, device, config.synchronous)
     flat, plan = None, config.plan

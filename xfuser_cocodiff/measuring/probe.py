@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from xfuser_cocodiff.codec.codecs import Codec, Reference, decode, encode
 from xfuser_cocodiff.exchange.mesh import Mesh
@@ -42,28 +41,28 @@ Sample = tuple[float, int, float]
 """One stage: seconds of a tiny message, and of how many more bytes in how many more seconds."""
 
 
-def measure(mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> Profile:
-    """Measure the profile of a mesh, all of it. Every rank of the group must call this.
+def measure(mesh: Mesh, device: torch.device) -> Profile:
+    """Measure the profile of a mesh, all of it. Every rank of the mesh must call this.
 
     Args:
-        mesh: made over `group`, with a group for every axis of its topology and for all of them.
-        group: all ranks of the mesh.
+        mesh: with a group for every axis of its topology and for all of them.
         device: where the tensors of the all-to-alls lie.
     """
-    return Probe(mesh, group, device).measure()
+    return Probe(mesh, device).measure()
 
 
 class Probe:
     """The probe of a mesh. All ranks must call its methods in the same order.
 
     Args:
-        mesh: made over `group`, with a group for every axis of its topology and for all of them.
-        group: all ranks of the mesh.
+        mesh: with a group for every axis of its topology and for all of them.
         device: where the tensors of the all-to-alls lie.
     """
 
-    def __init__(self, mesh: Mesh, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.mesh, self.group, self.device = mesh.uncounted(), group, device
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh.uncounted(), device
+        # The mesh's own group of all ranks, which has the mesh's timeout, as the caller's need not.
+        self.group = mesh.stages.groups[Plan.flat(mesh.topology).stages[0]]
         self._axes = tuple((dim,) if axis.size > 1 else None for dim, axis in enumerate(mesh.topology.axes))
         """The stage along each axis; None where nothing moves."""
 

@@ -41,7 +41,7 @@ def measure(
     topology = topology or inferred
     halfway = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
-    profile = probe.measure(mesh, group, device)
+    profile = probe.measure(mesh, device)
     ended = time.perf_counter()
     fastest = profile.direct or profile
     return {
