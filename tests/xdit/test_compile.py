@@ -3,6 +3,7 @@ test: that is Inductor's, and takes a while and a C++ compiler here."""
 
 import dataclasses
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -177,8 +178,8 @@ def test_exchanges_of_layers_side_by_side_have_one_order() -> None:
     ranks.run(order_of_two_layers, 2)
 
 
-def step_until_lost(rank: int, end: int) -> str:
-    from tests.exchange import test_roll_call
+def step_until_lost(rank: int, end: int) -> None:
+    """Step again and again; one rank meets its end on the way."""
     from xfuser_cocodiff.exchange import roll_call
     from xfuser_cocodiff.xdit.engine import start as starting
     from xfuser_cocodiff.xdit.launching import world
@@ -188,15 +189,20 @@ def step_until_lost(rank: int, end: int) -> str:
     config = dataclasses.replace(config_of(4, "hierarchical:gpu*,node"), timeout=4.0)
     world.use(starting.engine_over(group, config))
     transformer.compile(backend="aot_eager")
-    return test_roll_call._said(rank, end, step)
+    for number in range(1000):
+        if number == 2 and rank == LOST:
+            os.kill(os.getpid(), end)
+        step()
+
+
+LOST = 2
 
 
 @pytest.mark.slow  # without a graph this is tested of every collective
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_every_rank_names_the_one_that_was_lost(end: int) -> None:
-    lost = 2
-    for rank, result in enumerate(ranks.outcomes(step_until_lost, 4, end, lost=lost)):
-        assert rank == lost or f"rank {lost} is gone or not answering" in str(result), result
+    for rank, result in enumerate(ranks.outcomes(step_until_lost, 4, end, lost=LOST)):
+        assert rank == LOST or f"rank {LOST} is gone or not answering" in str(result), result
 
 
 EVENTS = {

@@ -4,7 +4,8 @@ import re
 
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)")
 """A step from a module to a part of it, as PyTorch's versions write that."""
-_NO_NAMES = ("_modules", "__dict__", "_orig_mod")
+_NO_NAMES = ("_modules", "__dict__", "_orig_mod", "_module")
+"""Attributes on the way that are no submodules: PyTorch's, and the one by which `Around` holds its module."""
 
 
 def path() -> str:
