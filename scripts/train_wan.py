@@ -10,10 +10,11 @@ decoder goes on alone. The text encoder keeps its random weights, as those of tr
 import numpy as np
 import torch
 import torch.nn.functional as F
+import volumes
 from diffusers import WanPipeline
 from training import Prompts, arguments, learn, learn_averaged, report, save_pipeline
 
-from xfuser_cocodiff.models import captions, volumes, wan21
+from xfuser_cocodiff.models import captions, wan21
 
 SIZE = 128
 POOL = 2048

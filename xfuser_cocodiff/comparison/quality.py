@@ -18,7 +18,7 @@ from xfuser_cocodiff.codec.modes import CodecSchedule
 from xfuser_cocodiff.codec.virtual import VirtualRing
 from xfuser_cocodiff.comparison import fidelity, inpainting, others
 from xfuser_cocodiff.comparison.picture import draw_sheet
-from xfuser_cocodiff.models import captions, slices, volumes
+from xfuser_cocodiff.models import captions, slices
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.axes import fidelity_by_bytes
 from xfuser_cocodiff.reporting.words import NOTHING
@@ -113,7 +113,7 @@ class Judge:
         size: int,
         dtype: torch.dtype,
         after_step: Callable[[], object] = lambda: None,
-        frames: int = volumes.FRAMES,
+        frames: int = 9,
     ) -> None:
         self._solo, self._config, self._after_step = Solo(model, dtype), config, after_step
         # From now on attention is xDiT's, for stock too, as on many ranks: that of diffusers has masks of its own.

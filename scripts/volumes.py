@@ -1,7 +1,8 @@
 """Flights through procedural volumes in the manner of X-ray micro-tomography, and a heart that beats.
 
-They are to videos what :mod:`slices` is to pictures. Everything is a function of place and time, evaluated where the
-moving view is, so that a frame costs what a slice does and motion is exact.
+The small Wan is trained on them. They are to videos what `xfuser_cocodiff.models.slices` is to pictures. Everything is
+a function of place and time, evaluated where the moving view is, so that a frame costs what a slice does and motion is
+exact.
 """
 
 from collections.abc import Iterator
