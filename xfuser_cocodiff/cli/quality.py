@@ -54,8 +54,8 @@ def run(options: argparse.Namespace) -> int:
         *(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance), frames=options.frames
     )
     masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
-    told.foresee({"step": ((1 + len(rows)) * (1 + len(masks)) * options.steps, 1.0)}, is_relative=True)
-    record, gallery = quality.measure(judge, rows, masks, lambda what: told.begin("step", what))
+    told.expect((1 + len(rows)) * (1 + len(masks)) * options.steps)
+    record, gallery = quality.measure(judge, rows, masks, told.say)
     told.end()
     quality.show(record)
     if options.json:

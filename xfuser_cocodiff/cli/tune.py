@@ -72,9 +72,9 @@ def run(options: argparse.Namespace) -> int:
     both = prompts[::2], prompts[1::2] or prompts
     of = {name: getattr(options, name) for name in ("model", "seeds", "steps", "size", "frames", "virtual", "dtype")}
     of |= {"slow_axes": config.slow_axes, "prompts": prompts, "versions": host.header()["host"]}
-    trials = Trials(judge, both, _part(options), of, lambda what: told.begin("step", what))
+    trials = Trials(judge, both, _part(options), of, told.say)
     runs = max(1, tune.RUNS - trials.done) + tune.CHECKS
-    told.foresee({"step": (runs * options.steps, 1.0)}, is_relative=True)
+    told.expect(runs * options.steps)
     if trials.done:
         told.say(f"going on after {trials.done} runs, which {_part(options)} remembers")
     try:

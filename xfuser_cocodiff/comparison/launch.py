@@ -57,7 +57,7 @@ class Launches:
         self._steps = steps or _USUAL_STEPS
         self._done = self._run = 0
         self._told = Teller(None if console.quiet else console.file, clock)
-        self._told.foresee({"step": (number * self._steps_of_one, 1.0)}, is_relative=True)
+        self._told.expect(number * self._steps_of_one)
 
     def run(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Path:
         """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
@@ -79,7 +79,7 @@ class Launches:
         log.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         self._console.print(f"{name}: started, output in {log}")
-        self.begin(name)
+        self.begin()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -106,19 +106,19 @@ class Launches:
     def _steps_of_one(self) -> int:
         return _START_STEPS + self._runs * self._steps
 
-    def begin(self, name: str) -> None:
-        """Say that a launch begins."""
+    def begin(self) -> None:
+        """Go on to the next launch."""
         self._number -= 1
         self._done = self._run = 0
-        self._told.say(f"{name}: starting")
 
     def stands(self, name: str, run: int, step: int, steps: int | None) -> None:
         """Say which step of which run the launch has made, and of how many if that is known."""
         self._steps = steps or self._steps
-        done = _START_STEPS + (run - 1) * self._steps + step
-        more, left = done - self._done, max(0, self._steps_of_one - done)
-        self._told.expect(left + more + self._number * self._steps_of_one)
-        self._told.advance(more, f"{name}: run {run}, step {step} of {steps or '?'}", at_once=run > self._run)
+        done, what = _START_STEPS + (run - 1) * self._steps + step, f"{name}: run {run}, step {step} of {steps or '?'}"
+        self._told.advance(done - self._done, what)
+        self._told.expect(max(0, self._steps_of_one - done) + self._number * self._steps_of_one)
+        if run > self._run:
+            self._told.say(what)
         self._done, self._run = done, run
 
 
