@@ -178,24 +178,6 @@ def test_many_modes_are_compared_with_one_stock(quick_script: Callable, tmp_path
     assert "Not the same result." in said and "Same result" not in said
 
 
-def test_another_comparison_is_shown_beside(quick_script: Callable, tmp_path: Path, capsys) -> None:
-    line = quick_script()
-    assert cli.main([line[0], "--title", "Equal links", *line[1:]]) == 0
-    capsys.readouterr()
-    line[line.index("--out") + 1] = str(tmp_path / "second")
-    options = ["--beside", str(tmp_path / "out"), "--title", "Slow <links>"]
-    assert cli.main([line[0], *options, "--modes", "fast", *line[1:]]) == 0
-    said = capsys.readouterr().out
-    html = (tmp_path / "second/report.html").read_text()
-    for text in (said, html.replace("&lt;", "<").replace("&gt;", ">")):
-        titles = [text.index(title) for title in ("Equal links", "Slow <links>")]
-        assert titles == sorted(titles)
-    assert [run["name"] for run in json.loads((tmp_path / "second/report.json").read_text())["runs"]] == [
-        "stock",
-        "fast",
-    ]
-
-
 def test_each_side_is_launched_once_more_for_traces(quick_script: Callable, tmp_path: Path, capsys) -> None:
     line = quick_script()
     assert cli.main([line[0], "--trace", *line[1:]]) == 0
@@ -338,7 +320,6 @@ def test_an_interrupt_stops_every_process_and_keeps_a_side_that_is_finished(
             ["compare", "--modes", "exact,fast", "--", "--ulysses_degree=2", "--cocodiff-mode=fast"],
             "--modes exact,fast and --cocodiff_mode fast both say what to compare; give one",
         ),
-        (["compare", "--beside", "nowhere", "--", "--ulysses_degree=2"], "nowhere is no folder of a comparison that"),
     ],
 )
 def test_bad_usage_is_status_2(arguments: list[str], words: str, tmp_path: Path, monkeypatch, capsys) -> None:

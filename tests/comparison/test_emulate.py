@@ -84,8 +84,6 @@ def test_the_plugin_is_told_how_ulysses_groups_nest() -> None:
         ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate both start the ranks; give one"),
         ("--scale 2", "--scale 2 is of an emulated cluster: give --emulate as well"),
         ("--topology 2x2", "--topology 2x2 is of an emulated cluster: give --emulate as well"),
-        ("--emulate pcie --share 0.5", "--share needs --beside DIR"),
-        ("--emulate pcie --share 0.5 --scale 2", "--scale 2 and --share 0.5 both say how fast links are; give one"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
@@ -159,23 +157,6 @@ def test_both_sides_run_on_the_cluster(emulated: Callable, tmp_path: Path) -> No
     assert "--cocodiff" not in stock["command"] and "--cocodiff_mode=fast" in fast["command"]
     ranks = [json.loads((tmp_path / f"out/records/exact-1/rank{rank}.json").read_text()) for rank in range(4)]
     assert [rank["device"].rpartition(",")[2] for rank in ranks] == ["0", "1", "0", "1"]
-
-
-@needs_namespaces
-def test_a_share_goes_by_the_comparison_beside(emulated: Callable, tmp_path: Path) -> None:
-    """Of 30 bytes 20 go to the other node; they are to take four times the 0.1 s that a step takes without them, and
-    take 1.6 times as long as their bytes would."""
-    emulated("--emulate", "ethernet", out="first")
-    options = ["--emulate", "ethernet", "--share", "0.8", "--beside", str(tmp_path / "first")]
-    with pytest.raises(ValueError, match=r"node=0\.00064 Mbit/s is not valid"):
-        emulate.cluster_for(
-            Wish("ethernet", share=0.8, unslowed=emulate.Setting.read(tmp_path / "first")), [*FLUX, "4"]
-        )
-    record = json.loads((tmp_path / "first/report.json").read_text())
-    record["runs"][0]["bytes"] = {"flat": 300_000}
-    (tmp_path / "first/report.json").write_text(json.dumps(record))
-    _, found = emulated(*options)
-    assert found["cluster"]["rates"]["node"] == pytest.approx(1.6 * 200_000 / 0.4 * 8 / 1e6, rel=1e-2)
 
 
 @needs_namespaces

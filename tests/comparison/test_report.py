@@ -140,7 +140,7 @@ def test_charts_and_table_have_the_same_communication(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(picture, "_figure", watched)
     picture.draw_layers(one["a2a_by_layer"], tmp_path / "layers.svg")
-    picture.draw_step({"": [one]}, tmp_path / "step.svg")
+    picture.draw_step([one], tmp_path / "step.svg")
     heights, widths = ([size[index] / 1000 for size in bars] for bars, index in zip(drawn, (1, 0), strict=True))
     exposed, hidden = sum(heights[:2]), sum(heights[2:])
     assert hidden == pytest.approx(one["hidden_seconds"]) and hidden > 0

@@ -67,7 +67,7 @@ def test_two_halves_of_the_same_command(demo, tmp_path: Path) -> None:
     assert {"FLUX.1-dev", "4"} <= {*first[first.index("--") :]}
     assert option(first, "--emulate") is None and option(first, "--modes") is None
     assert option(second, "--emulate") == "ethernet" and option(second, "--modes") == "exact,balanced,fast"
-    assert option(second, "--beside") == option(first, "--out") != option(second, "--out")
+    assert option(first, "--out") != option(second, "--out")
     assert page(tmp_path) == "page of the second half\n"
     assert done.stdout.splitlines()[-1] == f"The report is at {tmp_path}/cocodiff-report/report.html"
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a command with stock xDiT and with the plugin, and report",
         description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
         usage="%(prog)s [--out DIR] [--repeats N] [--modes MODES] [--launcher COMMAND | --emulate PRESET "
-        "[--topology T] [--scale S | --share S]] [--stock DIR] [--beside DIR] [--title TEXT] [--trace] [--json FILE] "
+        "[--topology T] [--scale S]] [--stock DIR] [--trace] [--json FILE] "
         "-- <xdit arguments | script and arguments>",
         epilog="Exit status: 1 when nothing was approximated and the result is not stock's bit for bit, 2 when nothing "
         "was compared.",
@@ -41,10 +41,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="DIR",
         help="take stock's side from an earlier comparison there, which need not have come to its end",
     )
-    parser.add_argument(
-        "--beside", type=Path, metavar="DIR", help="show the comparison there in the report too, before this one"
-    )
-    parser.add_argument("--title", metavar="TEXT", help="what the report is to call the links")
     parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
     parser.set_defaults(run=run, parser=parser)
@@ -63,19 +59,13 @@ def _add_emulation(parser: argparse.ArgumentParser) -> None:
         "else two nodes)",
     )
     parser.add_argument("--scale", help="multiplies the rates of the preset, 1/10000 of the real ones (default: 1)")
-    parser.add_argument(
-        "--share",
-        type=float,
-        help="in place of --scale: links so slow that those between nodes take about this share of stock's step, by "
-        "what the comparison of --beside says of steps without them",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.comparison import compare, launch, overview, record, report
+    from xfuser_cocodiff.comparison import compare, launch, record, report
     from xfuser_cocodiff.reporting import words
 
     if options.json:  # before anything runs for minutes
@@ -84,55 +74,46 @@ def run(options: argparse.Namespace) -> int:
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {words.INSTALL}")
     try:
-        beside = [overview.Setting.read(options.beside)] if options.beside else []
-        how = _how(options, beside)
-    except ValueError as error:
-        return fail(str(error))
-    try:
-        found = compare.compare(options.xdit_arguments, options.out, console, how)
+        found = compare.compare(options.xdit_arguments, options.out, console, _how(options))
     except (compare.UsageError, launch.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
         print("cocodiff: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
     found["command"] = options.command
-    page = report.write(found, options.out, beside)
+    page = report.write(found, options.out)
     if options.json:
         options.json.write_text((options.out / "report.json").read_text())
-    _tell(found, [*beside, overview.Setting(found, options.out)], console)
+    _tell(found, options.out, console)
     console.print(f"\nReport: {page}")
     return 0 if report.passed(found) else 1
 
 
-def _how(options: argparse.Namespace, beside: list[Any]) -> Any:
+def _how(options: argparse.Namespace) -> Any:
     """What the options say.
 
     Raises:
-        ValueError: they contradict each other.
+        UsageError: they contradict each other.
     """
-    from xfuser_cocodiff.comparison.compare import How
+    from xfuser_cocodiff.comparison.compare import How, UsageError
     from xfuser_cocodiff.comparison.emulate import Wish
 
-    lone = {name: getattr(options, name) for name in ("topology", "scale", "share")}
-    given = {name: value for name, value in lone.items() if value is not None}
+    given = {name: value for name in ("topology", "scale") if (value := getattr(options, name)) is not None}
     if given and options.emulate is None:
-        name = next(iter(given))
-        raise ValueError(f"--{name} {given[name]} is of an emulated cluster: give --emulate as well")
-    if "scale" in given and "share" in given:
-        raise ValueError(f"--scale {options.scale} and --share {options.share:g} both say how fast links are; give one")
+        name, value = next(iter(given.items()))
+        raise UsageError(f"--{name} {value} is of an emulated cluster: give --emulate as well")
     return How(
         repeats=options.repeats,
         modes=tuple(options.modes.split(",")) if options.modes else (),
         traced=options.trace,
         launcher=options.launcher,
-        emulated=Wish(options.emulate, unslowed=next(iter(beside), None), **given) if options.emulate else None,
-        title=options.title,
+        emulated=Wish(options.emulate, **given) if options.emulate else None,
         earlier=options.stock,
     )
 
 
-def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
-    """Say what came of a comparison; its table, with those beside it, comes last."""
+def _tell(found: dict[str, Any], out: Path, console: Any) -> None:
+    """Say what came of a comparison; its table comes last."""
     from xfuser_cocodiff.comparison import overview, report
 
     pairs, said = report.pairs(found), []
@@ -142,14 +123,7 @@ def _tell(found: dict[str, Any], settings: list[Any], console: Any) -> None:
         said += [note for note in report.notes(pair) if note not in said]
     for side in found["runs"]:
         if side["trace"]:
-            said.append(f"Traces of the ranks, for https://ui.perfetto.dev: {settings[-1].folder / side['trace']}")
+            said.append(f"Traces of the ranks, for https://ui.perfetto.dev: {out / side['trace']}")
         for what, share in side["overlap"].items():
             said.append(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
-    console.print()
-    for line in said:
-        console.print(line)
-    console.print()
-    console.print(overview.table(settings))
-    console.print()
-    for setting in settings:
-        console.print(setting.sentence())
+    console.print("", *said, "", overview.table(found), "", overview.sentence(found), sep="\n")

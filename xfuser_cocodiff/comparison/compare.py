@@ -119,8 +119,6 @@ class How:
     """What starts the ranks, see :func:`command.launch`; torchrun when not given."""
     emulated: emulate.Wish | None = None
     """The emulated cluster that they run on, if they do."""
-    title: str | None = None
-    """What the report is to call the links."""
     earlier: Path | None = None
     """Folder of a comparison with the same stock side, which then is not run again."""
 
@@ -166,7 +164,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> 
                 console.print(f"{STOCK}'s side is finished and kept: add --stock {out} to go on with it")
             raise
     known = {"repeats": repeats, "launches": "one per repeat" if script else "one"}
-    return {**host.header(), **known, "title": how.title, "cluster": cluster, "runs": runs}
+    return {**host.header(), **known, "cluster": cluster, "runs": runs}
 
 
 def _check_modes(modes: Sequence[str], arguments: Sequence[str]) -> None:

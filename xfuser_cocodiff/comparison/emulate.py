@@ -7,12 +7,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from xfuser_cocodiff.comparison.overview import NODE, Setting, between_nodes
+from xfuser_cocodiff.comparison.overview import NODE
 from xfuser_cocodiff.emulation import cluster
-from xfuser_cocodiff.emulation.links import Cluster, check_rates
+from xfuser_cocodiff.emulation.links import Cluster
 from xfuser_cocodiff.emulation.presets import PRESETS
 from xfuser_cocodiff.machine.topology import FLAT, Topology
 from xfuser_cocodiff.xdit.launching import command
@@ -20,11 +20,6 @@ from xfuser_cocodiff.xdit.launching import command
 OPTION = "--emulate"
 NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
 """Environment in which ranks compute on the CPU: devices would talk to each other past the emulated links."""
-BYTES_PER_SECOND = 1e6 / 8
-"""Of one Mbit/s."""
-OVER_BOUND = 1.6
-"""What stock's all-to-all takes, over what its bytes take: gloo posts sends first, and the two directions of a slow
-link partly take turns. Measured at 18 and 55 KB of 2 x 2 ranks (1.63 and 1.66 with `cocodiff bench a2a`)."""
 _TOPOLOGY = "cocodiff_topology"
 
 
@@ -37,14 +32,6 @@ class Wish:
     """Of all ranks; found by :func:`topology_for` when not given."""
     scale: str = "1"
     """Multiplies the rates of the preset."""
-    share: float | None = None
-    """What links between nodes are to take of stock's step; then that decides on the scale."""
-    unslowed: Setting | None = None
-    """The comparison without slow links by which it does."""
-
-    def __post_init__(self) -> None:
-        if self.share is not None and self.unslowed is None:
-            raise ValueError("--share needs --beside DIR, a comparison of the same command on links that are not slow")
 
 
 def cluster_for(wish: Wish, arguments: Sequence[str]) -> Cluster:
@@ -64,39 +51,7 @@ def cluster_for(wish: Wish, arguments: Sequence[str]) -> Cluster:
             f"--topology {wish.topology!r} has {built.size} ranks, but the command after -- starts {ranks}; valid are "
             f"topologies of {ranks} ranks"
         )
-    if wish.share is not None and wish.unslowed is not None:
-        built = replace(built, scale=float(f"{scale_for(wish.share, built, wish.unslowed):.3g}"))
-        check_rates(built)
     return built
-
-
-def scale_for(share: float, cluster: Cluster, unslowed: Setting) -> float:
-    """The scale at which a cluster's links between nodes take a share of stock's step.
-
-    Reckoned from the bytes of stock's all-to-alls, each rank of which sends alike to every other, and from how long its
-    step takes where links cost next to nothing.
-
-    Args:
-        share: of the step.
-        cluster: of one Ulysses group, at any scale.
-        unslowed: a comparison of the same command, on links that are not slow.
-
-    Raises:
-        ValueError: that cannot be; says why.
-    """
-    stock = unslowed.stock
-    if not 0 < share < 1:
-        raise ValueError(f"--share {share:g} is not valid; valid are numbers between 0 and 1")
-    if stock["degree"] != cluster.size:
-        raise ValueError(
-            f"--share goes by {unslowed.folder}, which ran --ulysses_degree {stock['degree']}; the cluster has "
-            f"{cluster.size} ranks"
-        )
-    crossing = sum((stock["bytes"] or {}).values()) * between_nodes(FLAT, cluster.topology)
-    if not crossing or NODE not in cluster.rates:
-        raise ValueError("--share is of links between nodes, over which nothing is seen to travel here; give --scale")
-    seconds = stock["step_seconds_spread"]["median"] * share / (1 - share)
-    return OVER_BOUND * crossing / (seconds * cluster.rates[NODE] * BYTES_PER_SECOND)
 
 
 def topology_for(preset: str, arguments: Sequence[str]) -> str:

@@ -58,25 +58,17 @@ def draw_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
     figure.savefig(out, dpi=150, bbox_inches="tight")
 
 
-def draw_step(groups: Mapping[str, Sequence[dict[str, Any]]], out: Path) -> None:
+def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
     """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
 
     Args:
-        groups: runs of compare records, by what stands above them.
+        runs: of a compare record.
         out: an SVG file.
     """
-    bars = sum(map(len, groups.values())) + len(groups) - 1
-    with _figure((7.2, 1.1 + 0.45 * bars), out) as (figure, axes):
-        places, position = {}, 0
-        for name, runs in groups.items():
-            for run in runs:
-                _draw_bar(axes, position, run)
-                places[position] = run["name"]
-                position += 1
-            if name:
-                axes.annotate(name, (0, position - len(runs) - 0.45), color=INK, fontweight="bold", va="bottom")
-            position += 1  # room for the next name
-        axes.set_yticks(list(places), list(places.values()))
+    with _figure((7.2, 1.1 + 0.45 * len(runs)), out) as (figure, axes):
+        for position, run in enumerate(runs):
+            _draw_bar(axes, position, run)
+        axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds per step")
         axes.spines[["top", "right", "left"]].set_visible(False)

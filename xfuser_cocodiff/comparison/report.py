@@ -2,16 +2,12 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from xfuser_cocodiff.comparison import picture
+from xfuser_cocodiff.comparison import overview, picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.comparison.overview import Setting, columns
 from xfuser_cocodiff.reporting.embedding import embed
 from xfuser_cocodiff.reporting.words import NOTHING, decibels, percent, size, time, total
 from xfuser_cocodiff.settings.options import EXACT
@@ -33,13 +29,12 @@ def pairs(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**record, "runs": [stock, other]} for other in others]
 
 
-def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> Path:
+def write(record: dict[str, Any], out: Path) -> Path:
     """Write report.json, report.html and their pictures into `out`, and return the HTML file.
 
     Args:
         record: of the comparison.
         out: folder, to which paths in the record are relative.
-        beside: other comparisons, which the report shows first.
     """
     import jinja2
 
@@ -52,19 +47,18 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
         lstrip_blocks=True,
     )
     environment.filters |= {"percent": percent, "time": time, "size": size, "total": total, "decibels": decibels}
-    settings = [*beside, Setting(record, out)]
-    names = [setting.title for setting in settings] if beside else [""]
-    picture.draw_step({name: setting.record["runs"] for name, setting in zip(names, settings, strict=True)}, out / STEP)
-    if shown := _shown(settings[-1]):
+    rows = overview.rows(record)
+    picture.draw_step(record["runs"], out / STEP)
+    if shown := _shown(record["runs"], rows, out):
         picture.draw_sheet(shown, out / PICTURES)
     content = {
         "record": record,
-        "settings": settings,
-        "columns": columns(settings),
-        "pairs": [_pair(pair, setting.folder) for setting in settings for pair in pairs(setting.record)],
-        "passed": all(passed(setting.record) for setting in settings),
+        "sentence": overview.sentence(record),
+        "rows": rows,
+        "pairs": [_pair(pair, out) for pair in pairs(record)],
+        "passed": passed(record),
         "embed": embed,
-        "link": lambda file: os.path.relpath(file, out),
+        "out": out,
         "step": out / STEP,
     }
     page = out / "report.html"
@@ -72,32 +66,28 @@ def write(record: dict[str, Any], out: Path, beside: Sequence[Setting] = ()) -> 
     return page
 
 
-def _shown(setting: Setting) -> dict[str, list[np.ndarray]]:
+def _shown(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]], out: Path) -> dict[str, Any]:
     """Pictures of a comparison by what is said of them; none where a side has none, or one of another size."""
-    shown = {}
-    for run, row in zip(setting.record["runs"], setting.rows(), strict=True):
-        if run["image"]["path"] is None:
-            return {}
-        said = row.picture if row.psnr in ("equal", NOTHING) else row.psnr
-        name = row.side if said == NOTHING else f"{row.side}\n{said}"
-        shown[name] = [read_picture(setting.folder / run["image"]["path"])]
+    if any(run["image"]["path"] is None for run in runs):
+        return {}
+    said = [row["result"] if row["PSNR to stock"] in ("equal", NOTHING) else row["PSNR to stock"] for row in rows]
+    names = [run["name"] if each == NOTHING else f"{run['name']}\n{each}" for run, each in zip(runs, said, strict=True)]
+    shown = {name: [read_picture(out / run["image"]["path"])] for name, run in zip(names, runs, strict=True)}
     return shown if len({one.shape for [one] in shown.values()}) == 1 else {}
 
 
-def _pair(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _pair(record: dict[str, Any], out: Path) -> dict[str, Any]:
     """What a report says of one side beside stock, with its pictures drawn."""
     stock, plugin = record["runs"]
-    files = {what: folder / f"{what}-{plugin['name']}.{kind}" for what, kind in _DRAWN.items()}
+    files = {what: out / f"{what}-{plugin['name']}.{kind}" for what, kind in _DRAWN.items()}
     if layers := plugin["a2a_by_layer"]:
         picture.draw_layers(layers, files["layers"])
     if codecs := plugin["codecs"]:
         picture.draw_errors(codecs["errors"], files["errors"])
     ours, theirs = (run["image"]["path"] for run in (stock, plugin))
-    shown = ours and theirs
-    factor = picture.draw_difference(folder / ours, folder / theirs, files["difference"]) if shown else None
+    factor = picture.draw_difference(out / ours, out / theirs, files["difference"]) if ours and theirs else None
     return {
-        **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor, "folder": folder},
-        "title": Setting(record, folder).title,
+        **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor},
         "verdict": verdict(record),
         "notes": notes(record),
         "axes": axes(record),
