@@ -18,21 +18,18 @@ from tests.quick import slow
 from tests.xdit.attention.test_overlap import start
 
 
-def config_of(
-    degree: int, plan: str | None, profile: bool = False, mode: str = "exact", groups: int | None = None
-) -> object:
+def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> object:
     """Settings, as flags would make them; without a plan the planner chooses."""
     from xfuser_cocodiff.machine.plan import Plan
     from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+    from xfuser_cocodiff.settings.config import CocoDiffConfig
 
     topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
     sizes = list(topology.shape)
     known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
     slow = ("node",) if mode != "exact" else ()
     fixed = plan and Plan.parse(plan, topology)
-    overlap = Overlap(groups and True, groups)
-    return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow, overlap=overlap)
+    return CocoDiffConfig(topology=topology, plan=fixed, profile=known, mode=mode, slow_axes=slow)
 
 
 def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: bool) -> list[list[int]]:
@@ -57,8 +54,6 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
         for result in results:
             assert torch.equal(result, expected)
         assert (active().mesh is None) == (not active().traffic.calls)  # which the operators count
-        groups = active().overlap.head_groups
-        assert {kind.trial.schedule.groups for kind in active().layers.kinds} <= {groups or 1}
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         assert figures[-1][0] > 0
     return figures
@@ -72,7 +67,6 @@ def check(found: list[list[list[int]]]) -> None:
 
 
 AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
-GROUPS = (None, False, "exact", 2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +74,7 @@ GROUPS = (None, False, "exact", 2)
     [
         slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",), ("hierarchical:node,gpu/2",)]),
         slow(2, True, True, [AUTO, BALANCED, ("flat",)]),
-        (2, None, False, [BY_PROFILE, ("flat*", *GROUPS[1:])]),
+        (2, None, False, [BY_PROFILE, ("flat*",)]),
     ],
 )
 def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(

@@ -17,7 +17,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from xfuser_cocodiff.attention.schedule import Schedule
 from xfuser_cocodiff.attention.ulysses import Attend, Exchanges, output_like
 from xfuser_cocodiff.codec.memory import Share
-from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.xdit.attention.schedules import settle
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.engine.engine import active
@@ -34,7 +34,6 @@ def attention(
     value: torch.Tensor,
     attend: Attend,
     num_ranks: int,
-    groups: int = 1,
 ) -> torch.Tensor:
     """Bring Q, K and V to the heads of this rank, attend, and bring O back, in a graph.
 
@@ -44,33 +43,29 @@ def attention(
         value: as `key`.
         attend: what attention is.
         num_ranks: P.
-        groups: number of head groups.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
     called = torch.ops.cocodiff
-    ticket = called.send_value(value, path(), groups)
+    ticket = called.send_value(value, path())
     ticket = called.send_query_key(ticket, query, key, value)
-    outputs = []
-    for index in range(groups):
-        q, k, v = called.receive_heads(ticket, query, key, value, num_ranks, index, groups)
-        outputs.append(attend(q, k, v, HeadGroup(index, groups)))
-        ticket = called.send_output(ticket, outputs[-1], num_ranks, index, groups)
-    return called.receive_sequence(ticket, outputs, num_ranks)
+    output = attend(*called.receive_heads(ticket, query, key, value, num_ranks), ALL_HEADS)
+    ticket = called.send_output(ticket, output)
+    return called.receive_sequence(ticket, output, num_ranks)
 
 
 # What they do when a graph runs.
 
 
-def _send_value(value: torch.Tensor, path: str, groups: int) -> torch.Tensor:
+def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
     engine = active()
     engine.enter()
     layer = engine.layers.traced(path)
-    kind = engine.layers.kinds.of_graph(layer.name, value, groups) if layer else None
-    schedule = kind.trial.schedule if kind and kind.trial else Schedule(groups=groups)
-    exchanges = Exchanges(engine.mesh_of(schedule), groups, layer.name if layer else "")
+    kind = engine.layers.kinds.of_graph(layer.name, value) if layer else None
+    schedule = kind.trial.schedule if kind and kind.trial else Schedule()
+    exchanges = Exchanges(engine.mesh_of(schedule), layer=layer.name if layer else "")
     engine.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
     if schedule.v_first:
         exchanges.layer_codecs = engine.layer_codecs(layer, kind.share)
@@ -85,7 +80,7 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
-            settle(call.kind, engine, query, key, value, call.schedule.groups, is_same=True)
+            settle(call.kind, engine, query, key, value)
     call.exchanges.layer_codecs = engine.layer_codecs(call.layer, share)
     call.exchanges.send(query, key, value)
     return _a_ticket()
@@ -97,18 +92,16 @@ def _receive_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     num_ranks: int,
-    index: int,
-    groups: int,
 ) -> tuple[torch.Tensor, ...]:
-    return active().traced_call.exchanges.receive(index)
+    return active().traced_call.exchanges.receive(0)
 
 
-def _send_output(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int, index: int, groups: int) -> torch.Tensor:
-    active().traced_call.exchanges.send_back(output, index)
+def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    active().traced_call.exchanges.send_back(output, 0)
     return _a_ticket()
 
 
-def _receive_sequence(ticket: torch.Tensor, outputs: list[torch.Tensor], num_ranks: int) -> torch.Tensor:
+def _receive_sequence(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return active().end_traced()
 
 
@@ -125,13 +118,11 @@ def _heads_like(
     key: torch.Tensor,
     value: torch.Tensor,
     num_ranks: int,
-    index: int,
-    groups: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors (B, H/P/groups, S, D) for those (B, H, S/P, D)."""
+    """Tensors (B, H/P, S, D) for those (B, H, S/P, D)."""
     sizes = ((each, *each.shape) for each in (query, key, value))
     return tuple(
-        each.new_empty(batch, heads // (num_ranks * groups), tokens * num_ranks, head_dim)
+        each.new_empty(batch, heads // num_ranks, tokens * num_ranks, head_dim)
         for each, batch, heads, tokens, head_dim in sizes
     )
 
@@ -144,21 +135,16 @@ def _define(schema: str, run: Callable, fake: Callable) -> None:
     _register_effectful_op(getattr(torch.ops.cocodiff, name).default, _EffectType.ORDERED)
 
 
-_define("send_value(Tensor value, str path, int groups) -> Tensor", _send_value, _a_ticket)
+_define("send_value(Tensor value, str path) -> Tensor", _send_value, _a_ticket)
 _define("send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value) -> Tensor", _send_query_key, _a_ticket)
 _define(
-    "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks, int index, int groups)"
-    " -> (Tensor, Tensor, Tensor)",
+    "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks) -> (Tensor, Tensor, Tensor)",
     _receive_heads,
     _heads_like,
 )
+_define("send_output(Tensor ticket, Tensor output) -> Tensor", _send_output, _a_ticket)
 _define(
-    "send_output(Tensor ticket, Tensor output, int num_ranks, int index, int groups) -> Tensor",
-    _send_output,
-    _a_ticket,
-)
-_define(
-    "receive_sequence(Tensor ticket, Tensor[] outputs, int num_ranks) -> Tensor",
+    "receive_sequence(Tensor ticket, Tensor output, int num_ranks) -> Tensor",
     _receive_sequence,
-    lambda ticket, outputs, num_ranks: output_like(outputs[0], len(outputs), num_ranks),
+    lambda ticket, output, num_ranks: output_like(output, 1, num_ranks),
 )

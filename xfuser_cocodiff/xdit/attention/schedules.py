@@ -58,7 +58,13 @@ class Comparing:
 
 
 def settle(
-    kind: Kind, engine: Engine, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: int, is_same: bool
+    kind: Kind,
+    engine: Engine,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    groups: int = 1,
+    is_same: bool = True,
 ) -> None:
     """Settle by which schedules a kind of layer may run. All ranks that share a sequence call this.
 

@@ -16,17 +16,12 @@ from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.xdit.attention import operators
 from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
-from xfuser_cocodiff.xdit.attention.schedules import Comparing
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.uneven import can_pad, evened, without_padding
 from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.engine.engine import Engine, active
 from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
-from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platform.platform import compute_device
-
-_SAMPLE_TOKENS = 64, 333
 
 
 def patches() -> list[Patch]:
@@ -92,58 +87,13 @@ def _traced(
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given), _attend(given, padding=engine.padding)
     if engine.calls_operators:
-        groups = _groups(query, key, given, engine)
-        return operators.attention(query, key, value, attend, mesh.topology.size, groups)
+        return operators.attention(query, key, value, attend, mesh.topology.size)
     if engine.sends_value_ahead(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
     else:
         query, key, value = reshard([query, key, value], HEADS, SEQUENCE, mesh)
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
-
-
-def _groups(query: torch.Tensor, key: torch.Tensor, given: _Given, engine: Engine) -> int:
-    """The number of head groups in a graph: what is asked for, where that is known to change no bit."""
-    from xfuser.model_executor.layers import usp
-
-    groups, size = engine.overlap.head_groups or 1, engine.mesh.topology.size
-    if groups == 1:
-        return 1
-    heads = query.shape[HEADS] // size, key.shape[HEADS] // size
-    is_plain = engine.runtime is None and given.joint_strategy is None and given.kv_head_repeat == 1
-    is_plain = is_plain and not given.attention_kwargs and not usp._has_kv_cache(given.attn_layer)
-    return _possible(groups, is_plain, *heads, query.shape[-1], query.dtype, given.is_causal, given.backend)
-
-
-def _possible(
-    groups: int,
-    is_plain: bool,
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    is_causal: bool,
-    backend: Any,
-) -> int:
-    """The number of groups if attention in them has the same bits, else 1: tried on values by chance where a graph is
-    traced, whose own cannot be looked at. All ranks find the same, and must call it alike."""
-    same = is_plain and heads % groups == 0 and key_heads % groups == 0
-    if same:
-        attend, generator = _attend(_Given(is_causal=is_causal, backend=backend)), torch.Generator().manual_seed(0)
-        for tokens in _SAMPLE_TOKENS:
-            sizes = ((1, count, tokens, head_dim) for count in (heads, key_heads, key_heads))
-            values = [torch.randn(each, generator=generator).to(compute_device(), dtype) for each in sizes]
-            comparing = Comparing(attend, groups)
-            comparing(*values, ALL_HEADS)
-            same &= comparing.is_same
-        same = bool(active().reduced([float(same)], "min")[0])
-    if not same:
-        warn(f"in a compiled graph heads stay in one group: {groups} groups do not fit it, or would change bits")
-    return groups if same else 1
-
-
-# See :func:`order_exchanges`.
-_possible._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _virtually(

@@ -99,6 +99,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if around and engine_config.runtime_config.use_torch_compile:
         info("--use_torch_compile: ring attention is xDiT's, and lossless")
         around = None
+    if config.overlap.head_groups and engine_config.runtime_config.use_torch_compile:
+        warn("--cocodiff_head_groups is ignored with --use_torch_compile: in a graph all heads attend at once")
     if parallel.pp_degree > 1 and config.mode != EXACT:
         engine = engine_over(group, replace(config, mode=EXACT), around=around)
         engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"

@@ -99,16 +99,15 @@ class Kinds:
             self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
         return self._kinds[key]
 
-    def of_graph(self, layer: str, value: torch.Tensor, groups: int) -> Kind:
+    def of_graph(self, layer: str, value: torch.Tensor) -> Kind:
         """The kind of a call in a graph, where V can always go first.
 
         Args:
             layer: its name; those that differ in numbers only are alike.
             value: V.
-            groups: of heads, which the graph has.
         """
         name = re.sub(r"\d+", "*", layer)
-        told = name, tuple(value.shape), value.dtype, groups
+        told = name, tuple(value.shape), value.dtype
         if told not in self._kinds:
             digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
             self._kinds[told] = Kind(name, f"{name} compiled {digest}", rehearsed=True)
