@@ -95,6 +95,7 @@ def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"
 
 
+@pytest.mark.slow
 def test_ranks_print_no_more_than_the_outcome() -> None:
     """Other libraries log that they are imported: transformers that torchvision is missing, xDiT its ranks."""
     noisy = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")

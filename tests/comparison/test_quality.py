@@ -61,6 +61,7 @@ def test_two_may_run_at_once() -> None:
         process.join()
 
 
+@pytest.mark.slow  # of a random model this is quick
 @pytest.mark.usefixtures("hub")
 def test_codecs_are_judged_on_the_trained_model(tmp_path: Path, capsys) -> None:
     [(record, gallery, pictures)] = ranks.run(judge, 1)

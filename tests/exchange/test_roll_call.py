@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.quick import slow_but
+from tests.quick import slow, slow_but
 from xfuser_cocodiff.attention.reshard import reshard
 from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.mesh import Mesh
@@ -83,7 +83,7 @@ PLANS, XDITS = ("flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"), ("a
 @pytest.mark.parametrize(
     ("what", "end"),
     slow_but(
-        [("flat*", signal.SIGKILL), ("hierarchical", signal.SIGSTOP), ("all_gather", signal.SIGKILL)],
+        [("hierarchical", signal.SIGSTOP), ("all_gather", signal.SIGKILL)],
         [*itertools.product([*PLANS, "probe", "survey"], ENDS), *((method, signal.SIGKILL) for method in XDITS)],
     ),
     ids=lambda value: ENDS.get(value, value),
@@ -132,7 +132,7 @@ def come_late_then_never(rank: int, text: str) -> str:
     raise said[0] if said else TimeoutError("this rank waits on")
 
 
-@pytest.mark.parametrize("plan", ["flat*", "flat"])
+@pytest.mark.parametrize("plan", slow_but(["flat*"], ["flat*", "flat"]))
 def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
     results = ranks.outcomes(come_late_then_never, 3, plan, lost=CULPRIT)
     for result in results[:CULPRIT]:
@@ -239,7 +239,7 @@ def alarm_twice(rank: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "expected"), [(ABSENT, "is alive but did not come to it"), (signal.SIGKILL, "is gone or not answering")]
+    ("end", "expected"), [slow(ABSENT, "is alive but did not come to it"), (signal.SIGKILL, "is gone or not answering")]
 )
 def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> None:
     found = ranks.outcomes(alarm_twice, 3, end, lost=CULPRIT if end else None)

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.machine.test_planner import profile_of
-from tests.quick import slow_but
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
 from xfuser_cocodiff.machine.topology import Topology
@@ -302,10 +301,9 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     return stock, found
 
 
+@pytest.mark.slow  # without a pipeline this is quick: test_attention_in_a_ring, and tests/attention/test_ring.py
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(
-    "model", slow_but(["FLUX.1-dev"], ["FLUX.1-dev", "SD3.5"])
-)  # text that is sharded, and text that every rank has
+@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # text that is sharded, and text that every rank has
 def test_pipelines_in_a_ring(model: str) -> None:
     outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
     for (here, qualities), (there, others) in zip(outer, inner, strict=True):

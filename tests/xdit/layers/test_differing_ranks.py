@@ -1,0 +1,79 @@
+"""Ranks that see different things of the same layers: all of them decide alike, none waits for another, and results are
+stock's."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.xdit.attention.test_overlap import odd_by_heads, start
+from xfuser_cocodiff.exchange.mesh import Mesh
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import Overlap
+from xfuser_cocodiff.xdit.engine.engine import Engine
+from xfuser_cocodiff.xdit.launching import world
+
+ODD_RANK = 1
+"""The one that sees something else than the others."""
+
+
+def watch(transformer: torch.nn.Module) -> None:
+    """Put a hook on each projection of V, as a profiler does."""
+    for name, module in transformer.named_modules():
+        if name.endswith("to_v"):
+            module.register_forward_hook(lambda *_: None)
+
+
+@torch.no_grad()
+def decide(rank: int, what: str) -> tuple[bool, list[str]]:
+    """Return whether all results were stock's, and what was decided of each kind of layer, where ranks differ in
+    something."""
+    from xfuser.model_executor.layers import usp
+
+    group, transformer, step = start(rank, depth=3)
+    is_odd = rank == ODD_RANK
+    mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
+    policy, overlap = mesh.policy, Overlap(True)
+    attention: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if what == "attention's bits":
+        overlap = Overlap(True, 2)
+        if is_odd:
+            odd = odd_by_heads(usp._get_attention_function)
+            attention = mock.patch.object(usp, "_get_attention_function", odd)
+    if what == "links":
+        overlap, policy = Overlap(), dataclasses.replace(policy, ahead=lambda *_: not is_odd)
+    with attention:
+        expected = step()
+        engine = Engine(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
+        world.use(engine)
+        if is_odd and what == "hooks from the start":
+            watch(transformer)
+        results = run(engine, step)
+        if is_odd and what == "hooks after a run":
+            watch(transformer)
+        results += run(engine, step)
+    kinds = list(engine.layers.kinds)
+    decided = sorted(f"{kind.status}; {kind.trial and [str(each) for each in kind.trial.schedules]}" for kind in kinds)
+    return all(torch.equal(result, expected) for result in results), decided
+
+
+def run(engine: Engine, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """Make a declared run of a few steps."""
+    engine.runs.begin(4)
+    results = []
+    for _ in range(4):
+        results.append(step())
+        engine.runs.end_step()
+    return results
+
+
+@pytest.mark.parametrize("what", ["hooks from the start", "hooks after a run", "attention's bits", "links"])
+def test_ranks_that_see_different_things_decide_alike(what: str) -> None:
+    (first_is_stocks, first), (second_is_stocks, second) = ranks.run(decide, 2, what)
+    assert first_is_stocks and second_is_stocks
+    assert first == second
