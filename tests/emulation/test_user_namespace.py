@@ -149,6 +149,29 @@ def test_nothing_stays_however_the_launcher_ends(
     assert (interfaces(), sorted(os.listdir("/run"))) == before
 
 
+@needs_namespaces
+def test_nothing_begins_where_the_launcher_has_ended_by_then(marked: tuple[str, Callable]) -> None:
+    """Killed between the fork and the request of its child to be killed with it."""
+    word, running = marked
+    program = """
+import sys, time
+from xfuser_cocodiff.emulation import cluster, user_namespace
+real = user_namespace._call
+def call(name, *arguments):
+    if name == "prctl":
+        print("forked", flush=True)
+        time.sleep(2)
+    real(name, *arguments)
+user_namespace._call = call
+sys.exit(cluster.main(sys.argv[1:]))
+"""
+    launcher = ordinary([PYTHON, "-c", program, *LAUNCHER[3:], "--", PYTHON, "-c", "print('ran')", word])
+    assert launcher.stdout.readline() == "forked\n"
+    launcher.kill()
+    assert launcher.communicate(timeout=DEADLINE)[0] == ""  # once the child has ended, which holds the pipe too
+    assert not running()
+
+
 @pytest.mark.parametrize(
     ("number", "words"), [(errno.EPERM, "unshare: Operation not permitted"), (errno.ENOSPC, "unshare: No space left")]
 )

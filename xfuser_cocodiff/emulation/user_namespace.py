@@ -7,6 +7,7 @@ All of that ends with its first process, however that ends: nothing can be left 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -68,6 +69,7 @@ def isolated(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a child to end
     child = os.fork()
     if not child:
+        os.close(trouble)  # which its parent alone then reads
         _be_first(work, told)
     os.close(told)
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
@@ -107,7 +109,7 @@ def _be_first(work: Callable[[], int], told: int) -> NoReturn:
         for number in _SIGNALS:  # which never reach a first process that does not handle them
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        if _furnished(told):
+        if not _has_no_reader(told) and _furnished(told):
             status = work()
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -115,6 +117,14 @@ def _be_first(work: Callable[[], int], told: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _has_no_reader(pipe: int) -> bool:
+    """Return whether nobody holds the end of a pipe that is read: a parent that ended before it could take its child
+    along. Its number would not tell, since in new namespaces a parent has none."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _furnished(told: int) -> bool:
