@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command once per rank of a cluster that this machine emulates, in network namespaces with shaped links.
 #   scripts/emulated_cluster.sh --preset aurora -- python program.py
-#   scripts/emulated_cluster.sh --topology node=2,gpu=2,tile=2 --rates tile=148,gpu=12,node=13.3 --check
+#   scripts/emulated_cluster.sh --topology node=2,gpu=2,tile=2 --rates tile=148,gpu=12,node=13.3 -- cocodiff probe
 # Needs iproute2, and root or permission to make user namespaces; --help has the options.
 set -euo pipefail
 caller="$PWD"

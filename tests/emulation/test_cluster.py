@@ -1,9 +1,8 @@
 """The emulated cluster: its arithmetic without processes, its command line, and, where they can be made, namespaces."""
 
-import json
 import os
-import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -93,21 +92,12 @@ def test_presets_keep_their_proportions() -> None:
             assert set(preset.gigabytes) == {"node", "gpu", "tile"}
 
 
-def test_packets_are_as_long_as_is_asked() -> None:
-    """A millisecond at 12 Mbit/s is 1500 bytes; packets have at most 16 kB."""
-    for machine in ("--preset aurora", "--topology node=2,gpu=2,tile=2 --rates tile=148,gpu=12,node=13.3"):
-        for asked, sizes in (("1", (1500, 16_000)), ("4", (6000, 16_000)), (None, (1500, 4600))):
-            given = f"{machine} --packet_ms {asked} --check" if asked else f"{machine} --check"
-            built = cluster._cluster(cluster._options(given.split()))
-            assert (built.packet_bytes("gpu"), built.packet_bytes("tile")) == pytest.approx(sizes, rel=0.01)
-            assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
-
-
-def test_where_ranks_crowd_the_cores_packets_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packets_are_large_where_ranks_crowd_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a millisecond at 148 Mbit/s is 4.6 kB, and 8 ms at 12 Mbit/s 12 kB; packets have at least 1500 B."""
     monkeypatch.setattr(links.os, "sched_getaffinity", lambda _: {0, 1})
-    for ranks, packet_bytes, asked in ((16, 1500, ""), (17, 12_000, ""), (17, 1500, "--packet_ms 0.25")):
-        given = f"--topology flat={ranks} --rates flat=12 {asked} --check"
-        assert cluster._cluster(cluster._options(given.split())).packet_bytes("flat") == packet_bytes
+    for ranks, rate, packet_bytes in ((16, 12, 1500), (16, 148, 4625), (17, 12, 12_000), (17, 148, 16_000)):
+        built = cluster._cluster(cluster._options(f"--topology flat={ranks} --rates flat={rate} -- true".split()))
+        assert built.packet_bytes("flat") == packet_bytes
 
 
 @pytest.mark.parametrize(("outside", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")])
@@ -134,25 +124,22 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--topology 2x2 --rates node=1,gpu=1", "nothing to do: give --check, or a command after --"),
-        ("--topology 2x2 --check", "give either --rates or --preset"),
-        ("--topology 2x2 --rates node=1,gpu=1 --preset pcie --check", "give either --rates or --preset"),
-        ("--rates flat=1 --check", "--rates needs --topology"),
-        ("--preset mars --check", "--preset 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
-        ("--preset aurora --topology flat=8 --check", "a flat topology goes with --preset flat"),
-        ("--topology 2x2 --rates node=1 --check", "valid are Mbit/s of node, gpu, each once, or of flat alone"),
-        ("--topology 2x2 --rates node=1,gpu=1,gpu=2 --check", "each once"),
-        ("--topology 2x2 --rates node=fast,gpu=1 --check", "--rates node 'fast' is not valid; it is a number above 0"),
-        ("--topology 2x2 --rates node=0.01,gpu=1 --check", "node=0.01 Mbit/s is not valid; links have 0.1 to 10000"),
-        ("--preset aurora --scale 1000 --check", "links have 0.1 to 10000"),
-        ("--preset aurora --scale 0 --check", "--scale '0' is not valid"),
-        ("--preset aurora --packet_ms 0 --check", "--packet_ms '0' is not valid; it is a number above 0"),
-        ("--topology flat --preset flat --check", "flat=8 does"),
-        ("--topology rack=2 --preset aurora --check", "--topology: topology 'rack=2' names the unknown axis"),
-        ("--topology 1x1 --preset aurora --check", "has 1 ranks; a cluster has 2 to 254"),
-        ("--topology flat=500 --preset flat --check", "has 500 ranks; a cluster has 2 to 254"),
-        ("--preset aurora --json x -- true", "--json is for what --check finds"),
-        ("--preset aurora --check --json /dev/null/x/y", "--json /dev/null/x/y: "),
+        ("--topology 2x2 --rates node=1,gpu=1", "nothing to do: give a command after --"),
+        ("--topology 2x2 -- true", "give either --rates or --preset"),
+        ("--topology 2x2 --rates node=1,gpu=1 --preset pcie -- true", "give either --rates or --preset"),
+        ("--rates flat=1 -- true", "--rates needs --topology"),
+        ("--preset mars -- true", "--preset 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
+        ("--preset aurora --topology flat=8 -- true", "a flat topology goes with --preset flat"),
+        ("--topology 2x2 --rates node=1 -- true", "valid are Mbit/s of node, gpu, each once, or of flat alone"),
+        ("--topology 2x2 --rates node=1,gpu=1,gpu=2 -- true", "each once"),
+        ("--topology 2x2 --rates node=fast,gpu=1 -- true", "--rates node 'fast' is not valid; it is a number above 0"),
+        ("--topology 2x2 --rates node=0.01,gpu=1 -- true", "node=0.01 Mbit/s is not valid; links have 0.1 to 10000"),
+        ("--preset aurora --scale 1000 -- true", "links have 0.1 to 10000"),
+        ("--preset aurora --scale 0 -- true", "--scale '0' is not valid"),
+        ("--topology flat --preset flat -- true", "flat=8 does"),
+        ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' names the unknown axis"),
+        ("--topology 1x1 --preset aurora -- true", "has 1 ranks; a cluster has 2 to 254"),
+        ("--topology flat=500 --preset flat -- true", "has 500 ranks; a cluster has 2 to 254"),
         ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),
         ("--preset aurora -- no-such-command", "there is no command 'no-such-command'"),
     ],
@@ -167,8 +154,8 @@ def test_bad_options(argv: str, message: str, capsys: pytest.CaptureFixture, mon
 
 
 def test_without_iproute2(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.shutil, "which", lambda _: None)
-    assert cluster.main(["--preset", "aurora", "--check"]) == 2
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None if name in ("ip", "tc") else name)
+    assert cluster.main(["--preset", "aurora", "--", "true"]) == 2
     assert "needs ip and tc of the package iproute2" in capsys.readouterr().err
 
 
@@ -226,60 +213,51 @@ def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list
     return output.splitlines(), error.splitlines()
 
 
+MEASURING = """
+import sys, time, torch, torch.distributed as dist
+from xfuser_cocodiff.emulation import links
+dist.init_process_group("gloo")
+for scale in map(float, sys.argv[1:]):
+    cluster = links.shape(scale)
+    assert links.from_environment() == cluster and cluster.scale == scale
+    for axis in cluster.rates:
+        sent = {}  # for each link a second's bytes, to all ranks that it leads to
+        for link in cluster.links(dist.get_rank()):
+            for peer in link.ranks if link.axis == axis else ():
+                sent[peer] = torch.zeros(round(cluster.rate(axis) * 1e6 / 8 / len(link.ranks)), dtype=torch.uint8)
+        # Before the others send: gloo announces a receive on the same connection, where it would queue behind data.
+        works = [dist.irecv(message.clone(), peer) for peer, message in sent.items()]
+        dist.barrier()
+        started = time.perf_counter()
+        for work in [*works, *(dist.isend(message, peer) for peer, message in sent.items())]:
+            work.wait()
+        print(axis, scale, time.perf_counter() - started)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
-    "options",
+    ("options", "scales"),
     [
-        ["--preset", "aurora", "--scale", "0.3"],
-        pytest.param(["--preset", "aurora", "--packet_ms", "8"], marks=pytest.mark.slow),
-        pytest.param(["--topology", "node=2,tile=2", "--rates", "tile=50,node=1"], marks=pytest.mark.slow),
-        pytest.param(["--topology", "flat=3", "--rates", "flat=10"], marks=pytest.mark.slow),
+        (["--preset", "aurora"], (0.1,)),
+        (["--topology", "2x2", "--rates", "node=8,gpu=20"], (0.25, 1.5)),
+        pytest.param(["--topology", "flat=3", "--rates", "flat=10"], (1,), marks=pytest.mark.slow),
     ],
-    ids=["aurora", "large packets", "two levels", "flat"],
+    ids=["aurora", "reshaped", "flat"],
 )
-def test_links_carry_what_was_asked(options: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "check.json"
-    done = subprocess.run([*LAUNCHER, *options, "--check", "--json", file], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads(file.read_text())
-    assert {row["axis"] for row in record["axes"]} == set(record["cluster"]["rates"])
-    for row in record["axes"]:
-        assert row["asked"] == record["cluster"]["rates"][row["axis"]] * record["cluster"]["scale"]
-        assert 0.85 < row["ratio"] < 1.15
-        assert re.search(rf"^{row['axis']} +{row['links']} +{row['asked']:.2f} ", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.alone
-@needs_namespaces
-def test_a_check_that_fails_is_no_success() -> None:
-    program = "from xfuser_cocodiff.emulation import cluster, links; import sys; links.BURST_SECONDS = 3; "
-    command = [sys.executable, "-c", f"{program}sys.exit(cluster.main(sys.argv[1:]))", *TWO_RANKS]
-    done = subprocess.run([*command, "--check", "--", "echo", "ran"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "links off their rate by more than 15%: flat" in done.stderr
-    assert "ran" not in done.stdout
-
-
-@pytest.mark.alone
-@needs_namespaces
-def test_a_rank_can_reshape_its_links() -> None:
-    program = """
-from xfuser_cocodiff.emulation import link_check, links
-for scale in (0.25, 1.5):
-    built = links.shape(scale)
-    assert links.from_environment() == built and built.scale == scale
-    link_check.main()
-"""
-    output, _ = finish(start(["--topology", "2x2", "--rates", "node=8,gpu=20"], program))
-    found = {"node": [], "gpu": []}
+def test_links_carry_what_was_asked(options: list[str], scales: tuple[float, ...]) -> None:
+    output, _ = finish(start(options, MEASURING, *scales))
+    seconds: dict[tuple[str, str], list[float]] = {}
     for line in output:
-        _, axis, rate = line.split()
-        found[axis].append(float(rate))
-    for axis, asked in (("node", 8), ("gpu", 20)):
-        slow, fast = sorted(found[axis])[:4], sorted(found[axis])[4:]
-        assert slow == pytest.approx([0.25 * asked] * 4, rel=0.15)
-        assert fast == pytest.approx([1.5 * asked] * 4, rel=0.15)
+        if "[Gloo]" not in line:  # which PyTorch 2.8 says of its connections
+            _, axis, scale, taken = line.split()
+            seconds.setdefault((axis, scale), []).append(float(taken))
+    assert len(seconds) == len(scales) * len(cluster._cluster(cluster._options([*options, "--", "true"])).rates)
+    for found in seconds.values():
+        assert statistics.median(found) == pytest.approx(1, rel=0.15), seconds
 
 
 @pytest.mark.alone
@@ -287,72 +265,52 @@ for scale in (0.25, 1.5):
 def test_a_message_takes_as_long_as_its_bytes() -> None:
     """Nothing is free: 16 KiB at 4 Mbit/s are 33 ms, also after a rest and on a connection that knows its way."""
     program = """
-import os, socket, time
-from xfuser_cocodiff.emulation import link_check, links
-built, size = links.from_environment(), 1 << 14
-if os.environ["RANK"] == "0":
-    with link_check.connect(built.addresses[1], 7000) as peer:
-        for _ in range(4):
-            time.sleep(0.05)
-            started = time.perf_counter()
-            peer.sendall(bytes(size))
-            peer.recv(1)
-            print(time.perf_counter() - started)
-else:
-    with socket.create_server((built.addresses[1], 7000)) as server:
-        peer = server.accept()[0]
-        for _ in range(4):
-            peer.recv(size, socket.MSG_WAITALL)
-            peer.sendall(b"!")
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+message, answer = torch.zeros(1 << 14, dtype=torch.uint8), torch.zeros(1)
+for _ in range(4):
+    time.sleep(0.05)
+    started = time.perf_counter()
+    if dist.get_rank() == 0:
+        dist.send(message, 1)
+        dist.recv(answer, 1)
+        print("seconds", time.perf_counter() - started)
+    else:
+        dist.recv(message, 0)
+        dist.send(answer, 0)
+dist.destroy_process_group()
 """
     output, _ = finish(start(["--topology", "flat=2", "--rates", "flat=4"], program))
-    assert min(float(line.split()[1]) for line in output) > 0.85 * (8 << 14) / 4e6
+    assert min(float(line.split()[2]) for line in output if "seconds" in line) > 0.85 * (8 << 14) / 4e6
 
 
 @pytest.mark.alone
 @needs_namespaces
 def test_ranks_have_equal_shares_of_a_link() -> None:
-    """Four connections to rank 1 get together what the one to rank 2 gets."""
+    """Four connections to rank 1, one for each group, get together what the one to rank 2 gets."""
     program = """
-import contextlib, os, socket, threading, time
-from xfuser_cocodiff.emulation import link_check, links
-built, rank = links.from_environment(), int(os.environ["RANK"])
-if rank == 0:
-    def send(peer):
-        with link_check.connect(built.addresses[peer], 7000) as connection:
-            while True:
-                connection.send(bytes(1 << 14))
-    for peer in (1, 1, 1, 1):
-        threading.Thread(target=send, args=(peer,), daemon=True).start()
-    with link_check.connect(built.addresses[1], 7001) as signal:
-        signal.recv(1)
-    with link_check.connect(built.addresses[2], 7000) as connection:
-        connection.sendall(bytes(1 << 18))
-        connection.recv(1)
-    os._exit(0)
-with socket.create_server((built.addresses[rank], 7000), backlog=4) as server:
-    def drain(connection):
-        with connection, contextlib.suppress(ConnectionError):
-            while connection.recv(1 << 16):
-                pass
-    if rank == 2:
-        connection = server.accept()[0]
-        connection.recv(1)
-        started = time.perf_counter()
-        connection.recv((1 << 18) - 1, socket.MSG_WAITALL)
-        print("Mbit/s", 8 * (1 << 18) / 1e6 / (time.perf_counter() - started))
-        connection.sendall(b"!")
-    else:
-        threads = [threading.Thread(target=drain, args=(server.accept()[0],)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        with socket.create_server((built.addresses[1], 7001)) as starter:
-            starter.accept()[0].sendall(b"!")
-        for thread in threads:
-            thread.join()
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+groups = [dist.new_group() for _ in range(4)]
+long, short = ([torch.zeros(1 << size, dtype=torch.uint8) for _ in groups] for size in (19, 18))
+dist.barrier()
+started = time.perf_counter()
+if dist.get_rank() == 0:
+    works = [dist.isend(message, 1, group) for message, group in zip(long, groups)] + [dist.isend(short[0], 2)]
+elif dist.get_rank() == 1:
+    works = [dist.irecv(message, 0, group) for message, group in zip(long, groups)]
+else:
+    works = [dist.irecv(short[0], 0)]
+for work in works:
+    work.wait()
+if dist.get_rank() == 2:
+    print("seconds", time.perf_counter() - started)
+dist.barrier()
+dist.destroy_process_group()
 """
     output, _ = finish(start(["--topology", "flat=3", "--rates", "flat=10"], program))
-    assert float(output[0].split()[2]) == pytest.approx(5, rel=0.15)
+    [seconds] = (float(line.split()[2]) for line in output if "seconds" in line)
+    assert 8 * (1 << 18) / 1e6 / seconds == pytest.approx(5, rel=0.15)
 
 
 def test_the_end_of_output_is_awaited_where_it_is_written_slowly() -> None:

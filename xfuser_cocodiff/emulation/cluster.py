@@ -5,23 +5,19 @@ the rates of a machine, scaled down. See :mod:`links` for who shares what.
 """
 
 import argparse
-import dataclasses
-import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from xfuser_cocodiff.emulation import link_check, links, namespaces, ranks, user_namespace
+from xfuser_cocodiff.emulation import links, namespaces, ranks, user_namespace
 from xfuser_cocodiff.emulation.links import Cluster
 from xfuser_cocodiff.emulation.presets import PRESETS
-from xfuser_cocodiff.emulation.ranks import STDOUT, Failure, Write
+from xfuser_cocodiff.emulation.ranks import STDOUT
 from xfuser_cocodiff.machine.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.machine.topology import FLAT, Topology
 
@@ -38,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         cluster = _cluster(options)
         _check_tools()
-        return user_namespace.isolated(lambda: _told(lambda: _run(cluster, options, shlex.join([PROGRAM, *argv]))))
+        return user_namespace.isolated(lambda: _told(lambda: _run(cluster, options.command)))
 
     return _told(start)
 
@@ -69,10 +65,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=PROGRAM,
         description="Runs a command once per rank of a cluster that this machine emulates.",
-        usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] [--packet_ms MS] [--check] [--json FILE] "
-        "[-- COMMAND...]",
-        epilog="Exit status: that of the first rank that failed, 1 when --check finds a link off its rate, 2 when "
-        "nothing was run.",
+        usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] -- COMMAND...",
+        epilog="Exit status: that of the first rank that failed, or 2 when nothing was run.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -81,27 +75,12 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", help="Mbit/s of each axis, such as tile=148,gpu=12,node=13.3, or flat=100")
     parser.add_argument("--preset", help=f"rates of a machine, 1/10000 of the real ones: {', '.join(PRESETS)}")
     parser.add_argument("--scale", default="1", help="multiplies all rates (%(default)s)")
-    parser.add_argument(
-        "--packet_ms",
-        help="milliseconds that a packet takes on its link, as far as packets of 1.5 to 16 KB can "
-        f"({links.PACKET_SECONDS * 1000:g}, and {links.CROWDED_PACKET_SECONDS * 1000:g} with more than {links.CROWD} "
-        "ranks a core); large ones spare the processor, and blur what short messages take",
-    )
-    parser.add_argument("--check", action="store_true", help="measure the links before the command runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what --check finds here")
     options = parser.parse_args(argv[:divide])
     options.command = argv[divide + 1 :]
-    if not options.command and not options.check:
-        raise ValueError("nothing to do: give --check, or a command after --")
-    if options.command and shutil.which(options.command[0]) is None:
+    if not options.command:
+        raise ValueError("nothing to do: give a command after --")
+    if shutil.which(options.command[0]) is None:
         raise ValueError(f"there is no command {options.command[0]!r}")
-    if options.json:
-        if not options.check:
-            raise ValueError("--json is for what --check finds; give --check as well")
-        try:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--json {options.json}: {error.strerror}") from None
     return options
 
 
@@ -109,12 +88,11 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if (options.rates is None) == (options.preset is None):
         raise ValueError("give either --rates or --preset")
     if options.preset is not None:
-        return _with_packets(of_preset("--preset", options.preset, options.topology, options.scale), options.packet_ms)
+        return of_preset("--preset", options.preset, options.topology, options.scale)
     if options.topology is None:
         raise ValueError("--rates needs --topology, such as --topology node=2,gpu=2,tile=2")
     topology = _topology(options.topology)
-    cluster = _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
-    return _with_packets(cluster, options.packet_ms)
+    return _with_addresses(topology, _rates(options.rates, topology), None, options.scale)
 
 
 def of_preset(option: str, name: str, topology: str | None, scale: str) -> Cluster:
@@ -144,12 +122,6 @@ def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str 
     cluster = Cluster(topology, rates, addresses, preset, _number("--scale", scale), packet_seconds=packet_seconds)
     links.check_rates(cluster)
     return cluster
-
-
-def _with_packets(cluster: Cluster, milliseconds: str | None) -> Cluster:
-    if milliseconds is None:
-        return cluster
-    return dataclasses.replace(cluster, packet_seconds=_number("--packet_ms", milliseconds) / 1000)
 
 
 def _topology(text: str) -> Topology:
@@ -202,28 +174,14 @@ def _check_tools() -> None:
         raise RuntimeError(f"an emulated cluster needs {' and '.join(missing)} of the package iproute2")
 
 
-def _run(cluster: Cluster, options: argparse.Namespace, command_line: str) -> int:
+def _run(cluster: Cluster, command: Sequence[str]) -> int:
     namespaces.make(cluster)
-    if options.check:
-        found = link_check.Findings(cluster)
-        if failure := _launch(cluster, link_check.COMMAND, found.write):
-            _say(f"{failure} in the check of the links; the others were stopped")
-            return failure.status
-        print(found.table(), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({**found.record(), "command": command_line}, indent=2) + "\n")
-        if off := found.off():
-            _say(f"links off their rate by more than {link_check.TOLERANCE:.0%}: {', '.join(off)}")
-            return 1
-    if options.command and (failure := _launch(cluster, options.command, _write)):
-        _say(f"{failure}; the others were stopped")
-        return failure.status
-    return 0
-
-
-def _launch(cluster: Cluster, command: Sequence[str], write: Write) -> Failure | None:
     inside = [["ip", "netns", "exec", namespaces.name(rank), *command] for rank in range(cluster.size)]
-    return ranks.run([(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], write)
+    failure = ranks.run([(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], _write)
+    if failure is None:
+        return 0
+    _say(f"{failure}; the others were stopped")
+    return failure.status
 
 
 def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
