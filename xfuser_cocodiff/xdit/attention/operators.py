@@ -50,7 +50,8 @@ def attention(
     called = torch.ops.cocodiff
     ticket = called.send_value(value, path())
     ticket = called.send_query_key(ticket, query, key, value)
-    output = attend(*called.receive_heads(ticket, query, key, value, num_ranks), ALL_HEADS)
+    q, k, v = called.receive_heads(ticket, query, key, value, num_ranks)
+    output = attend(q, k, v, ALL_HEADS)
     ticket = called.send_output(ticket, output)
     return called.receive_sequence(ticket, output, num_ranks)
 

@@ -67,8 +67,6 @@ class Ahead(NamedTuple):
 class Call(LayerCall):
     """A call of a module: from where its block begins to where it ends."""
 
-    mlp_given: torch.Tensor | None = None
-    """Input of the block's parallel MLP, if that was called before the module."""
     hidden: torch.Tensor | None = None
     text: torch.Tensor | None = None
     """Arguments of the module that V may come from."""

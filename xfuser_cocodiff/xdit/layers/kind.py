@@ -15,7 +15,7 @@ from torch import nn
 
 from xfuser_cocodiff.attention.schedule import Trial
 from xfuser_cocodiff.codec.memory import Share
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, source_of
 
 ELSEWHERE = "it does not go through USP"
 
@@ -31,10 +31,6 @@ class Kind:
     """Projections of V in its module."""
     recipe: Recipe | None = None
     """How V is put together from them, once that was rehearsed."""
-    with_mlp: bool = False
-    """Whether the block gives its parallel MLP what V is projected from, before it calls the module."""
-    given: tuple[int, ...] = ()
-    """Shape of that: of another one, the call is of another kind."""
     keeps_place: bool = False
     """Whether V reaches USP where its projection has put it."""
     rehearsed: bool = False
@@ -96,7 +92,8 @@ class Kinds:
         if key not in self._kinds:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
             told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
-            self._kinds[key] = Kind(name, f"{name} {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}")
+            digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+            self._kinds[key] = Kind(name, f"{name} {digest}", source_of(module))
         return self._kinds[key]
 
     def of_graph(self, layer: str, value: torch.Tensor) -> Kind:

@@ -23,7 +23,7 @@ from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds
 from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
 from xfuser_cocodiff.xdit.layers.root import Place, Root
 from xfuser_cocodiff.xdit.layers.running import named
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes, source_of
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Layer(Place):
         block = self._block_ref()
         self._replace(block, self._call_block)
         self._replace(self._module, self._call_module)
-        for name in PARALLEL_MLP:
-            if isinstance(part := getattr(block, name, None), nn.Module):
-                self._replace(part, functools.partial(self._call_mlp, name == PARALLEL_MLP[0]))
+        if self._has_parallel_mlp:
+            for name in PARALLEL_MLP:
+                self._replace(getattr(block, name), self._call_mlp)
 
     def _replace(self, module: nn.Module, call: Callable) -> None:
         """Call something in the place of a module's forward, once."""
@@ -98,19 +98,10 @@ class Layer(Place):
         call.ended()
         return returned
 
-    def _call_mlp(self, is_first: bool, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_mlp(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a part of a parallel MLP, when it has to be where the schedule has it so."""
-        call, kind = self.call, self._kind
-        if call is None or not self._shared.active():
-            return forward(given, *args, **kwargs)
-        if is_first and call.kind is None:
-            call.mlp_given = given
-            if (
-                kind and self._is_ready(kind) and kind.with_mlp and given.shape == kind.given
-            ):  # else it may become a call of another kind
-                call.kind = kind
-                self._project({kind.recipe.paths[0]: given})
-        if not call.schedule.beside or not self._has_parallel_mlp:
+        call = self.call
+        if call is None or not self._shared.active() or not call.schedule.beside:
             return forward(given, *args, **kwargs)
         later = Later(lambda: forward(made(given), *args, **kwargs))
         call.later.append(later)
@@ -140,12 +131,9 @@ class Layer(Place):
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         kind = self._shared.kinds.of(self._module, tensors)
         if kind is not self._kind:
-            call.abandon()
             call.schedule = kind.trial.schedule if kind.trial else Schedule()
             kind.has_parallel_mlp = self._has_parallel_mlp
         call.kind = self._kind = kind
-        if kind.source is None:
-            kind.source = source_of(self._module)
         source, (first, second, *_) = kind.source, (*tensors.values(), None, None)
         if source is None or first is None or kind.refusal:
             return
@@ -155,10 +143,8 @@ class Layer(Place):
             self._project({source.own: call.hidden})
         elif source.of_text:
             self._project({source.own: call.hidden, source.of_text: call.text})
-        elif "to_v" in source.own and (
-            query := dict(self._module.named_modules()).get(source.own.replace("to_v", "to_q"))
-        ):
-            self._replace(query, self._call_query)
+        elif source.query:
+            self._replace(self._module.get_submodule(source.query), self._call_query)
 
     def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Project Q, behind a V of both streams, made one in the module, or of the text that Q attends to."""
@@ -272,19 +258,15 @@ class Layer(Place):
             )
             recipes = [each for each in recipes if kind.recipe in (None, each)]
         recipe = recipes[0] if len(recipes) == 1 else None
-        givens = [call.ahead[path].given for path in recipe.paths] if recipe else []
-        with_mlp = len(givens) == 1 and givens[0] is call.mlp_given
         keeps_place = recipe is not None and self._keeps_place(value, recipe)
-        if not self._shared.agreed((recipes, with_mlp, keeps_place)):
+        if not self._shared.agreed((recipes, keeps_place)):
             recipe, refusal = None, "the ranks do not agree on where V comes from"
         elif len(recipes) > 1:
             return  # which of them it is, another call tells
         # What holds in one layer only holds in none.
-        kind.with_mlp = with_mlp and (kind.with_mlp or not kind.rehearsed)
         kind.keeps_place = keeps_place and (kind.keeps_place or not kind.rehearsed)
         kind.rehearsed, kind.recipe, kind.refusal = True, recipe, None if recipe else refusal
         kind.rehearsed_by.add(self)
-        kind.given = tuple(call.hidden.shape) if call.hidden is not None else ()
         call.abandon()
         if kind.refusal:
             self._shared.say(f"{kind.name}: {kind.status}")

@@ -22,13 +22,15 @@ class Source:
     of_text: str | None = None
     """Submodule that projects V of a text beside them, where the module has one."""
     columns: Columns = "all"
+    query: str | None = None
+    """Submodule that projects Q, beside one of V alone."""
 
 
 TABLE = (
     Source("to_qkv_mlp_proj", columns="third third"),  # single blocks of FLUX.2
     Source("to_qkv", "to_added_qkv", "third third"),  # diffusers' modules whose projections were fused, MiniMax-H3
     Source("wqkv", columns="third third of each head"),  # StepVideo
-    Source("to_v", "add_v_proj"),  # all others
+    Source("to_v", "add_v_proj", query="to_q"),  # all others
 )
 """The first counts whose own projection a module has."""
 INSIDE = ("", "module.")
@@ -40,8 +42,10 @@ def source_of(module: nn.Module) -> Source | None:
     paths = {path for path, _ in module.named_modules()}
     for prefix, row in itertools.product(INSIDE, TABLE):
         if prefix + row.own in paths:
-            has_text = row.of_text is not None and prefix + row.of_text in paths
-            return Source(prefix + row.own, f"{prefix}{row.of_text}" if has_text else None, row.columns)
+            of_text, query = (
+                prefix + name if name and prefix + name in paths else None for name in (row.of_text, row.query)
+            )
+            return Source(prefix + row.own, of_text, row.columns, query)
     return None
 
 
