@@ -62,10 +62,8 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
     return {
         "topology": side.engine["topology"],
         "device": side.engine["device"],
-        "layers": side.engine.get("layers"),
         "step_seconds": seconds,
         "step_seconds_spread": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
-        "step_seconds_all": [record.all_step_seconds(repeat) for repeat in side.repeats],
         "ratio_to_stock": median(seconds) / median(stock.step_seconds),
         **_traffic(side),
         **_coding(side),
@@ -76,27 +74,22 @@ def figures(side: Outcome, stock: Outcome, out: Path) -> dict[str, Any]:
 
 
 def _traffic(side: Outcome) -> dict[str, Any]:
-    """Return what was moved, and for how long: one definition of in flight and hidden, for the table and both charts.
+    """Return what was moved, and for how long: one definition of in flight and hidden, for the table and the chart.
 
-    Layers sum to the whole, and so do axes: the whole is apportioned to them by the time of their collectives.
+    Axes sum to the whole, which is apportioned to them by the time of their collectives.
     """
     collectives, sent = record.a2a_seconds(side.repeats), record.sent_bytes(side.repeats)
-    layers = record.layers(side.repeats)
-    nothing: dict[str, Any] = dict.fromkeys(("a2a_seconds", "a2a_seconds_by_axis", "hidden_seconds", "bytes"))
     # A compiled graph exchanges unseen, which is not the same as not exchanging.
     if not sent and side.engine["degree"] != 1:
-        return {**nothing, "a2a_by_layer": layers}
+        return dict.fromkeys(("a2a_seconds", "a2a_seconds_by_axis", "hidden_seconds", "bytes"))
     in_collectives = sum(collectives.values())
-    in_flight = sum(layer["a2a_seconds"] for layer in layers.values()) if layers else in_collectives
+    in_flight = record.seconds(side.repeats, "in_flight_seconds") or in_collectives
+    share = in_flight / in_collectives if in_collectives else 0.0
     return {
         "a2a_seconds": in_flight,
-        "a2a_seconds_by_axis": {
-            axis: in_flight * seconds / in_collectives if in_collectives else 0.0
-            for axis, seconds in collectives.items()
-        },
-        "hidden_seconds": None if layers is None else sum(layer["hidden_seconds"] for layer in layers.values()),
+        "a2a_seconds_by_axis": {axis: share * seconds for axis, seconds in collectives.items()},
+        "hidden_seconds": record.seconds(side.repeats, "hidden_seconds"),
         "bytes": sent,
-        "a2a_by_layer": layers,
     }
 
 

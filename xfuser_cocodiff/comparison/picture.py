@@ -1,16 +1,20 @@
 """Pictures of a comparison: the amplified difference of two results, and where the time of a step goes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.reporting.colours import AXIS_COLOURS, EXPOSED_COLOUR, HIDDEN_COLOUR, INK, REST_COLOUR
 
 MILLISECONDS = 1000
+INK = "#7d7d7d"
+"""Of text and lines: readable on white and on black, since one chart serves both."""
+REST_COLOUR = "#b8bec6"
+AXIS_COLOURS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
+_TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+"""matplotlib's settings for the colours of text and lines."""
 
 
 def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
@@ -63,9 +67,14 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
 
     Args:
         runs: of a compare record.
-        out: an SVG file.
+        out: an SVG file, which suits light and dark pages.
     """
-    with _figure((7.2, 1.1 + 0.45 * len(runs)), out) as (figure, axes):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"font.size": 8, **dict.fromkeys(_TEXT, INK), "svg.hashsalt": "cocodiff"}):
+        figure = Figure(figsize=(7.2, 1.1 + 0.45 * len(runs)), layout="constrained")
+        axes = figure.subplots()
         for position, run in enumerate(runs):
             _draw_bar(axes, position, run)
         axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
@@ -74,63 +83,7 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
         figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
-
-
-def draw_layers(layers: Mapping[str, Mapping[str, float]], out: Path) -> None:
-    """Save a bar per attention layer: seconds of its exchanges in a step, hidden behind computation or not.
-
-    Args:
-        layers: `a2a_by_layer` of a compare record.
-        out: an SVG file.
-    """
-    hidden = [MILLISECONDS * layer["hidden_seconds"] for layer in layers.values()]
-    exposed = [MILLISECONDS * layer["a2a_seconds"] - part for layer, part in zip(layers.values(), hidden, strict=True)]
-    with _figure((7.2, 2.4), out) as (figure, axes):
-        axes.bar(range(len(layers)), exposed, color=EXPOSED_COLOUR, label="exposed")
-        axes.bar(range(len(layers)), hidden, bottom=exposed, color=HIDDEN_COLOUR, label="hidden behind computation")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("attention layer, in the order of the model")
-        axes.set_ylabel("milliseconds per step")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside upper right", ncols=2, frameon=False)
-
-
-def draw_errors(errors: Mapping[str, Sequence[float]], out: Path) -> None:
-    """Save a heat map: relative error of what receivers hold, by attention layer and step.
-
-    Args:
-        errors: of a compare record's `codecs`.
-        out: an SVG file.
-    """
-    from matplotlib.colors import LogNorm
-
-    table = np.array(list(errors.values())).T
-    shown = np.ma.masked_less_equal(table, 0)
-    with _figure((7.2, 2.8), out) as (figure, axes):
-        norm = LogNorm() if shown.count() else None
-        image = axes.imshow(shown, aspect="auto", interpolation="nearest", norm=norm, cmap="cividis")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("attention layer, in the order of the model")
-        axes.set_ylabel("step")
-        if shown.count():
-            figure.colorbar(image, label="relative error")
-
-
-@contextmanager
-def _figure(inches: tuple[float, float], out: Path) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, in colours that suit light and dark pages, saved as SVG in the end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"font.size": 8, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with pyplot.rc_context({**style, "axes.edgecolor": INK, "svg.hashsalt": "cocodiff"}):
-        figure, axes = pyplot.subplots(figsize=inches, layout="constrained")
-        yield figure, axes
         figure.savefig(out, transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
 
 
 def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:

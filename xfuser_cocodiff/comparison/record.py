@@ -47,14 +47,9 @@ def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
     return [[one["runs"][index] for one in ranks] for index in range(found - count, found)]
 
 
-def all_step_seconds(repeat: Repeat) -> list[float]:
-    """Seconds of each step, on the rank that took longest."""
-    return [max(seconds) for seconds in _by_step(repeat, lambda step: step["seconds"])]
-
-
 def step_seconds(repeat: Repeat) -> float:
-    """Median seconds of a step, less the first one where there are more."""
-    return median(_settled(all_step_seconds(repeat)))
+    """Median seconds of a step on the rank that took longest, less the first one where there are more."""
+    return median(_settled([max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]))
 
 
 def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
@@ -65,31 +60,15 @@ def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
     return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
 
 
-def layers(repeats: Sequence[Repeat]) -> dict[str, dict[str, float]] | None:
-    """Seconds of a step in which exchanges of each attention layer are in flight, and those hidden behind computation.
-
-    Aggregated as :func:`a2a_seconds`; layers in the order of the model, and "" for what belongs to none. Empty where no
-    exchange of the plugin was seen, None where the ranks could not tell when exchanges end.
-    """
-    steps = [step["layers"] for repeat in repeats for run in repeat for step in run["steps"]]
-    if None in steps:
+def seconds(repeats: Sequence[Repeat], key: str) -> float | None:
+    """A figure in seconds of a step, aggregated as :func:`a2a_seconds`; None where the ranks could not tell."""
+    if any(step[key] is None for repeat in repeats for run in repeat for step in run["steps"]):
         return None
-
-    def seconds(layer: str, index: int) -> float:
-        return median(
-            median(_settled(_mean_by_step(repeat, lambda step: step["layers"].get(layer, (0.0, 0.0))[index])))
-            for repeat in repeats
-        )
-
-    names = dict.fromkeys(name for found in steps for name in found)
-    return {name: {"a2a_seconds": seconds(name, 0), "hidden_seconds": seconds(name, 1)} for name in names}
+    return median(median(_settled(_mean_by_step(repeat, lambda step: step[key]))) for repeat in repeats)
 
 
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
-    """What codecs did; None where everything travelled exactly.
-
-    Bytes are those of all ranks and repeats. Errors are the largest of any rank, in the last repeat.
-    """
+    """What codecs did, over all ranks and repeats; None where everything travelled exactly."""
     runs = [run for repeat in repeats for run in repeat]
     if not all(run.get("codecs") for run in runs):
         return None
@@ -97,12 +76,8 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
     exact_bytes = sum(step["exact_bytes"] for step in steps)
     if not exact_bytes:  # no layer was met
         return None
-    last = [[run["codecs"][number] for run in repeats[-1]] for number in range(len(repeats[-1][0]["codecs"]))]
-    names = dict.fromkeys(name for ranks in last for step in ranks for name in step["errors"])
     return {
         "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / exact_bytes,
-        "errors": {name: [max(step["errors"].get(name, 0.0) for step in ranks) for ranks in last] for name in names},
-        "refreshes": sum(ranks[0]["was_refresh"] for ranks in last),
         "repeated": sum(step["repeated"] for step in steps),
         "reference_bytes": max(step["reference_bytes"] for step in steps),
     }

@@ -10,8 +10,8 @@ Each rank keeps in rank{r}.json, rewritten after every run:
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
-            "layers": {attention layer: [seconds in which its exchanges were in flight, those of them that were hidden
-                       behind computation]}, null on an accelerator, where the host does not see when exchanges end}
+            "in_flight_seconds" of exchanges, by layer, "hidden_seconds" of these behind computation: null on an
+            accelerator, where the host does not see when exchanges end}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
 run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every
@@ -97,11 +97,14 @@ class Recorder:
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Take the account of a step and keep its latents."""
         traffic = active().traffic
+        unseen = torch.accelerator.is_available()
+        layers = traffic.hidden_by_layer().values()
         step = {
             "seconds": self._now() - self._clock,
             "a2a_seconds": traffic.seconds,
             "sent_bytes": dict(traffic.sent_bytes),
-            "layers": None if torch.accelerator.is_available() else traffic.hidden_by_layer(),
+            "in_flight_seconds": None if unseen else sum(in_flight for in_flight, _ in layers),
+            "hidden_seconds": None if unseen else sum(hidden for _, hidden in layers),
         }
         run = self.runs[-1]
         run["steps"].append(step)

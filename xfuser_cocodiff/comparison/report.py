@@ -1,5 +1,6 @@
 """Tells a comparison to people: report.html, which needs no other file, and a few lines for the console."""
 
+import base64
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -8,14 +9,12 @@ from typing import Any
 
 from xfuser_cocodiff.comparison import overview, picture
 from xfuser_cocodiff.comparison.fidelity import read_picture
-from xfuser_cocodiff.reporting.embedding import embed
 from xfuser_cocodiff.reporting.words import NOTHING, decibels, percent, size, time, total
 from xfuser_cocodiff.settings.options import EXACT
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP, PICTURES = "step.svg", "pictures.png"
-_DRAWN = {"difference": "png", "layers": "svg", "errors": "svg"}
-"""Pictures of each side beside stock, and their kinds."""
+_MEDIA_TYPES = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
 def missing_libraries() -> list[str]:
@@ -79,19 +78,20 @@ def _shown(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]],
 def _pair(record: dict[str, Any], out: Path) -> dict[str, Any]:
     """What a report says of one side beside stock, with its pictures drawn."""
     stock, plugin = record["runs"]
-    files = {what: out / f"{what}-{plugin['name']}.{kind}" for what, kind in _DRAWN.items()}
-    if layers := plugin["a2a_by_layer"]:
-        picture.draw_layers(layers, files["layers"])
-    if codecs := plugin["codecs"]:
-        picture.draw_errors(codecs["errors"], files["errors"])
+    file = out / f"difference-{plugin['name']}.png"
     ours, theirs = (run["image"]["path"] for run in (stock, plugin))
-    factor = picture.draw_difference(out / ours, out / theirs, files["difference"]) if ours and theirs else None
+    factor = picture.draw_difference(out / ours, out / theirs, file) if ours and theirs else None
     return {
-        **{"record": record, "stock": stock, "plugin": plugin, "files": files, "factor": factor},
+        **{"record": record, "stock": stock, "plugin": plugin, "difference": file, "factor": factor},
         "verdict": verdict(record),
         "notes": notes(record),
         "axes": axes(record),
     }
+
+
+def embed(file: Path) -> str:
+    """A picture as a data URL, so that a page needs no other file."""
+    return f"data:{_MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def passed(record: Mapping[str, Any]) -> bool:

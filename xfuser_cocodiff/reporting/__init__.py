@@ -1,4 +1,4 @@
 """What every record and every report shares.
 In: seconds, bytes and shares, and the machine that this process runs on.
-Out: `host.header`, `words.time`, `words.size`, `words.percent`, `colours.INK`, `embedding.embed`.
+Out: `host.header`, `words.time`, `words.size`, `words.percent`, `progress.Teller`.
 """
