@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the paper's measurements on the nodes of a PBS job: the links, the all-to-all alone, stock xDiT against every mode,
 # and what modes cost in quality. Each is a cell: a folder with its record, its log and its exit status. A cell that has
-# finished is not run again, one that fails does not stop the rest; at the end come the tables, and what failed.
+# finished is not run again, one that fails does not stop the rest; at the end come a table of steps, and what failed.
 #   AURORA_OUT=cocodiff-aurora          folder on a file system that all nodes see
 #   AURORA_NODES="1 2 4 8"              node counts (default: those of 1, 2, 4 and 8 that the job has)
 #   AURORA_MODELS="FLUX.1-dev:24 ..."   models of xDiT's registry with their attention heads, which bound Ulysses
@@ -158,4 +158,4 @@ run_cell() {
 
 campaign note_cell
 campaign run_cell
-exec "${cocodiff[@]}" tables "$out"
+exec python3 "$here/tables.py" "$out"

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.comparison import tables
-
 REPOSITORY = Path(__file__).parent.parent.parent
 AURORA = REPOSITORY / "scripts/aurora"
 STAND_INS = Path(__file__).parent.parent / "stand_ins"
@@ -71,9 +69,10 @@ class Job:
         """What a cell ended with."""
         return (self.out / cell / "status").read_text().strip()
 
-    def tables(self) -> dict:
-        """The record of all cells."""
-        return json.loads((self.out / "tables.json").read_text())
+    def steps(self) -> dict[str, list[str]]:
+        """Rows of the table of steps, by cell."""
+        rows = [line.strip("| ").split(" | ") for line in (self.out / "tables.md").read_text().splitlines()]
+        return {row[0]: row[1:] for row in rows[2:]}
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +94,10 @@ def test_every_cell_is_run_and_one_that_fails_stops_nothing(campaign: tuple) -> 
         for nodes in (1, 2)
         for cell in ("probe", "a2a", *(f"{setting}/{mode}" for setting in settings for mode in MODES))
     } | {f"quality/{model}" for model in ("FLUX.1-dev", "SD3.5", "Qwen-Image")}
-    record = job.tables()
-    assert {cell["name"] for cell in record["cells"]} == expected
-    assert {cell["state"] for cell in record["cells"]} == {"finished", "failed"}
-    rows = {(row["on"], row["model"], row["mode"]) for row in record["steps"]}
-    every = {(f"nodes-{n}", setting, mode) for n in (1, 2) for setting in settings for mode in MODES}
-    assert rows == every - {("nodes-2", "SD3.5-768", "fast")}
+    assert {*(job.out / "cells").read_text().split()} == expected
+    rows = job.steps()
+    every = {f"nodes-{nodes}/{setting}/{mode}" for nodes in (1, 2) for setting in settings for mode in MODES}
+    assert rows.keys() == every - {"nodes-2/SD3.5-768/fast"}
     assert "module load frameworks/2025.3.1" in done.stdout
 
     assert done.returncode == 1
@@ -109,13 +106,8 @@ def test_every_cell_is_run_and_one_that_fails_stops_nothing(campaign: tuple) -> 
     assert summary.startswith("54 of 55 cells have finished")
     assert "a tile was lost" in (job.out / "nodes-2/SD3.5-768/fast/log").read_text()
     assert job.status("nodes-2/SD3.5-768/paper") == "0"
-    [row] = [row for row in record["a2a"] if (row["on"], row["bytes_per_rank"]) == ("nodes-1", 24 * 2**20)]
-    assert row["stock_seconds"] / row["best_seconds"] == pytest.approx(3.0) and row["best"] == "hierarchical:gpu,node"
-    assert all(row["speedup"] == pytest.approx(2.0) for row in record["steps"] if row["mode"] == "paper")
-    assert record["quality"][0]["block_psnr_db"] == [23.0, 23.1]
-    written = (job.out / "tables.md").read_text()
-    assert "| nodes-2/SD3.5-768/fast | failed | 3 |" in written
-    assert "| SD3.5 | fast | 0.1 | 40 | 23 / 23.1 |" in written
+    assert rows["nodes-1/SD3.5-768/paper"] == ["2", "1", "0.5", "2.00", "0.60", "1", "equal"]
+    assert (job.out / "quality/SD3.5/result.json").exists()
 
 
 @pytest.mark.slow  # a job of one cell is below
@@ -178,17 +170,13 @@ def test_bad_variables_are_named_before_anything_runs(tmp_path: Path, name: str,
     assert not list(job.out.glob("nodes-*"))
 
 
-def test_a_folder_without_a_campaign(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no folder of a campaign"):
-        tables.collect(tmp_path)
-
-
 def test_a_cell_that_says_it_finished_and_left_nothing(tmp_path: Path) -> None:
     (tmp_path / "cells").write_text("nodes-1/probe\nnodes-1/a2a\n")
     (tmp_path / "nodes-1/probe").mkdir(parents=True)
     (tmp_path / "nodes-1/probe/status").write_text("0\n")
-    states = {cell["name"]: cell["state"] for cell in tables.collect(tmp_path)["cells"]}
-    assert states == {"nodes-1/probe": "failed", "nodes-1/a2a": "missing"}
+    done = subprocess.run([sys.executable, AURORA / "tables.py", tmp_path], capture_output=True, text=True)
+    assert done.stdout.splitlines()[:2] == ["nodes-1/probe: failed", "nodes-1/a2a: missing"]
+    assert done.returncode == 1
 
 
 @pytest.mark.slow  # above, stand-ins do what is done here
@@ -211,11 +199,11 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
     done = job.run()
     logs = "".join(file.read_text()[-2000:] for file in sorted(job.out.rglob("log")))
     assert done.returncode == 0, done.stdout + done.stderr + logs
-    record = job.tables()
-    assert [(row["on"], row["stock_seconds"] > 0) for row in record["a2a"]] == [("nodes-2", True)]
-    exact, fast = record["steps"]
-    assert (exact["mode"], exact["bit_equal"], exact["degree"], exact["repeats"]) == ("exact", True, 4, 3)
-    assert exact["topology"] == fast["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
-    assert not fast["bit_equal"] and fast["bytes_slow_fraction"] < 1
-    assert exact["stock_step_seconds"] == fast["stock_step_seconds"]  # stock ran once
+    assert (job.out / "nodes-2/a2a/result.json").exists()
+    exact, fast = (job.steps()[f"nodes-2/FLUX.1-dev-64/{mode}"] for mode in ("exact", "fast"))
+    assert (exact[0], exact[5:]) == ("4", ["1", "equal"])
+    assert float(fast[5]) < 1 and float(fast[6]) > 0
+    assert exact[1] == fast[1]  # stock ran once
+    [_, ours] = json.loads((job.out / "nodes-2/FLUX.1-dev-64/fast/result.json").read_text())["runs"]
+    assert ours["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
     assert (job.out / "nodes-2/FLUX.1-dev-64/fast/report.html").exists()

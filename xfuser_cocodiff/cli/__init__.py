@@ -10,9 +10,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, tables, tune
+from xfuser_cocodiff.cli import bench, compare, env, models, plan, probe, quality, simulate, tune
 
-COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate, tables)
+COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
