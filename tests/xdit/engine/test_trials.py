@@ -157,6 +157,7 @@ def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: Clock) ->
     kinds = first, both, second = [Trial([TOGETHER, AHEAD]) for _ in range(3)]
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(both, second)
+    steps.trials.begin_run()
     for _ in range(1 + len(TURNS)):
         steps.run(first, both)
     assert both.chosen == TOGETHER and second.chosen is None
@@ -243,38 +244,26 @@ def counted(rank: int) -> list[int]:
     )
     engine = in_force(group, config)
     engine.runs.begin(20)
-    found, took = [0], trials.Comparison.took
-
-    def taking(self: trials.Comparison, seconds: float | None) -> None:
-        took(self, seconds)
-        found[-1] = len(self.seconds)
-
-    with mock.patch.object(trials.Comparison, "took", taking):
-        for _ in range(9):
-            found.append(found[-1])
-            step()
-            engine.runs.end_step()
-    return found[1:]
+    found = []
+    for _ in range(9):
+        step()
+        engine.runs.end_step()
+        found.append(sum(map(len, engine.trials._seconds.values())))
+    return found
 
 
 def test_exact_refreshes_of_a_coded_run_do_not_count() -> None:
     for found in ranks.run(counted, 2):
-        # Layers are rehearsed in the first step, and the fifth and the ninth are exact.
-        assert found == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+        # Layers are found in the first step and rehearsed in the second, and the fifth and the ninth are exact.
+        assert found == [0, 0, 1, 2, 2, 3, 4, 5, 5]
 
 
 def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     """Whether ranks have run each step by the same schedule, in a run after one whose last step ended on one rank only
     after so many; and whether a schedule was chosen at last."""
-    from xfuser_cocodiff.measuring.findings import Findings
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
-
     group, _, step = start(rank, depth=3)
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)
-    engine = starting.engine_over(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
-    world.use(engine)
+    engine = in_force(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
     engine.runs.begin(20)
     for _ in range(ended):
         step()
