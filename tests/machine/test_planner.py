@@ -120,15 +120,15 @@ def test_coded_exchanges_take_all_axes_at_once_where_that_saves_more_than_its_me
     across beside 3 MB along the GPUs, four messages."""
     for latency, at_once in ((0.0, True), (0.05, True), (0.2, False)):
         machine = profile_of([2, 2], [1e6, 1e7], latency, launch=1e-3)
-        machine = dataclasses.replace(machine, codec_bytes_per_second=1e7)  # so that nodes alone are slow
-        took = [planner.exchange_seconds(machine, MESSAGE, 0.1 * MESSAGE, way) for way in (False, True)]
+        machine = dataclasses.replace(machine, codec_bytes_per_second=1e7)
+        took = [planner.exchange_seconds(machine, MESSAGE, 0.1 * MESSAGE, way, ["node"]) for way in (False, True)]
         coding = MESSAGE / 2 / 1e7
         by_hand = [0.6 + 0.6 + 2 * latency + coding, 0.6 + 0.3 + 4 * latency + coding]
         if at_once:
             assert took == pytest.approx(by_hand, rel=0.01)
         else:  # where messages are dear, what is coded goes along one axis after the other, in fewer
             assert took[0] == pytest.approx(by_hand[0], rel=0.01) and took[1] < by_hand[1]
-        assert planner.goes_at_once(machine, MESSAGE) == at_once
+        assert planner.goes_at_once(machine, MESSAGE, ["node"]) == at_once
         assert not planner.goes_at_once(machine, MESSAGE, []) and not planner.goes_at_once(machine, 0, ["node"])
         assert not planner.goes_at_once(machine, MESSAGE, ["node", "gpu"])  # both are the same then
 

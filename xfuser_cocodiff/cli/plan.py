@@ -73,7 +73,7 @@ def _for_model(options: argparse.Namespace) -> int:
     names = ("model", "resolution", "degree", "topology", "profile", "cluster", "mode", "steps", "batch", "text_tokens")
     given = {name: getattr(options, name) for name in names}
     try:
-        record = plan_model.record(plan_model.Request(**given, teraflops=options.tflops))
+        record = plan_model.record(**given, teraflops=options.tflops)
     except ValueError as error:
         return fail(str(error))
     plan_model.show(record)

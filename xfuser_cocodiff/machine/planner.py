@@ -104,7 +104,7 @@ def legs(
     message_bytes: float,
     payload_bytes: float | None = None,
     at_once: bool = False,
-    slow_axes: Sequence[str] | None = None,
+    slow_axes: Sequence[str] = (),
 ) -> list[Leg]:
     """The way of an exchange, by the best plans.
 
@@ -117,10 +117,9 @@ def legs(
         message_bytes: what a rank holds before it, its own share included.
         payload_bytes: the same of what is encoded; None where everything travels as it is.
         at_once: how it goes where it is encoded, and some axes are fast.
-        slow_axes: their names; those that the profile tells when not given.
+        slow_axes: their names.
     """
-    names = profile.slow_axes if slow_axes is None else slow_axes
-    slow, fast = (_along(profile, names, is_slow) for is_slow in (True, False))
+    slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
         parts = [(profile, message_bytes)]
     elif fast is None:
@@ -132,13 +131,13 @@ def legs(
     return [Leg(part, choose(part, size), size) for part, size in parts]
 
 
-def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str] | None = None) -> bool:
+def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
     """Whether coded exchanges take all axes at once. That saves fast axes most of the bytes, and costs messages.
 
     Args:
         profile: the machine.
         message_bytes: of a middle one among a layer's, which go alike: what both ends hold fits one way only.
-        slow_axes: their names; those that the profile tells when not given.
+        slow_axes: their names.
     """
     in_stages, at_once = (
         sum(seconds(*leg) for leg in legs(profile, message_bytes, CODED * message_bytes, way, slow_axes))
@@ -148,15 +147,24 @@ def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str
 
 
 def exchange_seconds(
-    profile: Profile, message_bytes: float, payload_bytes: float | None = None, at_once: bool = False
+    profile: Profile,
+    message_bytes: float,
+    payload_bytes: float | None = None,
+    at_once: bool = False,
+    slow_axes: Sequence[str] = (),
 ) -> float:
     """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see
     :func:`legs`."""
-    moving = sum(seconds(*leg) for leg in legs(profile, message_bytes, payload_bytes, at_once))
-    if payload_bytes is None or not profile.slow_axes:
+    moving = sum(seconds(*leg) for leg in legs(profile, message_bytes, payload_bytes, at_once, slow_axes))
+    if payload_bytes is None:
         return moving
-    places = math.prod(axis.size for axis in profile.topology.axes if axis.name in profile.slow_axes)
+    places = places_on(profile.topology, slow_axes)
     return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
+
+
+def places_on(topology: Topology, axes: Sequence[str]) -> int:
+    """Return the number of places on some axes."""
+    return math.prod(axis.size for axis in topology.axes if axis.name in axes)
 
 
 def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
@@ -196,28 +204,33 @@ def choose_gather(profile: Profile, block_bytes: float) -> Plan:
     return min(plans, key=counted)
 
 
-def ring_seconds(profile: Profile, block_bytes: float, payload_bytes: float | None = None) -> float:
+def ring_seconds(
+    profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
+) -> float:
     """Predicted time until the K and V of all ranks of a ring are there, by the best plans.
 
     Args:
-        profile: of the ring, which tells slow axes.
+        profile: of the ring.
         block_bytes: K and V of a rank.
         payload_bytes: what they are encoded in for slow axes; None where they travel as they are.
+        slow_axes: their names.
     """
-    way = ring_legs(profile, block_bytes, payload_bytes)
+    way = ring_legs(profile, block_bytes, payload_bytes, slow_axes)
     moving = sum(gather_seconds(*leg) for leg in way)
-    if payload_bytes is None or not profile.slow_axes:
+    if payload_bytes is None:
         return moving
     return moving + way[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
 
 
-def ring_legs(profile: Profile, block_bytes: float, payload_bytes: float | None = None) -> list[Leg]:
+def ring_legs(
+    profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
+) -> list[Leg]:
     """The all-gathers of a ring, by the best plans; for arguments see above.
 
     Coded, a block goes along the slow axes first. Along the fast ones goes what a rank has of its own, and what it has
     decoded.
     """
-    slow, fast = (_along(profile, profile.slow_axes, is_slow) for is_slow in (True, False))
+    slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
         return [Leg(profile, choose_gather(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,94 +16,82 @@ from xfuser_cocodiff.settings.options import MODES
 from xfuser_cocodiff.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.simulation.prediction import STOCK, Case, Prediction, predict, predictions
 from xfuser_cocodiff.simulation.sharding import ulysses_degrees
-from xfuser_cocodiff.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
+from xfuser_cocodiff.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 
 ALIASES = {"flux1": "flux.1-dev", "flux2": "flux.2-dev", "sd35": "sd3.5-large"}
 """Short names of models."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is to be planned, as the command line has it."""
+def case_of(
+    model: str,
+    resolution: int,
+    degree: int,
+    topology: str | None = None,
+    profile: Path | None = None,
+    cluster: str | None = None,
+    steps: int = 50,
+    batch: int = 1,
+    text_tokens: int | None = None,
+    teraflops: float | None = None,
+) -> Case:
+    """Return what is known of a model on the ranks that share its sequence.
 
-    model: str
-    resolution: int
-    degree: int
-    topology: str | None = None
-    """Of all ranks; without it that of the profile, or of the cluster's nodes."""
-    profile: Path | None = None
-    cluster: str | None = None
-    """The machine: one of the two."""
-    mode: str | None = None
-    """None for that of a run without --cocodiff_mode."""
-    steps: int = 50
-    batch: int = 1
-    text_tokens: int | None = None
-    """Those of the pipeline if None."""
-    teraflops: float | None = None
-    """What a rank reaches; the cluster's if None."""
+    Args:
+        model: one of :data:`ALIASES` or :data:`workloads.WORKLOADS`.
+        resolution: pixels on a side.
+        degree: Ulysses degree times Ring degree.
+        topology: of all ranks; without it that of the profile, or of the cluster's nodes.
+        profile: a file that `cocodiff probe --json` wrote.
+        cluster: one of :data:`machines.MACHINES`; one of the two has to be given.
+        steps: denoising steps.
+        batch: pictures.
+        text_tokens: of the prompt; those of the pipeline if None.
+        teraflops: what a rank reaches; the cluster's if None.
 
-    def __post_init__(self) -> None:
-        if (self.profile is None) == (self.cluster is None):
-            raise ValueError(
-                f"--model needs one machine: --cluster, one of {', '.join(MACHINES)}, or --profile, a file that "
-                "`cocodiff probe --json` wrote"
-            )
-        check_count("--resolution", self.resolution, PIXELS_PER_TOKEN)
-        for option in ("degree", "steps", "batch", "text_tokens"):
-            if getattr(self, option) is not None:
-                check_count("--" + option.replace("_", "-"), getattr(self, option))
-        if self.degree < 2:
-            raise ValueError("--degree 1 is not valid; there is nothing to split among fewer than 2 ranks")
-        if self.mode is not None:
-            check_name("--mode", self.mode, MODES)
-        if self.teraflops is not None and not self.teraflops > 0:
-            raise ValueError(f"--tflops {self.teraflops:g} is not valid; it is a number above 0")
+    Raises:
+        ValueError: an option is not valid, or they do not go together.
+    """
+    if (profile is None) == (cluster is None):
+        raise ValueError(
+            f"--model needs one machine: --cluster, one of {', '.join(MACHINES)}, or --profile, a file that "
+            "`cocodiff probe --json` wrote"
+        )
+    check_name("--model", model, [*ALIASES, *WORKLOADS])
+    check_count("--resolution", resolution, PIXELS_PER_TOKEN)
+    for option, count in (("--degree", degree), ("--steps", steps), ("--batch", batch), ("--text-tokens", text_tokens)):
+        if count is not None:
+            check_count(option, count)
+    if degree < 2:
+        raise ValueError("--degree 1 is not valid; there is nothing to split among fewer than 2 ranks")
+    if teraflops is not None and not teraflops > 0:
+        raise ValueError(f"--tflops {teraflops:g} is not valid; it is a number above 0")
+    given, flops = _topology(topology, degree), teraflops and 1e12 * teraflops
+    profile_of: Callable[[Topology, float], Profile]
+    if profile:
+        known = Profile.read(profile)
+        whole, axes = given or known.topology, [axis.name for axis in known.topology.axes]
+        profile_of = functools.partial(_along, known)
+    else:
+        check_name("--cluster", str(cluster), MACHINES)
+        machine = MACHINES[str(cluster)]
+        whole, axes = given or _nodes(machine, degree), [link.name for link in machine.links]
+        profile_of, flops = machine.over, flops or machine.flops
+    if whole.size != degree:
+        raise ValueError(f"{whole} are {whole.size} ranks, but --degree is {degree}")
+    if unknown := [axis.name for axis in whole.axes if axis.name not in axes]:
+        raise ValueError(
+            f"--topology {whole}: {profile or cluster} has no axis {', '.join(unknown)}, only {', '.join(axes)}"
+        )
+    workload = WORKLOADS[ALIASES.get(model, model)]
+    workload = dataclasses.replace(workload, text_tokens=text_tokens or workload.text_tokens)
+    return Case(workload, resolution, batch, steps, whole, profile_of, flops)
 
-    @property
-    def workload(self) -> Workload:
-        """The model.
 
-        Raises:
-            ValueError: there is no such model.
-        """
-        check_name("--model", self.model, [*ALIASES, *WORKLOADS])
-        found = WORKLOADS[ALIASES.get(self.model, self.model)]
-        return dataclasses.replace(found, text_tokens=self.text_tokens or found.text_tokens)
-
-    def case(self) -> Case:
-        """Return what is known of it.
-
-        Raises:
-            ValueError: an option is not valid, or they do not go together.
-        """
-        flops = self.teraflops and 1e12 * self.teraflops
-        profile_of: Callable[[Topology, float], Profile]
-        if self.profile:
-            known = Profile.read(self.profile)
-            topology, axes = self._given() or known.topology, [axis.name for axis in known.topology.axes]
-            profile_of = functools.partial(_along, known)
-        else:
-            check_name("--cluster", str(self.cluster), MACHINES)
-            machine = MACHINES[str(self.cluster)]
-            topology, axes = self._given() or _nodes(machine, self.degree), [link.name for link in machine.links]
-            profile_of, flops = machine.over, flops or machine.flops
-        if topology.size != self.degree:
-            raise ValueError(f"{topology} are {topology.size} ranks, but --degree is {self.degree}")
-        if unknown := [axis.name for axis in topology.axes if axis.name not in axes]:
-            raise ValueError(
-                f"--topology {topology}: {self.profile or self.cluster} has no axis {', '.join(unknown)}, only "
-                f"{', '.join(axes)}"
-            )
-        return Case(self.workload, self.resolution, self.batch, self.steps, topology, profile_of, flops)
-
-    def _given(self) -> Topology | None:
-        if self.topology is None:
-            return None
-        try:
-            return Topology.parse(self.topology, self.degree if self.topology.strip() == FLAT else None)
-        except ValueError as error:
-            raise ValueError(f"--topology: {error}") from None
+def _topology(text: str | None, degree: int) -> Topology | None:
+    try:
+        return None if text is None else Topology.parse(text, degree if text.strip() == FLAT else None)
+    except ValueError as error:
+        raise ValueError(f"--topology: {error}") from None
 
 
 def _along(known: Profile, part: Topology, message_bytes: float) -> Profile:
@@ -137,22 +124,27 @@ def _nodes(machine: Machine, degree: int) -> Topology:
     return part
 
 
-def record(request: Request) -> dict[str, Any]:
+def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
     """Return the record: how heads and tokens divide, every split, and every mode on the best of them.
+
+    Args:
+        mode: of the splits; None for that of a run without --cocodiff_mode.
+        options: those of :func:`case_of`.
 
     Raises:
         ValueError: an option is not valid, or no split is possible.
     """
-    case = request.case()
-    found, heads = predictions(case, request.mode), case.workload.heads
+    if mode is not None:
+        check_name("--mode", mode, MODES)
+    case = case_of(**options)
+    found, heads, held = predictions(case, mode), case.workload.heads, case.shard
     if not found:
         raise ValueError(
-            f"no Ulysses degree among {request.degree} ranks, nor a ring beside it, lies on the axes of "
+            f"no Ulysses degree among {case.topology.size} ranks, nor a ring beside it, lies on the axes of "
             f"{case.topology}; --topology or another --degree would help"
         )
-    best, held = found[0], case.shard
-    theirs = next(iter(predictions(case, STOCK)), None)
-    known = theirs and theirs.step_seconds
+    stock = next(iter(predictions(case, STOCK)), None)
+    known = stock and stock.step_seconds
 
     def row(each: Prediction) -> dict[str, Any]:
         speedup = known / each.step_seconds if known and each.step_seconds else None
@@ -161,21 +153,22 @@ def record(request: Request) -> dict[str, Any]:
     return {
         **host.header(),
         "model": case.workload.name,
-        "resolution": request.resolution,
-        "batch": request.batch,
-        "steps": request.steps,
-        "degree": request.degree,
+        "resolution": case.resolution,
+        "batch": case.batch,
+        "steps": case.steps,
+        "degree": case.topology.size,
         "topology": str(case.topology),
-        "machine": str(request.profile or request.cluster),
+        "machine": str(options.get("profile") or options["cluster"]),
         "heads": heads,
-        "ulysses_degrees": ulysses_degrees(heads, request.degree),
+        "ulysses_degrees": ulysses_degrees(heads, case.topology.size),
         "tokens_per_rank": {"image": held.image, "text": held.text},
         "remarks": list(held.remarks),
         "problem": held.problem,
-        "stock": theirs and {**row(theirs), "share": theirs.a2a_seconds / known if known else None},
+        "slow_axes": list(case.slow_axes),
+        "stock": stock and {**row(stock), "share": stock.a2a_seconds / known if known else None},
         "splits": [row(each) for each in found],
-        "modes": [row(predict(case, best.split, mode)) for mode in MODES],
-        "flags": flags(best, case.topology),
+        "modes": [row(predict(case, found[0].split, each)) for each in MODES],
+        "flags": flags(found[0], case.topology),
     }
 
 
@@ -209,7 +202,7 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes on the first of them:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "in 8 bits")))
     if not record["modes"][-1]["reference_bytes"]:
-        console.print("No axis of its Ulysses groups is slow: every mode is lossless.")
+        console.print("Nothing of it crosses nodes: every mode is lossless, unless --cocodiff_slow_axes names an axis.")
     console.print(f"\nflags{' for when that is mended' * bool(record['problem'])}: {record['flags']}")
 
 

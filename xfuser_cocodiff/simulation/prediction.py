@@ -5,7 +5,6 @@ Computation is FLOPs over what a rank reaches, communication is the planner's co
 measured machine. Nothing is measured here.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from xfuser_cocodiff.machine import planner
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.config import usual_mode
+from xfuser_cocodiff.settings.config import slow_axes, usual_mode
 from xfuser_cocodiff.settings.placement import OUTER, PLACEMENTS, Split
 from xfuser_cocodiff.simulation.sharding import Shard, shard, ulysses_degrees
 from xfuser_cocodiff.simulation.workloads import BYTES_PER_VALUE, Workload
@@ -57,6 +56,11 @@ class Case:
     def rows(self) -> int:
         """Rows of the batch in a call."""
         return self.batch * self.workload.rows
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """Axes on which modes approximate where --cocodiff_slow_axes is not given."""
+        return slow_axes("", self.topology, None)
 
     def message_bytes(self, name: str) -> int:
         """Return the bytes of one of q, k, v and o on a rank."""
@@ -126,9 +130,9 @@ def predict(case: Case, split: Split, mode: str) -> Prediction:
         weight = per_layer * count / case.steps
         exchanges = {name: run.exchange(name, payloads) for name in "qkvo"}
         gathered = run.gather(payloads.ring)
-        for moved in exchanges.values():
-            _add(sent, moved, weight)
-        _add(around, gathered, weight)
+        for moved, total in (*((each, sent) for each in exchanges.values()), (gathered, around)):
+            for axis, size in moved.sent_bytes.items():
+                total[axis] = total.get(axis, 0.0) + weight * size
         seconds = {name: moved.seconds for name, moved in exchanges.items()}
         a2a, ring = a2a + weight * sum(seconds.values()), ring + weight * gathered.seconds
         step += weight * layer_seconds(
@@ -141,8 +145,8 @@ def predict(case: Case, split: Split, mode: str) -> Prediction:
         placement=split.placement,
         topology=str(run.group),
         mode=mode,
-        sent_bytes=dict(sent),
-        ring_bytes=dict(around),
+        sent_bytes=sent,
+        ring_bytes=around,
         reference_bytes=run.need.full * per_layer,
         compact_reference_bytes=run.need.compact * per_layer,
         a2a_seconds=a2a,
@@ -188,18 +192,10 @@ class _Payloads(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """A collective: its legs and its seconds."""
+    """What a collective takes, and sends along each axis."""
 
-    legs: list[planner.Leg]
     seconds: float
-    gathers: bool = False
-
-
-def _add(sent: dict[str, float], moved: _Moved, weight: float) -> None:
-    """Add the bytes of a collective, along each axis."""
-    for _, plan, size in moved.legs:
-        for axis, count in (plan.gathered_bytes(size) if moved.gathers else plan.sent_bytes(size)).items():
-            sent[axis] = sent.get(axis, 0.0) + weight * count
+    sent_bytes: Mapping[str, float]
 
 
 class _Run:
@@ -211,20 +207,18 @@ class _Run:
         """Of a rank; some are of zeros where they do not divide."""
         self.group, self.ring = split.ulysses_topology(case.topology), split.ring_topology(case.topology)
         self._schedule = None if self._is_stock else modes.usual(mode, case.steps)
-        self._block_bytes = 2 * self._held("k")
-        self._places = _slow_places(case.profile_of(self.group, self._held("q"))) if split.ulysses > 1 else 1
-        self._ring_places = _slow_places(self._ring_profile()) if split.ring > 1 else 1
+        self._places, self._ring_places = (
+            planner.places_on(topology, case.slow_axes) for topology in (self.group, self.ring)
+        )
         # One of a layer's two messages in the middle between its smallest and its largest has as much as two tensors.
         middle = sum(self._held(name) for name in "qkvo") // 2
-        codes = self._schedule is not None and split.ulysses > 1
-        self._at_once = codes and planner.goes_at_once(case.profile_of(self.group, middle), middle)
+        self._at_once = self._places > 1 and planner.goes_at_once(
+            case.profile_of(self.group, middle), middle, case.slow_axes
+        )
 
     def _held(self, name: str) -> int:
         """Bytes of one of q, k, v and o on a rank, with heads that are added."""
         return self._case.message_bytes(name) * self._heads * self._split.ulysses // self._case.workload.heads
-
-    def _ring_profile(self) -> Profile:
-        return self._case.profile_of(self.ring, self._split.ring * self._block_bytes)
 
     @property
     def compute_seconds(self) -> tuple[float, float]:
@@ -267,29 +261,31 @@ class _Run:
     def exchange(self, name: str, payloads: _Payloads) -> _Moved:
         """The all-to-all of one of q, k, v and o."""
         if self._split.ulysses == 1:
-            return _Moved([], 0.0)
+            return _Moved(0.0, {})
         size = self._held(name)
         profile = self._case.profile_of(self.group, size)
         if self._is_stock:
-            flat = planner.Leg(profile, Plan.flat(self.group), size)
-            return _Moved([flat], planner.seconds(*flat))
+            flat = Plan.flat(self.group)
+            return _Moved(planner.seconds(profile, flat, size), flat.sent_bytes(size))
         together = payloads.o if name == "o" else payloads.qkv
         coded = together if name == "o" or together is None else together / 3
-        legs = planner.legs(profile, size, coded, self._at_once)
-        return _Moved(legs, planner.exchange_seconds(profile, size, coded, self._at_once))
+        way = profile, size, coded, self._at_once, self._case.slow_axes
+        sent = Counter[str]()
+        for leg in planner.legs(*way):
+            sent.update(leg.plan.sent_bytes(leg.message_bytes))
+        return _Moved(planner.exchange_seconds(*way), sent)
 
     def gather(self, payload: int | None) -> _Moved:
         """The all-gather of K and V around a ring."""
         if self._split.ring == 1:
-            return _Moved([], 0.0)
-        profile, block = self._ring_profile(), self._block_bytes
+            return _Moved(0.0, {})
+        block = 2 * self._held("k")
+        profile = self._case.profile_of(self.ring, self._split.ring * block)
         if self._is_stock:
-            flat = planner.Leg(profile, Plan.flat(self.ring), block)
-            return _Moved([flat], planner.gather_seconds(*flat), gathers=True)
-        legs = planner.ring_legs(profile, block, payload)
-        return _Moved(legs, planner.ring_seconds(profile, block, payload), gathers=True)
-
-
-def _slow_places(profile: Profile) -> int:
-    """Return the number of places on slow axes."""
-    return math.prod(axis.size for axis in profile.topology.axes if axis.name in profile.slow_axes)
+            flat = Plan.flat(self.ring)
+            return _Moved(planner.gather_seconds(profile, flat, block), flat.gathered_bytes(block))
+        way = profile, block, payload, self._case.slow_axes
+        sent = Counter[str]()
+        for leg in planner.ring_legs(*way):
+            sent.update(leg.plan.gathered_bytes(leg.message_bytes))
+        return _Moved(planner.ring_seconds(*way), sent)

@@ -47,22 +47,15 @@ class Workload:
         return self.mlp_ratio * (3 if self.gated else 2)
 
     def projection_flops(self, tokens: float) -> float:
-        """Return the FLOPs of one projection from width to width."""
+        """Return the FLOPs of one projection from width to width.
+
+        With attention's, all of a layer but modulation, norms and RoPE, which are less than 1 % at real sizes.
+        """
         return 2.0 * tokens * self.width**2
 
     def attention_flops(self, tokens: float, attended: float, heads: float) -> float:
         """Return the FLOPs of attention in one layer: scores, and their product with V."""
         return 4.0 * tokens * attended * heads * self.head_dim
-
-    def step_flops(self, resolution: int, batch: int) -> float:
-        """Return the FLOPs of a step on all ranks together.
-
-        Embeddings, modulation, norms and RoPE are left out, together less than 1 % at these sizes; SD3.5's last layer
-        is counted as if it had an MLP for text, which is less than 0.1 %.
-        """
-        tokens, rows = self.tokens(resolution), batch * self.rows
-        layer = (4 + self.mlp_projections) * self.projection_flops(rows * tokens)
-        return self.calls * self.layers * (layer + self.attention_flops(rows * tokens, tokens, self.heads))
 
 
 WORKLOADS = {
