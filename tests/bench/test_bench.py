@@ -105,7 +105,7 @@ def bench_a2a(rank: int) -> dict:
     return a2a.measure(dist.group.WORLD, topology, CPU, stock, [1000, 2**16], plans, 3)
 
 
-def test_bench_a2a_leaves_a_record(tmp_path: Path) -> None:
+def test_bench_a2a_leaves_a_record() -> None:
     records = ranks.run(bench_a2a, 4)
     for row in zip(*(record["rows"] for record in records), strict=True):
         assert all(other == row[0] for other in row)
@@ -122,8 +122,6 @@ def test_bench_a2a_leaves_a_record(tmp_path: Path) -> None:
             assert row["bound_seconds"] > 0
         assert rows["auto"]["plan"] == str(planner.choose(Profile.from_json(record["profile"]), size))
     a2a.show(record)
-    a2a.draw(record, tmp_path / "a2a.svg")
-    assert (tmp_path / "a2a.svg").stat().st_size > 1000
 
 
 def bench_a_wrong_plan(rank: int) -> str:
@@ -157,8 +155,6 @@ def test_probe_leaves_a_record_that_the_planner_reads(tmp_path: Path, capsys: py
     assert 0 < record["profile_seconds"] < record["seconds"]
     survey.show(record)
     assert record["topology_inferred"] in capsys.readouterr().out
-    survey.draw(record, tmp_path / "probe.png")
-    assert (tmp_path / "probe.png").stat().st_size > 1000
 
 
 def test_one_node_names_gpus_and_tiles() -> None:

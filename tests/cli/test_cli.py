@@ -71,11 +71,11 @@ def warned(rank: int) -> list[str]:
         warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
         return {}
 
-    options = argparse.Namespace(topology=None, timeout=None, json=None, plot=None)
+    options = argparse.Namespace(topology=None, timeout=None, json=None)
     with warnings.catch_warnings(record=True) as said, mock.patch.object(dist, "destroy_process_group"):
         warnings.simplefilter("always")
         with mock.patch.object(world, "start", lambda *_: dist.group.WORLD):
-            assert on_ranks.run(options, work, lambda record: None, None) == 0
+            assert on_ranks.run(options, work, lambda record: None) == 0
     return [str(one.message) for one in said if "this is deprecated" in str(one.message)]
 
 
@@ -90,8 +90,8 @@ def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     monkeypatch.setattr(world, "start", lambda *_: None)
     monkeypatch.setattr(roll_call, "_explained", lambda group, stage, failure: f"{stage}: rank 1 is lost")
-    options = argparse.Namespace(topology=None, timeout=None, json=None, plot=None)
-    assert on_ranks.run(options, work, print, None) == on_ranks.LOST_STATUS
+    options = argparse.Namespace(topology=None, timeout=None, json=None)
+    assert on_ranks.run(options, work, print) == on_ranks.LOST_STATUS
     assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"
 
 

@@ -1,11 +1,9 @@
 """Measured pairs and the topology read off them: first the arithmetic, then real ranks, then the emulated cluster."""
 
-import json
 import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,16 +102,6 @@ def test_a_few_disturbed_pairs_do_not_matter() -> None:
 
 def test_neighbouring_axes_that_hardly_differ_are_one() -> None:
     assert infer_topology(synthetic("2x2x2", [1, 1.1, 5], [1, 1.1, 5], 0, 8)) == Topology.parse("4x2", 8)
-
-
-@pytest.mark.parametrize("loaded", [[1.0], None])
-def test_pairs_survive_json_and_are_drawn(loaded: list[float] | None, tmp_path: Path) -> None:
-    found = synthetic("flat", [2], loaded, 0, 3)
-    again = Pairs.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False)))
-    for name, matrix in vars(found).items():
-        assert matrix is getattr(again, name) is None or np.array_equal(matrix, getattr(again, name), equal_nan=True)
-    pairs.plot(found, tmp_path / "pairs.png")
-    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Real gloo ranks, on the loopback interface.

@@ -177,21 +177,5 @@ def show(record: dict[str, Any]) -> None:
     console.print(f"{record['topology']}, ratios are to stock's time in the same round (median of rounds)", table)
 
 
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot each algorithm's time over stock's, by size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["algorithm"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["algorithm"] == name]
-        styles: dict[str, dict[str, Any]] = {"auto": {"linewidth": 3, "color": "black"}, "stock": {"linestyle": ":"}}
-        style = styles.get(name, {"linewidth": 1})
-        axes.plot([row["bytes_per_rank"] for row in rows], [row["ratio_to_stock"] for row in rows], label=name, **style)
-    axes.set(xscale="log", yscale="log", xlabel="bytes per rank", ylabel="time over stock's", title=record["topology"])
-    axes.legend(fontsize="x-small", ncols=2)
-    figure.savefig(file)
-
-
 def _bytes(count: int) -> str:
     return f"{count / 2**20:.3g} MB" if count >= 2**20 else f"{count / 2**10:.3g} KB"

@@ -7,7 +7,6 @@ long a rank is in them says less, since ranks that share a processor wait in the
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -186,17 +185,3 @@ def show(record: dict[str, Any]) -> None:
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(f"{record['topology']}, {record['shape']}", table)
-
-
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot each mode's speedup over stock by stock's all-to-all share."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for mode in dict.fromkeys(row["mode"] for row in record["rows"]):
-        rows = sorted((row for row in record["rows"] if row["mode"] == mode), key=lambda row: row["share"])
-        axes.plot([row["share"] for row in rows], [row["speedup"] for row in rows], marker="o", label=mode)
-    axes.set(xlabel="stock's all-to-all share of a step", ylabel="speedup over stock", title=record["topology"])
-    axes.legend()
-    figure.savefig(file)

@@ -80,7 +80,7 @@ def _a2a(options: argparse.Namespace) -> int:
             group, topology, compute_device(), world.stock_exchange(), sizes, plans, options.repeats, options.profile
         )
 
-    return on_ranks.run(options, work, a2a.show, a2a.draw)
+    return on_ranks.run(options, work, a2a.show)
 
 
 def _add_model(subjects: Any) -> None:
@@ -117,7 +117,7 @@ def _model(options: argparse.Namespace) -> int:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
         return model.measure(group, topology, shape, scales, options.mode.split(","), options.repeats, options.compile)
 
-    return on_ranks.run(options, work, model.show, model.draw)
+    return on_ranks.run(options, work, model.show)
 
 
 def _add_kernels(subjects: Any) -> None:

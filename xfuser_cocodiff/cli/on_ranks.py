@@ -17,25 +17,20 @@ LOST_STATUS = 1
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
-def add_arguments(parser: argparse.ArgumentParser, draws: bool = True) -> None:
-    """Add options that all of these commands have, and --plot to those that draw."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add options that all of these commands have."""
     parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of a collective (default: torch's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
-    if draws:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it here (.png, .svg, .pdf)")
 
 
-def run(
-    options: argparse.Namespace, work: Callable[[Any, Topology], dict[str, Any]], show: Callable, draw: Callable | None
-) -> int:
+def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]], None]) -> int:
     """Start this rank, let all ranks work, and let the first one tell the outcome.
 
     Args:
         options: those of :func:`add_arguments`.
         work: takes the group of all ranks and their topology, and returns the record.
         show: prints a record.
-        draw: takes a record and a file; None where there is nothing to draw.
 
     Returns:
         The exit status: 2 for a bad command line, 1 where a rank is lost.
@@ -64,9 +59,6 @@ def run(
         show(record)
         if options.json:
             write_json(options, record)
-        if draw and options.plot:
-            options.plot.parent.mkdir(parents=True, exist_ok=True)
-            draw(record, options.plot)
     return 0
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
         "Without, it goes by message sizes: with --profile it runs anywhere, else on every rank, under torchrun or "
         "scripts/emulated_cluster.sh, and probes the links first.",
     )
-    on_ranks.add_arguments(parser, draws=False)
+    on_ranks.add_arguments(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="a file that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
     group = parser.add_argument_group("for a model of real size")
@@ -51,7 +51,7 @@ def _for_sizes(options: argparse.Namespace) -> int:
         return forecast.forecast(profile, on_ranks.sizes(options.sizes))
 
     if options.profile is None:
-        return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show, None)
+        return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show)
     from xfuser_cocodiff.machine.profile import Profile
 
     try:

@@ -27,4 +27,4 @@ def run(options: argparse.Namespace) -> int:
 
         return survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
 
-    return on_ranks.run(options, work, survey.show, survey.draw)
+    return on_ranks.run(options, work, survey.show)

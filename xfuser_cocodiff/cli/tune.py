@@ -42,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
         choices=("bfloat16", "float32"),
         help="bfloat16 takes half the memory, and its rounding hides errors below some 55 dB (%(default)s)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bytes against fidelity here")
     parser.add_argument("--sheet", type=Path, metavar="FILE", help="put pictures of the check side by side here")
     parser.set_defaults(run=run, parser=parser, memory_budget=None)
 
@@ -95,8 +94,6 @@ def run(options: argparse.Namespace) -> int:
     report.show(record)
     if caution := report.caution(record):
         print(f"cocodiff: {caution}", file=sys.stderr)
-    if options.plot:
-        report.draw(record, options.plot)
     if options.sheet:
         quality.draw_pictures({"": trials.gallery}, options.sheet)
     return 0

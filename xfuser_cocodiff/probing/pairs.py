@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,16 +57,8 @@ class Pairs:
         return len(self.latency_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """The matrices as lists of rows, with null on the diagonal; the inverse of :meth:`from_json`."""
+        """The matrices as lists of rows, with null on the diagonal."""
         return {name: None if matrix is None else _rows(matrix) for name, matrix in vars(self).items()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Pairs":
-        """Read what :meth:`to_json` made."""
-        matrices: dict[str, Any] = {
-            name: None if rows is None else np.array(rows, dtype=float) for name, rows in values.items()
-        }
-        return cls(**matrices)
 
 
 def measure_pairs(
@@ -266,25 +257,6 @@ class _Meter:
         gathered = columns.numpy().T.astype(float)
         np.fill_diagonal(gathered, math.nan)
         return gathered
-
-
-def plot(pairs: Pairs, file: Path | str) -> None:
-    """Draw the matrices as heat maps, side by side, in a format that the file's suffix names."""
-    from matplotlib.figure import Figure
-
-    every = [
-        ("latency / ms", pairs.latency_seconds, 1e3),
-        ("bandwidth of a pair / MB/s", pairs.bytes_per_second, 1e-6),
-        ("bandwidth while all send to all / MB/s", pairs.loaded_bytes_per_second, 1e-6),
-    ]
-    panels = [(title, matrix * unit) for title, matrix, unit in every if matrix is not None]
-    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
-    for axes, (title, matrix) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        image = axes.imshow(matrix, norm="log", cmap="viridis")
-        axes.set(title=title, xlabel="to rank", ylabel="from rank")
-        axes.locator_params(integer=True)
-        figure.colorbar(image, ax=axes)
-    figure.savefig(file)
 
 
 def _rows(matrix: np.ndarray) -> list[list[float | None]]:

@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from xfuser_cocodiff.measuring import probe
 from xfuser_cocodiff.measuring.stopwatch import slowest
 from xfuser_cocodiff.probing import pairs
 from xfuser_cocodiff.probing.inference import infer_topology
-from xfuser_cocodiff.probing.pairs import Pairs
 from xfuser_cocodiff.reporting import host
 
 
@@ -89,8 +87,3 @@ def show(record: dict[str, Any]) -> None:
     if (overlap := record["profile"]["overlap"]) is not None:
         console.print(f"of an exchange, {100 * overlap:.0f} % hide behind computation")
     console.print(f"{record['seconds']:.1f} s, of which the planner's profile took {record['profile_seconds']:.1f} s")
-
-
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Draw the pairs as heat maps."""
-    pairs.plot(Pairs.from_json(record["pairs"]), file)

@@ -1,11 +1,9 @@
-"""What was found, as a table and a plot."""
+"""What was found, as a table."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.codec.allotment import LETTERS
-from xfuser_cocodiff.reporting.axes import fidelity_by_bytes
 from xfuser_cocodiff.reporting.words import NOTHING
 from xfuser_cocodiff.tuning.tune import TUNED
 
@@ -53,24 +51,3 @@ def caution(record: Mapping[str, Any]) -> str | None:
 
 def _checked(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {TUNED: record["held_out"], **record["held_out"]["modes"]}
-
-
-def draw(record: Mapping[str, Any], file: Path) -> None:
-    """Plot fidelity by bytes: all codings in as many bits everywhere, what was foreseen, and what came of it."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    evidence = record["evidence"]
-
-    def plot(rows: list[Mapping[str, Any]], *how: str, **more: Any) -> None:
-        axes.plot([row["bytes_slow_fraction"] for row in rows], [row["psnr_db_mean"] for row in rows], *how, **more)
-
-    plot(evidence["uniform"], ".-", label="as many bits everywhere")
-    axes.plot(*zip(*evidence["frontier"], strict=True), "--", label="tuned, as foreseen")
-    plot([evidence], "*", markersize=14, label=TUNED)
-    for name, row in _checked(record).items():
-        plot([row], "o", fillstyle="none", label=f"{name}, on other prompts")
-    fidelity_by_bytes(axes, "exact pictures")
-    axes.legend()
-    figure.savefig(file)

@@ -27,8 +27,6 @@ TUNED = "tuned"
 _NEAR = 0.3
 """Decibels within which a target is met."""
 _MOST_TRIES = 3
-_POINTS = 40
-"""Of the curve of what is foreseen, from none to all of the exact bytes."""
 RUNS = 1 + 5 + len(LETTERS) + MOST_PHASES + MOST_GROUPS + _MOST_TRIES
 """At most, until there is an answer."""
 CHECKS = 4
@@ -59,8 +57,6 @@ class Tuned:
     checked: Mapping[str, Trial]
     """On what it was not: the schedule as `tuned`, and modes."""
     predicted_db: float
-    frontier: Sequence[tuple[float, float]]
-    """Bytes, and decibels that are foreseen."""
 
     def record(self) -> dict[str, Any]:
         """For its file: the schedule, with its evidence."""
@@ -70,7 +66,6 @@ class Tuned:
             **figures(self.tried, self.fraction),
             "predicted_db": self.predicted_db,
             "uniform": [figures(trial) for trial in self.uniform],
-            "frontier": [[*point] for point in self.frontier],
             "rates": rates,
         }
         held_out = {**figures(self.checked[TUNED], self.fraction), "modes": others}
@@ -135,12 +130,7 @@ class Tuner:
             raise ValueError(
                 f"--psnr {target.decibels:g} was not met: {tried.decibels:.1f} dB came of {_MOST_TRIES} tries"
             )
-        frontier = [self._foreseen(rates, first, place / _POINTS) for place in range(1, _POINTS)]
-        return Tuned(allotment, rates, uniform, tried, fraction, self._checked(allotment), predicted, frontier)
-
-    def _foreseen(self, rates: Rates, first: float, within: float) -> tuple[float, float]:
-        parts = rates.allot(within=within)
-        return self._fraction(rates, first, parts), _decibels(rates.error(parts))
+        return Tuned(allotment, rates, uniform, tried, fraction, self._checked(allotment), predicted)
 
     def _fraction(self, rates: Rates, first: float, parts: Mapping[Part, Bits]) -> float:
         """Of the exact bytes of a run."""
