@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 MOST = 8
@@ -14,34 +15,16 @@ def strip(output: Any) -> Any:
     Args:
         output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
     """
-    shown = _shown(output)
-    if len(shown) < 2:
-        return next(iter(shown), None)
-    from PIL import Image
-
-    width, height = shown[0].size
-    joined = Image.new(shown[0].mode, (width * len(shown), height))
-    for number, each in enumerate(shown):
-        joined.paste(each, (width * number, 0))
-    return joined
-
-
-def _shown(output: Any) -> list[Any]:
-    """Pictures, or frames of the first video, as PIL has them."""
     from diffusers.image_processor import VaeImageProcessor
+    from diffusers.utils import make_image_grid
 
     if isinstance(output, torch.Tensor):
         output = output.detach().movedim(-3, -1).float().cpu().numpy()
-    if not len(output):
-        return []
-    if isinstance(output[0], list) or getattr(output[0], "ndim", 3) == 4:  # they move
-        frames = output[0]
+    shown = list(output[:MOST])
+    if shown and (isinstance(shown[0], list) or getattr(shown[0], "ndim", 3) == 4):  # they move
+        frames = shown[0]
         count = min(len(frames), MOST)
         shown = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
-    else:
-        shown = list(output[:MOST])
-    if not shown or hasattr(shown[0], "save"):
-        return shown
-    if shown[0].shape[-1] not in (1, 3, 4):
-        return []
-    return [VaeImageProcessor.numpy_to_pil(each)[0] for each in shown]
+    if shown and not hasattr(shown[0], "save"):
+        shown = VaeImageProcessor.numpy_to_pil(np.stack(shown)) if shown[0].shape[-1] in (1, 3, 4) else []
+    return make_image_grid(shown, 1, len(shown)) if shown else None
