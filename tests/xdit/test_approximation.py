@@ -11,7 +11,6 @@ from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.test_pipelines import MODELS, Run
 from xfuser_cocodiff.codec.memory import Need
-from xfuser_cocodiff.settings.config import Overlap
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -91,33 +90,6 @@ def test_more_bytes_are_nearer_to_stock(model: str) -> None:
     assert quality["4 bit"] > quality["paper"]
     assert sent["2 bit"] < sent["4 bit"] < sent["8 bit"] < sent["paper"] < 1
     assert sent["half"] < sent["4 bit"]
-
-
-def on_a_budget(rank: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, list]]]:
-    """Stock's latents, and those of a mode with ever less room, with its reports."""
-    run = Approximating(rank, 4, "FLUX.1-dev")
-    stock, found, budget = run(), [], None
-    for share in (1, 0.6, 0.2):  # of what there is to hold: all of it, in 8 bits, and for some layers
-        limit = budget and int(budget * share)
-        # V alone is a message more, with a flag of its own: a trial's choice would show in the bytes.
-        run.by("balanced", schedule="bits=4,bits_o=4", memory_budget=limit, overlap=Overlap(v_first=False))
-        latents, reports = run(), run.runtime.reports
-        found.append((latents, reports))
-        budget = budget or reports[-1].reference_bytes
-        assert max(report.reference_bytes for report in reports) <= share * budget
-    return stock, found
-
-
-def test_a_budget_costs_little_quality_and_then_bytes() -> None:
-    for stock, found in ranks.run(on_a_budget, 4):
-        (full, first), (compact, second), (some, third) = found
-        assert [reports[-1].exact_layers > 0 for reports in (first, second, third)] == [False, False, True]
-        sent = [sum(report.sent_bytes for report in reports) for reports in (first, second, third)]
-        assert sent[0] == sent[1]
-        assert 1.1 * sent[1] < sent[2] < sum(report.exact_bytes for report in first)
-        assert len({sum(report.exact_bytes for report in reports) for reports in (first, second, third)}) == 1
-        assert decibels(full, stock) - 6 < decibels(compact, stock)
-        assert decibels(full, stock) - 3 < decibels(some, stock)
 
 
 def alone(rank: int, prompt: str) -> torch.Tensor:
@@ -243,14 +215,3 @@ def test_where_text_and_image_lie(name: str, config: dict, image: tuple, tokens:
     shapes = {"hidden_states": torch.Size(image), "encoder_hidden_states": torch.Size((2, 32, 64))}
     assert segments(transformer(name, **config), shapes, tokens) == expected
     assert segments(transformer(name, **config), {}, tokens) == [tokens]
-
-
-def test_virtual_ranks_need_a_degree_of_one() -> None:
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import resolve
-    from xfuser_cocodiff.settings.placement import Ranks
-
-    values = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}
-    with pytest.raises(ValueError, match="--cocodiff_virtual: '2x2' is for one rank that stands for many"):
-        resolve(values, {}, Ranks(4, Topology.flat(4)))
-    assert str(resolve(values, {}, Ranks(1, Topology.flat(1))).virtual) == "node=2,gpu=2"
