@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -155,13 +154,6 @@ def test_probe_leaves_a_record_that_the_planner_reads(tmp_path: Path, capsys: py
     assert 0 < record["profile_seconds"] < record["seconds"]
     survey.show(record)
     assert record["topology_inferred"] in capsys.readouterr().out
-
-
-def test_one_node_names_gpus_and_tiles() -> None:
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "12"}):
-        assert str(survey._named(Topology.parse("6x2", 12))) == "gpu=6,tile=2"
-    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        assert str(survey._named(Topology.parse("6x2", 12))) == "node=6,gpu=2"
 
 
 def test_slow_axes_send_at_less_than_a_fifth_of_the_speed_of_codecs() -> None:

@@ -17,7 +17,7 @@ FLOOR = 0.02
 """Deviation (natural logarithm) below which nothing is left to explain: no measurement is that good."""
 
 
-def infer_topology(pairs: Pairs) -> Topology:
+def infer_topology(pairs: Pairs, ranks_per_node: int | None = None) -> Topology:
     """The simplest nesting that explains the measurements.
 
     Every nesting of up to three axes says which pairs should be alike: those whose ranks differ on the same outermost
@@ -26,17 +26,24 @@ def infer_topology(pairs: Pairs) -> Topology:
 
     Args:
         pairs: of ranks that count the innermost axis fastest.
+        ranks_per_node: where that is known, nodes are the outermost axis, even if their links look like others: a pair
+            does not share a network card, as all pairs do in an all-to-all.
 
     Returns:
-        Axes named as ``Topology.parse("4x2", 8)`` names them, or the flat topology where one axis explains as much.
+        Axes as a topology's notation names them, or the flat topology where one axis explains as much.
     """
     if pairs.size == 1:
         return Topology.flat(1)
-    best = min(_shapes(pairs.size), key=lambda shape: _unexplained(pairs, shape))
-    return Topology.parse("x".join(map(str, best)), pairs.size) if len(best) > 1 else Topology.flat(pairs.size)
+    nodes, shapes = 1, _shapes(pairs.size, len(AXIS_NAMES))
+    if ranks_per_node and pairs.size % ranks_per_node == 0:
+        nodes = pairs.size // ranks_per_node
+        shapes = ((nodes, *inner) for inner in _shapes(ranks_per_node, len(AXIS_NAMES) - 1))
+    nestings = [{name: size for name, size in zip(AXIS_NAMES, shape, strict=False) if size > 1} for shape in shapes]
+    best = min(nestings, key=lambda axes: _unexplained(pairs, tuple(axes.values()), nodes > 1))
+    return Topology.named(**best) if len(best) > 1 or nodes > 1 else Topology.flat(pairs.size)
 
 
-def _shapes(size: int, axes: int = len(AXIS_NAMES)) -> Iterator[tuple[int, ...]]:
+def _shapes(size: int, axes: int) -> Iterator[tuple[int, ...]]:
     """All ways to nest `size` ranks in up to so many axes of more than one, the flat one first."""
     yield (size,)
     for outer in range(2, size // 2 + 1):
@@ -44,25 +51,18 @@ def _shapes(size: int, axes: int = len(AXIS_NAMES)) -> Iterator[tuple[int, ...]]
             yield from ((outer, *inner) for inner in _shapes(size // outer, axes - 1))
 
 
-def _unexplained(pairs: Pairs, shape: tuple[int, ...]) -> float:
-    """What a nesting leaves unexplained, on a logarithmic scale; infinity where neighbouring axes do not differ."""
+def _unexplained(pairs: Pairs, shape: tuple[int, ...], has_nodes: bool) -> float:
+    """What a nesting leaves unexplained, on a logarithmic scale; infinity where neighbouring axes do not differ, unless
+    the outer one is known to be nodes."""
     upper = np.triu_indices(pairs.size, 1)
     levels = _levels(shape)[upper]
     unexplained, differs = 0.0, np.zeros(len(shape) - 1, dtype=bool)
-    for matrix, ratio in _features(pairs):
+    for matrix, ratio in ((pairs.latency_seconds, LATENCY_RATIO), (pairs.bytes_per_second, BANDWIDTH_RATIO)):
         values = np.log(np.sqrt(matrix * matrix.T))[upper]
         medians = np.array([np.median(values[levels == level]) for level in range(len(shape))])
         unexplained += math.log(np.abs(values - medians[levels]).mean() + FLOOR)
         differs |= np.abs(np.diff(medians)) >= math.log(ratio)
-    return unexplained if differs.all() else math.inf
-
-
-def _features(pairs: Pairs) -> list[tuple[np.ndarray, float]]:
-    """What was measured, and the ratio from which on two axes differ in it."""
-    features = [(pairs.latency_seconds, LATENCY_RATIO), (pairs.bytes_per_second, BANDWIDTH_RATIO)]
-    if pairs.loaded_bytes_per_second is not None:
-        features.append((pairs.loaded_bytes_per_second, BANDWIDTH_RATIO))
-    return features
+    return unexplained if differs[has_nodes:].all() else math.inf
 
 
 def _levels(shape: tuple[int, ...]) -> np.ndarray:

@@ -1,8 +1,6 @@
-"""Measures the links between every two ranks: latency, bandwidth, and bandwidth while all ranks send to all."""
+"""Measures the links between every two ranks: latency and bandwidth."""
 
 import math
-import random
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,14 +24,6 @@ ENOUGH_SECONDS = 0.02
 lets pass for free does not show."""
 BRIEF_SECONDS = 0.1
 """What takes less is done three times, of which the fastest counts."""
-LOADED_SECONDS = 0.05
-"""What a message takes alone that is sent to all ranks at once: as long on every link, so that all are still busy when
-the first ones arrive, and longer than ranks differ in when they start."""
-LOADED_BYTES = 1 << 28
-"""What a rank holds of such messages at most."""
-LOADED_REPEATS = 3
-_WORD = 1
-"""Tag of what ranks tell each other while messages may be under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +37,6 @@ class Pairs:
     """Half a round trip of a few bytes."""
     bytes_per_second: np.ndarray
     """While the pair sends to each other, and every other rank is busy with one other peer at most."""
-    loaded_bytes_per_second: np.ndarray | None
-    """While every rank sends to all others at once, as an all-to-all does: links that pairs share show only here. None
-    where the backend cannot tell when each message arrives."""
 
     @property
     def size(self) -> int:
@@ -58,7 +45,7 @@ class Pairs:
 
     def to_json(self) -> dict[str, Any]:
         """The matrices as lists of rows, with null on the diagonal."""
-        return {name: None if matrix is None else _rows(matrix) for name, matrix in vars(self).items()}
+        return {name: _rows(matrix) for name, matrix in vars(self).items()}
 
 
 def measure_pairs(
@@ -112,9 +99,7 @@ class _Meter:
                 # From the peer to here.
                 latency[peer, self._rank] = self._latency(peer)
                 bandwidth[peer, self._rank] = self._bandwidth(peer)
-        latency, bandwidth = self._gathered(latency), self._gathered(bandwidth)
-        loaded = self._gathered(self._loaded(bandwidth)) if self._tells_arrivals() else None
-        return Pairs(latency, bandwidth, loaded)
+        return Pairs(self._gathered(latency), self._gathered(bandwidth))
 
     def _latency(self, peer: int) -> float:
         times = []
@@ -158,63 +143,18 @@ class _Meter:
             self._wait(sent, peer)
         return spent
 
-    def _loaded(self, bandwidth: np.ndarray) -> np.ndarray:
-        """Bytes per second from every rank to this one, while everybody sends to everybody."""
-        # All ranks have the same bandwidths before them, and so agree on the sizes.
-        sizes = np.clip(LOADED_SECONDS * bandwidth, FIRST_BYTES, LOADED_BYTES // self._size)
-        sizes = np.nan_to_num(sizes).astype(int)
-        spent = [self._arrivals(sizes, repeat) for repeat in range(LOADED_REPEATS)]
-        loaded, peers = self._nothing(), np.arange(self._size) != self._rank
-        # The fastest would be that of a message which once was the first in its queue.
-        loaded[peers, self._rank] = sizes[peers, self._rank] / np.median(spent, axis=0)[peers]
-        return loaded
-
-    def _arrivals(self, sizes: np.ndarray, repeat: int) -> np.ndarray:
-        """Seconds until the message of each rank is here; a thread waits for each, as none can be asked."""
-        peers = [peer for peer in range(self._size) if peer != self._rank]
-        # Who is served first has an advantage, which must not look like a topology.
-        random.Random(f"{self._rank} {repeat}").shuffle(peers)
-        here = {peer: torch.zeros(sizes[peer, self._rank], dtype=torch.uint8) for peer in peers}
-        there = {peer: torch.zeros(sizes[self._rank, peer], dtype=torch.uint8) for peer in peers}
-        arrived, errors = np.zeros(self._size), []
-
-        def wait(peer: int, work: dist.Work) -> None:
-            try:
-                self._wait([work], peer)
-                arrived[peer] = time.perf_counter()
-            except RuntimeError as error:
-                errors.append(error)
-
-        receives = {peer: self._post(dist.irecv, here[peer], peer)[0] for peer in peers}
-        threads = [threading.Thread(target=wait, args=item, daemon=True) for item in receives.items()]
-        for thread in threads:
-            thread.start()
-        self._come_together()
-        started = time.perf_counter()
-        sends = {peer: self._post(dist.isend, there[peer], peer) for peer in peers}
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        for peer, works in sends.items():
-            self._wait(works, peer)
-        return np.maximum(arrived - started, 1e-6)  # others may have started a moment before
-
-    def _tells_arrivals(self) -> bool:
-        return self._device.type == "cpu" and dist.get_backend(self._group) == "gloo"
-
     def _post(self, operation: Any, message: torch.Tensor, peer: int) -> list[dist.Work]:
         return self._post_all([(operation, message, peer)])
 
-    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]], tag: int = 0) -> list[dist.Work]:
+    def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[dist.Work]:
         """Start sends and receives together, as NCCL needs them; one work for each where the backend has that."""
         with self._naming({peer for *_, peer in operations}):
             return dist.batch_isend_irecv(
-                [dist.P2POp(what, data, group=self._group, tag=tag, group_peer=peer) for what, data, peer in operations]
+                [dist.P2POp(what, data, group=self._group, group_peer=peer) for what, data, peer in operations]
             )
 
-    def _wait(self, works: list[dist.Work], peer: int) -> None:
-        with self._naming({peer}):
+    def _wait(self, works: list[dist.Work], *peers: int) -> None:
+        with self._naming({*peers}):
             for work in works:
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         self._synchronize()
@@ -231,22 +171,13 @@ class _Meter:
         self._of_all(torch.zeros(1))
 
     def _of_all(self, values: torch.Tensor) -> torch.Tensor:
-        """What every rank holds, shape (P, ...), pair by pair: so each rank notices itself which one is gone."""
-        peers = [peer for peer in range(self._size) if peer != self._rank]
-        there = values.to(self._device)
-        here = there.repeat(self._size, *[1] * values.ndim)
-        works = (
-            self._post_all(
-                [(dist.irecv, here[peer], peer) for peer in peers] + [(dist.isend, there, peer) for peer in peers],
-                _WORD,
-            )
-            if peers
-            else []
-        )
-        # A backend that starts them as one has one work for all of them.
-        for number, work in enumerate(works):
-            self._wait([work], peers[number % len(peers)])
-        return here.cpu()
+        """What every rank holds, shape (P, ...)."""
+        values, everybody = values.to(self._device), set(range(self._size))
+        found = [torch.empty_like(values) for _ in everybody]
+        with self._naming(everybody):
+            work = dist.all_gather(found, values, self._group, async_op=True)
+        self._wait([work], *everybody)
+        return torch.stack(found).cpu()
 
     def _nothing(self) -> np.ndarray:
         return np.zeros((self._size, self._size))

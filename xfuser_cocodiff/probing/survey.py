@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.machine import launcher
-from xfuser_cocodiff.machine.topology import AXIS_NAMES, Topology
+from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
 from xfuser_cocodiff.measuring.stopwatch import slowest
 from xfuser_cocodiff.probing import pairs
@@ -35,7 +35,7 @@ def measure(
     """
     started = time.perf_counter()
     measured = pairs.measure_pairs(group, device, timeout or pairs.TIMEOUT_SECONDS)
-    inferred = _named(infer_topology(measured))
+    inferred = infer_topology(measured, launcher.ranks_per_node(os.environ))
     topology = topology or inferred
     halfway = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
@@ -61,14 +61,6 @@ def measure(
         "seconds": slowest(ended - started, device),
         "profile_seconds": slowest(ended - halfway, device),
     }
-
-
-def _named(inferred: Topology) -> Topology:
-    """A shape has no names: where the launcher says that there is one node, its axes are GPUs and tiles."""
-    local = launcher.ranks_per_node(os.environ)
-    if local != inferred.size or len(inferred.axes) != 2:
-        return inferred
-    return Topology.named(**dict(zip(AXIS_NAMES[1:], inferred.shape, strict=True)))
 
 
 def show(record: dict[str, Any]) -> None:
