@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xfuser_cocodiff.exchange.head_group import HeadGroup
-
 
 class Schedule(NamedTuple):
     """How the exchanges of one attention layer overlap with its computation."""
@@ -17,11 +15,6 @@ class Schedule(NamedTuple):
     """Whether an MLP beside attention is computed while Q, K and V travel, rather than when the block asks for it."""
     flat: bool = False
     """Whether exchanges are flat collectives, as stock's, and not by the planner's plan."""
-
-    @property
-    def head_groups(self) -> list[HeadGroup]:
-        """They, in order."""
-        return [HeadGroup(index, self.groups) for index in range(self.groups)]
 
     def __str__(self) -> str:
         first, groups = "V first" if self.v_first else "together", f"{self.groups} head group{'s' * (self.groups > 1)}"

@@ -43,7 +43,7 @@ class World:
         self.sent: list[Sent] = []
         self.agreed = True
         self.said: list[str] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed, say=self.said.append)
+        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed, self.said.append)
 
     def send(self, value: torch.Tensor, layer: Layer) -> Sent:
         self.events.append("send")

@@ -77,7 +77,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, self._counts, self.runs.called, info)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, info, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Found here, since PyTorch cannot trace what is cached.
         self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly

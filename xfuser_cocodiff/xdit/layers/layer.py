@@ -26,7 +26,7 @@ from xfuser_cocodiff.xdit.layers.running import named
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
 
 
-@dataclass
+@dataclass(eq=False)
 class Shared:
     """What the layers of a process have in common."""
 
@@ -37,9 +37,10 @@ class Shared:
     agreed: Callable[[object], bool]
     """Whether all ranks pass the same; they call it alike."""
     say: Callable[[str], None]
-    """Tells the user."""
-    kinds: Kinds = field(default_factory=Kinds)
-    current: "Layer | None" = None
+    """Tells the user what is normal."""
+    kinds: Kinds = field(init=False, default_factory=Kinds)
+    """Of their calls."""
+    current: "Layer | None" = field(init=False, default=None)
     """The one whose module runs."""
 
 

@@ -2,54 +2,27 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.xdit.layers.kind import Kinds
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
 from xfuser_cocodiff.xdit.layers.root import WRAPPER, Place, Root
 from xfuser_cocodiff.xdit.layers.running import arguments_of, running_modules
 
 
-class Layers:
-    """The attention layers of this process.
+@dataclass(eq=False)
+class Layers(Shared):
+    """The attention layers of this process."""
 
-    Args:
-        active: whether exchanges may overlap just now.
-        counting: whether calls are to be counted just now.
-        called: told of each call of a transformer before it is counted, and of its arguments.
-        say: tells the user what is normal.
-        send: starts the exchange of V, or of its first head group where its call has several; given V and the layer.
-        agreed: whether all ranks pass the same; they call it alike.
-    """
-
-    def __init__(
-        self,
-        active: Callable[[], bool],
-        send: Callable[[torch.Tensor, Layer], Handle],
-        agreed: Callable[[object], bool],
-        counting: Callable[[], bool] = lambda: True,
-        called: Callable[[Root, tuple, dict[str, Any]], None] = lambda *_: None,
-        say: Callable[[str], None] = lambda message: None,
-    ) -> None:
-        self._shared = Shared(active, send, agreed, say)
-        self._counting, self._called = counting, called
-        # Only their modules hold them, so that a transformer that is not needed any more can go.
-        self._layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
-        self._roots: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
-
-    @property
-    def current(self) -> Layer | None:
-        """The one whose module runs."""
-        return self._shared.current
-
-    @property
-    def kinds(self) -> Kinds:
-        """Of their calls."""
-        return self._shared.kinds
+    counting: Callable[[], bool] = lambda: True
+    """Whether calls are to be counted just now."""
+    called: Callable[[Root, tuple, dict[str, Any]], None] = lambda *_: None
+    """Told of each call of a transformer before it is counted, and of its arguments."""
+    # Only their modules hold them, so that a transformer that is not needed any more can go.
+    _layers: weakref.WeakValueDictionary[int, Layer] = field(init=False, default_factory=weakref.WeakValueDictionary)
+    _roots: weakref.WeakValueDictionary[int, Root] = field(init=False, default_factory=weakref.WeakValueDictionary)
 
     def discover(self) -> None:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
@@ -61,7 +34,7 @@ class Layers:
             for name, other in transformer.named_modules():
                 if type(other) is type(module) and self._of(other) is None:
                     block = transformer.get_submodule(name.rpartition(".")[0])
-                    self._layers[id(other)] = layer = Layer(name, other, block, root, self._shared)
+                    self._layers[id(other)] = layer = Layer(name, other, block, root, self)
                     layer.follow()
 
     def _root_of(self, running: Sequence[nn.Module]) -> Root:
@@ -69,7 +42,7 @@ class Layers:
         transformer = next(module for module in reversed(running) if not is_wrapper(module))
         root = self._roots.get(id(transformer))
         if root is None or root.transformer is not transformer:
-            root = self._roots[id(transformer)] = Root(transformer, self._counting, self._called)
+            root = self._roots[id(transformer)] = Root(transformer, self.counting, self.called)
         if not root.hears(running[-1]):
             root.watch(running[-1], *arguments_of(running[-1]))
         return root
@@ -104,7 +77,7 @@ class Layers:
         if not rehearsed:
             return
         is_heard = any(layer.is_heard for layer in list(self._layers.values()))
-        if not self._shared.agreed(is_heard) or is_heard:
+        if not self.agreed(is_heard) or is_heard:
             for kind in rehearsed:
                 kind.rehearsed, kind.recipe = False, None
                 kind.rehearsed_by.clear()
@@ -118,7 +91,7 @@ class Layers:
         self._layers.clear()
         self._roots.clear()
         self.kinds.clear()
-        self._shared.current = None
+        self.current = None
 
 
 def is_wrapper(module: nn.Module) -> bool:
