@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,6 +48,8 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 )
 def test_ranks_nest_as_the_command_says_or_in_two_nodes(preset: str, arguments: list[str], topology: str) -> None:
     assert emulate.topology_for(preset, arguments) == topology
+    with pytest.raises(ValueError, match="3 ranks are not two equal nodes; say by --topology how they nest"):
+        emulate.topology_for("pcie", [*FLUX, "3"])
 
 
 def test_a_cluster_is_as_it_was_asked_for() -> None:
@@ -96,11 +97,6 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_odd_ranks_need_a_topology(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["compare", "--emulate", "pcie", "--", *FLUX, "3"]) == 2
-    assert "--emulate pcie: 3 ranks are not two equal nodes; say by --topology how they nest" in capsys.readouterr().err
-
-
 def test_a_machine_without_namespaces_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -130,24 +126,13 @@ SCRIPT = """
 """
 
 
-@pytest.fixture
-def emulated(tmp_path: Path) -> Callable[..., tuple[int, dict]]:
-    """Runs a comparison of a script that leaves what it finds on its cluster as a record, and returns that."""
-    script = tmp_path / "example.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-
-    def run(*options: str, out: str = "out") -> tuple[int, dict]:
-        line = ["compare", "--out", str(tmp_path / out), "--repeats", "1", *options, "--", str(script)]
-        status = cli.main([*line, "--ulysses_degree", "4"])
-        return status, json.loads((tmp_path / out / "report.json").read_text())
-
-    return run
-
-
 @needs_namespaces
-def test_both_sides_run_on_the_cluster(emulated: Callable, tmp_path: Path) -> None:
-    status, found = emulated("--emulate", "ethernet", "--scale", "0.5", "--modes", "exact,fast")
-    assert status == 0
+def test_both_sides_run_on_the_cluster(tmp_path: Path) -> None:
+    script, out = tmp_path / "example.py", tmp_path / "out"
+    script.write_text(textwrap.dedent(SCRIPT))
+    line = f"compare --out {out} --repeats 1 --emulate ethernet --scale 0.5 --modes exact,fast -- {script}"
+    assert cli.main([*line.split(), "--ulysses_degree", "4"]) == 0
+    found = json.loads((out / "report.json").read_text())
     assert found["cluster"]["topology"] == "node=2,gpu=2"
     assert found["cluster"]["rates"] == pytest.approx({"node": 1.25, "gpu": 40})
     stock, _, fast = found["runs"]
@@ -156,18 +141,8 @@ def test_both_sides_run_on_the_cluster(emulated: Callable, tmp_path: Path) -> No
         assert run["device"] == "1.25,,0"
         assert "-m xfuser_cocodiff.emulation.cluster --preset=ethernet" in run["command"]
     assert "--cocodiff" not in stock["command"] and "--cocodiff_mode=fast" in fast["command"]
-    ranks = [json.loads((tmp_path / f"out/records/exact-1/rank{rank}.json").read_text()) for rank in range(4)]
+    ranks = [json.loads((out / f"records/exact-1/rank{rank}.json").read_text()) for rank in range(4)]
     assert [rank["device"].rpartition(",")[2] for rank in ranks] == ["0", "1", "0", "1"]
-
-
-@needs_namespaces
-def test_stock_on_a_cluster_is_taken_from_an_earlier_comparison(emulated: Callable, tmp_path: Path, capsys) -> None:
-    _, first = emulated("--emulate", "pcie", out="first")
-    assert [run["name"] for run in first["runs"]] == ["stock", "balanced"]  # as a run on two nodes has it
-    capsys.readouterr()
-    status, second = emulated("--emulate", "pcie", "--modes", "exact", "--stock", str(tmp_path / "first"))
-    assert status == 0 and second["runs"][0] == first["runs"][0]
-    assert "stock 1: started" not in capsys.readouterr().out
 
 
 @pytest.mark.slow  # the demo does it too, and the parts have tests of their own

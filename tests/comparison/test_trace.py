@@ -29,56 +29,41 @@ def work(category: str, stream: int, begin: int, end: int, launched: int, thread
     return [launch, {**launch, "cat": category, "pid": DEVICE, "tid": stream, "ts": begin, "dur": end - begin}]
 
 
-def write(file: Path, events: list[dict]) -> Path:
-    file.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    return file
-
-
-def test_overlap_is_that_of_single_moments(tmp_path: Path) -> None:
-    """Kernels on two streams and exchanges on a third, at random, against one moment after the other."""
-    rng, events, busy, exchanges = random.Random(0), [], set(), []
+def traced(rng: random.Random) -> tuple[list[dict], dict[str, list[bool]]]:
+    """A rank's kernels on two streams and exchanges on a third, at random; and for each moment of an exchange, by what
+    it brings, whether a kernel ran."""
+    events, busy, moments = [], set(), {"v": [], "qk": []}
     for _ in range(40):
         begin = rng.randrange(300)
         end = begin + rng.randrange(1, 12)
         busy |= set(range(begin, end))
         events += work("kernel", rng.choice([7, 13]), begin, end, launched=begin - 5)
     for index in range(20):  # each a copy to the host and one back, between which its stream does nothing
-        begin, launched = rng.randrange(300), 1000 + 10 * index
+        begin, launched, what = rng.randrange(300), 1000 + 10 * index, rng.choice([*moments])
         middle, end = begin + rng.randrange(1, 9), begin + rng.randrange(10, 20)
-        exchanges.append(range(begin, end))
-        events.append(span("cocodiff.v.exchange", launched, launched + 8, thread=2))
+        moments[what] += range(begin, end)
+        events.append(span(f"cocodiff.{what}.exchange", launched, launched + 8, thread=2))
         events.append(span("cocodiff.node", launched + 1, launched + 3, thread=2))
         events += work("gpu_memcpy", 20, begin, middle, launched + 1, thread=2)
         events += work("kernel", 20, end - 1, end, launched + 6, thread=2)
+    events.append({"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}})
+    events.append(span("cocodiff.o.exchange", 9000, 9009))  # of which the device did nothing
+    events.append(span("cocodiff.v.exchange", 1000, 1009, category="gpu_user_annotation"))
     rng.shuffle(events)
-    hidden = sum(moment in busy for moments in exchanges for moment in moments)
-    found = trace.overlaps([write(tmp_path / "trace.json.gz", events)])
-    assert found == {"v": pytest.approx(hidden / sum(map(len, exchanges)))}
-    assert 0 < found["v"] < 1
+    return events, {what: [moment in busy for moment in its] for what, its in moments.items()}
 
 
-def exchanging(busy: bool) -> list[dict]:
-    """A rank's exchanges, behind which its device computes, or not."""
-    return [
-        {"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}},
-        span("cocodiff.v.exchange", 0, 9),
-        *work("kernel", 20, 100, 110, launched=1),
-        span("cocodiff.v.wait", 10, 19),
-        *(work("kernel", 7, 105, 130, launched=12) if busy else []),
-        span("cocodiff.qk.exchange", 20, 29),
-        *work("kernel", 20, 120, 130, launched=21),
-        span("cocodiff.o.exchange", 40, 49),  # of which the device did nothing
-        span("cocodiff.v.exchange", 60, 69, category="gpu_user_annotation"),
-    ]
-
-
-def test_kinds_and_ranks_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = []
-    for rank, busy in enumerate((True, False)):
+def test_overlap_is_that_of_single_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files, wanted = [], {"v": [], "qk": []}
+    for rank in range(2):
         monkeypatch.setitem(globals(), "_numbers", itertools.count(1))  # every process has the same ones
-        files.append(write(tmp_path / f"trace{rank}.json.gz", exchanging(busy)))
-    assert [trace.overlaps([file]) for file in files] == [{"v": 0.5, "qk": 1.0}, {"v": 0.0, "qk": 0.0}]
-    assert trace.overlaps(files) == {"v": 0.25, "qk": 0.5}
+        events, moments = traced(random.Random(rank))
+        files.append(tmp_path / f"trace{rank}.json.gz")
+        files[-1].write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+        for what, its in moments.items():
+            wanted[what] += its
+    assert trace.files(tmp_path) == files
+    assert trace.overlaps(files) == pytest.approx({what: sum(its) / len(its) for what, its in wanted.items()})
 
 
 def test_on_an_accelerator_a_profiler_sees_ranges_and_nobody_takes_times() -> None:
