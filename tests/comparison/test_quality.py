@@ -12,15 +12,15 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.comparison import quality
+from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.models import hub
+from xfuser_cocodiff.settings.config import CocoDiffConfig
+
+CONFIG = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
 
 
 def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
-    one = quality.Judge("FLUX.1-dev", config, seeds=2, steps=6, size=128, dtype=torch.float32)
+    one = quality.Judge("FLUX.1-dev", CONFIG, seeds=2, steps=6, size=128, dtype=torch.float32)
     rows = quality.rows(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"], sweep=False)
     record, gallery = quality.measure(one, rows, ["center"], lambda what: None)
     others = [
@@ -113,22 +113,17 @@ def test_bad_usage(arguments: list[str], words: str, capsys) -> None:
     assert words in capsys.readouterr().err
 
 
-def judge_videos(rank: int, model: str) -> tuple[dict, quality.Gallery]:
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
-    one = quality.Judge(model, config, seeds=2, steps=3, size=64, dtype=torch.float32)
-    assert not one.inpaints
-    rows = quality.rows(["balanced", "balanced@bits=1;bits_o=1", "paper@warmup=3"], sweep=False)
-    return quality.measure(one, rows, [], lambda what: None)
+def judge_others(rank: int, model: str, dtype: torch.dtype, *asked: str) -> tuple[dict, quality.Gallery]:
+    one = quality.Judge(model, CONFIG, seeds=2, steps=4, size=64, dtype=dtype)
+    return quality.measure(one, quality.rows(asked, sweep=False), [], lambda what: None)
 
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("model", slow_but(["Wan2.1-T2V"], ["Wan2.1-T2V", "Wan2.2-T2V", "Hunyuanvideo-1.5"]))
 def test_videos_are_judged_by_all_their_frames(model: str, tmp_path: Path, capsys) -> None:
     hub.write_cache(Path(os.environ["HF_HOME"]), [model])
-    [(record, gallery)] = ranks.run(judge_videos, 1, model)
+    asked = ("balanced", "balanced@bits=1;bits_o=1", "paper@warmup=4")
+    [(record, gallery)] = ranks.run(judge_others, 1, model, torch.float32, *asked)
     made = gallery[""]
     assert {name: videos.shape for name, videos in made.items()} == {
         name: (2, 9, 64, 64) for name in ("stock", "balanced")
@@ -146,35 +141,12 @@ def test_videos_are_judged_by_all_their_frames(model: str, tmp_path: Path, capsy
     assert (tmp_path / "sheet.png").stat().st_size > 10000
 
 
-def videos(count: int, frames: int, *shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, frames, *shape), dtype=np.uint8)
-
-
-def test_strips_have_the_frames_of_a_video_below_those_of_other_modes() -> None:
-    short = {"stock": videos(2, 9, 4, 4), "fast": videos(2, 9, 4, 4, seed=1)}
-    shown = quality.strips(short)
-    assert [*shown] == ["stock, 1", "fast, 1", "stock, 2", "fast, 2"]
-    assert np.array_equal(shown["fast, 2"], short["fast"][1])
-    long = quality.strips({"stock": videos(5, 81, 4, 4)})
-    assert [*long] == ["stock, 1", "stock, 2", "stock, 3"]
-    assert np.array_equal(long["stock, 1"], videos(5, 81, 4, 4)[0, ::10])
-
-
-def judge_others(rank: int, model: str) -> dict:
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-
-    config = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2"), slow_axes=("node",))
-    one = quality.Judge(model, config, seeds=2, steps=4, size=64, dtype=torch.bfloat16)
-    assert one.inpaints
-    rows = quality.rows(["balanced@bits=8;bits_o=8", "fast@bits=1;bits_o=1", "paper@warmup=4"], sweep=False)
-    return quality.measure(one, rows, [], lambda what: None)[0]
-
-
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("model", slow_but([], ["FLUX.2-dev", "SD3.5", "Qwen-Image"]))
 def test_every_family_can_be_judged_on_one_rank(model: str) -> None:
-    [record] = ranks.run(judge_others, 1, model)
+    asked = ("balanced@bits=8;bits_o=8", "fast@bits=1;bits_o=1", "paper@warmup=4")
+    [(record, _)] = ranks.run(judge_others, 1, model, torch.bfloat16, *asked)
+    assert record["inpaints"]
     eight, one, exact = record["rows"]
     assert one["bytes_slow_fraction"] < eight["bytes_slow_fraction"] < 1
     assert 10 < one["psnr_db_mean"] < eight["psnr_db_mean"]

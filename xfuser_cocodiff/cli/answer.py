@@ -15,6 +15,8 @@ def fail(message: str) -> int:
 
 
 def write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write a record where --json says."""
+    """Write a record where --json says, if it is given."""
+    if options.json is None:
+        return
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({**record, "command": options.command}, indent=2) + "\n")

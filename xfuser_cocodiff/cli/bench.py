@@ -145,6 +145,5 @@ def _kernels(options: argparse.Namespace) -> int:
     kernels.use(options.kernels)
     record = bench.measure(compute_device(), options.degree, options.repeats)
     bench.show(record)
-    if options.json:
-        write_json(options, record)
+    write_json(options, record)
     return 0

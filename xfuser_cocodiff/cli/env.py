@@ -39,6 +39,5 @@ def run(options: argparse.Namespace) -> int:
         patches.add_row(row.site, row.why, row.state)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(facts, "", patches)
-    if options.json:
-        write_json(options, {**host.header(), **dataclasses.asdict(found)})
+    write_json(options, {**host.header(), **dataclasses.asdict(found)})
     return 0 if found.plugin == "installed" else 1

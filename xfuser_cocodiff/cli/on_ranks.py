@@ -57,8 +57,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     dist.destroy_process_group()
     if first:
         show(record)
-        if options.json:
-            write_json(options, record)
+        write_json(options, record)
     return 0
 
 

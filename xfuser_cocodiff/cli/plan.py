@@ -60,8 +60,7 @@ def _for_sizes(options: argparse.Namespace) -> int:
         return fail(str(error))
     if os.environ.get("RANK", "0") == "0":
         forecast.show(record)
-        if options.json:
-            write_json(options, record)
+        write_json(options, record)
     return 0
 
 
@@ -77,8 +76,7 @@ def _for_model(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     plan_model.show(record)
-    if options.json:
-        write_json(options, record)
+    write_json(options, record)
     return 0
 
 

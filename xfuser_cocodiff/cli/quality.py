@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
     record, gallery = quality.measure(judge, rows, masks, told.say)
     told.end()
     quality.show(record)
-    if options.json:
-        write_json(options, record)
+    write_json(options, record)
     if options.plot:
         quality.draw(record, options.plot)
     if options.sheet:

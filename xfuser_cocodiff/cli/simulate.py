@@ -38,6 +38,5 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     simulate.show(rows)
-    if options.json:
-        write_json(options, {**host.header(), "rows": rows})
+    write_json(options, {**host.header(), "rows": rows})
     return 0

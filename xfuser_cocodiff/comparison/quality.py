@@ -5,7 +5,7 @@ to be found is judged against the truth. Of models that make videos, all frames 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -48,7 +48,6 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
 """Modes and changes to their schedules, by what they are called in a plot."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHEET_PICTURES = 6
-STRIP_VIDEOS, STRIP_FRAMES = 3, 9
 SLICE, PHOTO, VIDEO = "a slice of {}", "a photo of {}", "a video of {}"
 """Prompts, as the small trained models know them."""
 _TEXT_TOKENS = 32
@@ -347,22 +346,11 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
 
 def draw_pictures(gallery: Gallery, file: Path) -> None:
-    """Save pictures of all tasks: a row for each mode, a column for each seed; of videos, rows of their frames."""
-    rows = {
-        f"{task} {name}".strip(): pictures[:SHEET_PICTURES]
-        for task, made in gallery.items()
-        for name, pictures in made.items()
-    }
-    draw_sheet(strips(rows) if next(iter(rows.values())).ndim == 4 else rows, file)
-
-
-def strips(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Frames of the first videos, one video with all names after the other; of a long video some, from first to last.
-
-    Args:
-        rows: videos (N, frames, height, width) by name.
-    """
-    length = next(iter(rows.values())).shape[1]
-    chosen = np.linspace(0, length - 1, min(length, STRIP_FRAMES)).round().astype(int)
-    count = min(STRIP_VIDEOS, *map(len, rows.values()))
-    return {f"{name}, {n + 1}": videos[n, chosen] for n in range(count) for name, videos in rows.items()}
+    """Save some pictures of all tasks, or frames of the first video: a row for each mode."""
+    rows = {}
+    for task, made in gallery.items():
+        for name, every in made.items():
+            pictures = every if every.ndim == 3 else every[0]
+            chosen = np.linspace(0, len(pictures) - 1, min(len(pictures), SHEET_PICTURES)).round().astype(int)
+            rows[f"{task} {name}".strip()] = pictures[chosen]
+    draw_sheet(rows, file)
