@@ -13,7 +13,6 @@ from rich.console import Console
 
 from xfuser_cocodiff.comparison import emulate, launch, trace
 from xfuser_cocodiff.comparison.figures import Outcome, figures
-from xfuser_cocodiff.comparison.launch import Launches
 from xfuser_cocodiff.machine.launcher import SHARE_FIELD
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.settings.options import ACROSS_NODES, ASKED, EXACT, MODES, OPTIONS, TRACE_VARIABLE
@@ -46,18 +45,18 @@ class Contender:
     traces: list[Path] = field(default_factory=list)
     """By rank; none where it was not traced."""
 
-    def launch(self, launches: Launches) -> None:
+    def launch(self, out: Path, console: Console) -> None:
         """Run once more, recording into a fresh folder."""
         label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
         self.launched = command.launch(self.arguments, self.launcher)
-        self.folders.append(launches.run(label, self.launched, self.environment))
+        self.folders.append(launch.run(label, self.launched, self.environment, out, console))
 
-    def launch_traced(self, launches: Launches) -> None:
+    def launch_traced(self, out: Path, console: Console) -> None:
         """Run once more for a trace; a launch of its own, since tracing takes time."""
         arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
         launched = command.launch(arguments, self.launcher)
-        folder = launches.run(f"{self.name} traced", launched, {**self.environment, TRACE_VARIABLE: "1"})
-        self.traces = trace.files(folder)
+        environment = {**self.environment, TRACE_VARIABLE: "1"}
+        self.traces = trace.files(launch.run(f"{self.name} traced", launched, environment, out, console))
 
     def finish(self, out: Path, repeats: int) -> None:
         """Note in `out` that all launches of this side are there, so that another comparison can go on with them."""
@@ -198,21 +197,16 @@ def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, 
     """Run each side as often as it takes; one whose records are complete is finished."""
     for contender in to_run:
         _manifest(out, contender.name).unlink(missing_ok=True)
-    arguments = to_run[0].arguments
-    script, steps = command.is_script(arguments), _number(arguments, "num_inference_steps", 0)
-    turns = repeats if script else 1
-    # Scripts make a run each, as far as one knows, and xDiT's command all repeats.
-    runs = 1 if script else repeats + _number(arguments, "warmup_calls", 0)
-    launches = Launches(out, console, len(to_run) * (turns + traced), runs, steps)
+    turns = repeats if command.is_script(to_run[0].arguments) else 1
     for turn in range(turns):
         # Turns change, so that neither side always runs first.
         for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
-            contender.launch(launches)
+            contender.launch(out, console)
             if turn == turns - 1:
                 Outcome.read(contender.folders, repeats // turns)
                 contender.finish(out, repeats)
     for contender in to_run if traced else ():
-        contender.launch_traced(launches)
+        contender.launch_traced(out, console)
 
 
 def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,8 +21,6 @@ POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 40
 """How long a launch may take to stop; torchrun gives its ranks 30 seconds."""
 TAIL_LINES = 25
-_USUAL_STEPS, _START_STEPS = 28, 5
-"""Of a run, until one has said; and as how many steps the start of a launch counts."""
 
 # The last line of a traceback, perhaps behind the rank's name; what torchrun says of it afterwards is no news.
 _ERROR = re.compile(r"^(?:\[[^\]]+\]:?\s*)*((?!\S*ChildFailedError)[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
@@ -32,94 +30,51 @@ class LaunchError(RuntimeError):
     """A launch of xDiT failed."""
 
 
-class Launches:
-    """Launches of a comparison: each recorded, its output in a log, its progress on the console.
+def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: Path, console: Console) -> Path:
+    """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
 
     Args:
+        name: what to call the launch on the console.
+        command: program and arguments.
+        environment: of the command; the variable that turns on recording is added.
         out: folder of the comparison, for records and logs.
-        console: where starts, ends and progress are told.
-        number: of launches that are foreseen.
-        runs: of each.
-        steps: of each run; 0 where that is not known.
-        clock: seconds.
+        console: where start, progress and end are told.
+
+    Returns:
+        The folder with the records of its ranks, which is a fresh one.
+
+    Raises:
+        LaunchError: it failed; holds its error and the end of its log.
     """
-
-    def __init__(
-        self,
-        out: Path,
-        console: Console,
-        number: int,
-        runs: int,
-        steps: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._out, self._console, self._number, self._runs = out, console, number, runs
-        self._steps = steps or _USUAL_STEPS
-        self._done = self._run = 0
-        self._told = Teller(None if console.quiet else console.file, clock)
-        self._told.expect(number * self._steps_of_one)
-
-    def run(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Path:
-        """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
-
-        Args:
-            name: what to call the launch on the console.
-            command: program and arguments.
-            environment: of the command; the variable that turns on recording is added.
-
-        Returns:
-            The folder with the records of its ranks, which is a fresh one.
-
-        Raises:
-            LaunchError: it failed; holds its error and the end of its log.
-        """
-        folder = self._out / "records" / name.replace(" ", "-")
-        shutil.rmtree(folder, ignore_errors=True)
-        log = self._out / "logs" / f"{folder.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        self._console.print(f"{name}: started, output in {log}")
-        self.begin()
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env={**environment, RECORD_VARIABLE: str(folder.resolve())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                while process.poll() is None:
-                    if found := read_progress(folder / "progress.json"):
-                        self.stands(name, found["run"], found["step"], found["total_steps"])
-                    time.sleep(POLL_SECONDS)
-            finally:
-                stop(process)
-                self._told.end()
-        if process.returncode != 0:
-            raise LaunchError(_explain(name, process.returncode, log))
-        self._console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
-        return folder
-
-    @property
-    def _steps_of_one(self) -> int:
-        return _START_STEPS + self._runs * self._steps
-
-    def begin(self) -> None:
-        """Go on to the next launch."""
-        self._number -= 1
-        self._done = self._run = 0
-
-    def stands(self, name: str, run: int, step: int, steps: int | None) -> None:
-        """Say which step of which run the launch has made, and of how many if that is known."""
-        self._steps = steps or self._steps
-        done, what = _START_STEPS + (run - 1) * self._steps + step, f"{name}: run {run}, step {step} of {steps or '?'}"
-        self._told.advance(done - self._done, what)
-        self._told.expect(max(0, self._steps_of_one - done) + self._number * self._steps_of_one)
-        if run > self._run:
-            self._told.say(what)
-        self._done, self._run = done, run
+    folder = out / "records" / name.replace(" ", "-")
+    shutil.rmtree(folder, ignore_errors=True)
+    log = out / "logs" / f"{folder.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started, told, last_run = time.monotonic(), Teller(None if console.quiet else console.file), 0
+    console.print(f"{name}: started, output in {log}")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**environment, RECORD_VARIABLE: str(folder.resolve())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                if found := read_progress(folder / "progress.json"):
+                    what = f"{name}: run {found['run']}, step {found['step']} of {found['total_steps'] or '?'}"
+                    told.say(what, begins=found["run"] > last_run)
+                    last_run = found["run"]
+                time.sleep(POLL_SECONDS)
+        finally:
+            stop(process)
+            told.end()
+    if process.returncode != 0:
+        raise LaunchError(_explain(name, process.returncode, log))
+    console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
+    return folder
 
 
 @contextlib.contextmanager

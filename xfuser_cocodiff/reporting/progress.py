@@ -18,24 +18,21 @@ class Teller:
 
     def __init__(self, output: TextIO | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._output, self._clock = output, clock
-        self._what, self._left, self._done, self._began = "", 0.0, 0.0, 0.0
+        self._what, self._left, self._done, self._began = "", 0, 0, 0.0
 
-    def expect(self, pieces: float) -> None:
-        """Expect so many more pieces of work; before the first one is done, work begins now."""
-        self._left = pieces
-        if not self._done:
-            self._began = self._clock()
+    def expect(self, pieces: int) -> None:
+        """Expect so many pieces of work, which begins now."""
+        self._left, self._began = pieces, self._clock()
 
-    def say(self, what: str) -> None:
-        """Say what is done from here on."""
+    def say(self, what: str, begins: bool = True) -> None:
+        """Say what is done from here on; elsewhere than on a terminal only where something begins."""
         self._what = what
-        self._show(begins=True)
+        self._show(begins)
 
-    def advance(self, pieces: float = 1.0, what: str | None = None) -> None:
-        """Count pieces as done, and say on a terminal what is done from here on, if that is something else."""
-        self._done += pieces
-        self._left = max(0.0, self._left - pieces)
-        self._what = what or self._what
+    def advance(self) -> None:
+        """Count a piece as done."""
+        self._done += 1
+        self._left = max(0, self._left - 1)
         self._show(begins=False)
 
     def end(self) -> None:
