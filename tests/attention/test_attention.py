@@ -25,7 +25,7 @@ from xfuser_cocodiff.machine.device import CPU
 from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.topology import Topology
 
-PLANS = ("flat", "flat*", "hierarchical", "hierarchical:gpu,node*/2")
+PLANS = ("flat", "flat*", "hierarchical", "hierarchical:gpu,node*")
 
 
 def mesh_of(text: str, device: torch.device = CPU) -> Mesh:

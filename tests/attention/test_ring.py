@@ -46,7 +46,7 @@ def ring_over(topology: Topology, slow: tuple[str, ...] = ()) -> Ring:
 def meet_all(rank: int, sizes: str) -> None:
     topology = Topology.parse(sizes)
     mesh = Mesh.over(dist.group.WORLD, topology)
-    plans = [plan for plan in candidates(topology) if plan.chunks == 1]
+    plans = candidates(topology)
     plans += [Plan.gathering(topology, direct) for direct in (False, True)]
     for dtype in (torch.float32, torch.uint8):
         block = torch.arange(7).add(10 * rank).to(dtype).view(7, 1)

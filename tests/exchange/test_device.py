@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that k
 
 TOPOLOGY = Topology.parse("2x2", 4)
 LAYERS = STEPS = 4
-PLANS = ("flat", "hierarchical", "hierarchical:gpu,node/2")
+PLANS = ("flat", "hierarchical")
 CODECS = {
     "bits": Codec(bits=2, predictor=codecs.ADAPTS),
     "drift": Codec(bits=2, share=0.5, predictor=0.5),

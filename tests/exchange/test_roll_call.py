@@ -77,7 +77,7 @@ def until_lost(rank: int, what: str, end: int) -> None:
         work()
 
 
-PLANS, XDITS = ("flat", "flat*", "hierarchical", "hierarchical:node,gpu/2"), ("all_gather", "broadcast", "all_to_all")
+PLANS, XDITS = ("flat", "flat*", "hierarchical", "hierarchical:node,gpu"), ("all_gather", "broadcast", "all_to_all")
 
 
 @pytest.mark.parametrize(

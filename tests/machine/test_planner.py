@@ -47,9 +47,6 @@ def test_times_by_hand() -> None:
     # Merged: 8 MB over the GPU links beside 2 MB over the tile link, then 6 MB.
     merged = Plan.parse("hierarchical:tile+gpu,node", machine.topology)
     assert planner.seconds(machine, merged, MESSAGE) == pytest.approx(2 + 6 * 0.1 + 4 + 6 + copy)
-    # Two chunks: the first takes half of 1.5 + 4 + 6, and the second ends behind the slowest stage.
-    chunked = dataclasses.replace(by_axis, chunks=2)
-    assert planner.seconds(machine, chunked, MESSAGE) == pytest.approx(2 * 3.4 + (1.5 + 4 + 6) / 2 + 3 + 4 * copy)
 
 
 def test_contention_slows_what_drives_several_axes() -> None:
@@ -61,7 +58,7 @@ def test_contention_slows_what_drives_several_axes() -> None:
 
 @given(machines, message_sizes)
 def test_bytes_over_the_outer_axis_are_the_same_under_every_plan(machine: Profile, message: int) -> None:
-    """Only the outer axis' link has a price, so that every plan in one piece costs what must cross it."""
+    """Only the outer axis' link has a price, so that every plan costs what must cross it."""
     priced = dataclasses.replace(
         machine,
         links=tuple(
@@ -74,14 +71,13 @@ def test_bytes_over_the_outer_axis_are_the_same_under_every_plan(machine: Profil
     )
     nodes = machine.topology.shape[0]
     for plan in candidates(machine.topology):
-        if plan.chunks == 1:
-            assert planner.seconds(priced, plan, message) == pytest.approx(message * (nodes - 1) / nodes / 1e6)
+        assert planner.seconds(priced, plan, message) == pytest.approx(message * (nodes - 1) / nodes / 1e6)
 
 
 @given(machines, message_sizes)
 def test_the_choice_saves_what_its_parts_must(machine: Profile, message: int) -> None:
     def parts(plan: Plan) -> int:
-        return len(plan.stages) - 1 + (plan.chunks > 1)
+        return len(plan.stages) - 1
 
     chosen = planner.choose(machine, message)
     mine, flat = planner.seconds(machine, chosen, message), Plan.flat(machine.topology)
@@ -156,20 +152,6 @@ def test_direct_sends_are_used_where_they_are_faster() -> None:
     assert str(planner.choose(machine, 2**20)) == "flat*"
     assert "*" not in str(planner.choose(machine, 64))
     assert planner.bound_seconds(machine, 2**20) == pytest.approx(2**19 / 2e6)
-
-
-def test_chunks_gain_nothing_where_nothing_overlaps() -> None:
-    machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=0.1, launch=1.0)
-    whole = Plan.hierarchical(machine.topology)
-    chunked = dataclasses.replace(whole, chunks=2)
-    apart = dataclasses.replace(machine, overlap=0.0)
-    copies = 2 * 0.012
-    wires = 1.5 + 4 + 6
-    assert planner.plan_cost(apart, whole, MESSAGE) == planner.plan_cost(machine, whole, MESSAGE)
-    assert planner.seconds(apart, chunked, MESSAGE) == pytest.approx(2 * 3.4 + wires + 2 * copies)
-    half = dataclasses.replace(machine, overlap=0.5)
-    ends = [planner.seconds(one, chunked, MESSAGE) for one in (machine, apart)]
-    assert planner.seconds(half, chunked, MESSAGE) == pytest.approx(sum(ends) / 2)
 
 
 def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:

@@ -104,7 +104,7 @@ def test_exchanges_follow_the_planner() -> None:
 
 
 def test_exchanges_follow_a_fixed_plan() -> None:
-    assert ranks.run(exchange_by, 4, None, "hierarchical:node,gpu*/2") == [["node,gpu", "node,gpu"]] * 4
+    assert ranks.run(exchange_by, 4, None, "hierarchical:node,gpu*") == [["node,gpu", "node,gpu"]] * 4
 
 
 def test_without_a_profile_the_links_are_probed() -> None:

@@ -70,7 +70,7 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
 @pytest.mark.parametrize(
     ("degree", "dynamic", "record", "configs"),
     [
-        slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",), ("hierarchical:node,gpu/2",)]),
+        slow(4, None, True, [AUTO, BALANCED, ("hierarchical:gpu*,node",), ("hierarchical:node,gpu",)]),
         slow(2, True, True, [AUTO, BALANCED, ("flat",)]),
         (2, None, False, [BY_PROFILE, ("flat*",)]),
     ],

@@ -102,9 +102,9 @@ WAYS = {
     ],
     8: [
         Way("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
-        Way("node=4,gpu=2", "hierarchical:node,gpu/2", "node=4,gpu=2"),
+        Way("node=4,gpu=2", "hierarchical:node,gpu", "node=4,gpu=2"),
         Way("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
-        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*/4", "node=2,tile+gpu=4"),
+        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*", "node=2,tile+gpu=4"),
     ],
 }
 """By degree."""

@@ -111,18 +111,15 @@ def _check_bits(works: dict[str, Callable], size: int) -> None:
 def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
     """Plans that are worth a look: flat and every set of stages, innermost first and outermost first.
 
-    Those innermost first also in four chunks, and by direct sends where these were probed.
+    Those innermost first also by direct sends where these were probed.
     """
     plans: list[Plan] = []
     for plan in candidates(topology):
         inward = sorted(plan.stages)
-        if plan.chunks == 1 and list(plan.stages) in (inward, inward[::-1]):
+        if list(plan.stages) in (inward, inward[::-1]):
             plans.append(plan)
-        if list(plan.stages) == inward[::-1] and plan.chunks in (1, 4):
-            if profile.direct:
-                plans.append(replace(plan, direct=(True,) * len(plan.stages)))
-            elif plan.chunks == 4:
-                plans.append(plan)
+        if list(plan.stages) == inward[::-1] and profile.direct:
+            plans.append(replace(plan, direct=(True,) * len(plan.stages)))
     return plans
 
 

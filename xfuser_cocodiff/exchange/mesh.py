@@ -17,7 +17,7 @@ from xfuser_cocodiff.exchange import roll_call
 from xfuser_cocodiff.exchange.groups import subgroup
 from xfuser_cocodiff.exchange.lane import Handle, Lane
 from xfuser_cocodiff.exchange.policy import Policy
-from xfuser_cocodiff.exchange.stages import Stages, UnderWay
+from xfuser_cocodiff.exchange.stages import Stages
 from xfuser_cocodiff.exchange.traffic import Label, Span, Traffic
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.device import CPU
@@ -166,8 +166,6 @@ class Mesh:
     def begin(self, buffer: torch.Tensor, plan: Plan) -> Callable[[], torch.Tensor]:
         """Start the first stage of :meth:`all_to_all`; what is returned carries it to its end. So two of them are under
         way beside each other."""
-        if plan.chunks > 1:
-            return lambda: self._pipelined(buffer, plan)
         first = self.stages.start(buffer, plan, 0)
 
         def go_on() -> torch.Tensor:
@@ -191,7 +189,7 @@ class Mesh:
 
         Args:
             block: of this rank; as large on every rank.
-            plan: how; one of those that the mesh was made for. Chunks do not count.
+            plan: how; one of those that the mesh was made for.
 
         Returns:
             Shape (*plan.shape, *block.shape), indexed by source; a view whose memory order is that of the last stage.
@@ -201,16 +199,3 @@ class Mesh:
         levels = len(plan.dims)
         lies = [levels - 1 - plan.dims.index(dim) for dim in range(levels)]  # the last stage outermost
         return block.permute(*lies, *range(levels, block.ndim))
-
-    def _pipelined(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Send chunk after chunk through the stages: while one crosses nodes, the next crosses tiles."""
-        chunks = buffer.chunk(plan.chunks, -1)
-        last = len(plan.stages) - 1
-        flying: dict[int, UnderWay] = {}
-        for tick in range(len(chunks) + last):
-            # The most advanced chunk first: it frees its stage for the one behind it.
-            for chunk in range(max(0, tick - last), min(tick + 1, len(chunks))):
-                number = tick - chunk
-                part = flying[chunk]() if number else chunks[chunk]
-                flying[chunk] = self.stages.start(part, plan, number)
-        return torch.cat([flying[chunk]() for chunk in range(len(chunks))], -1)

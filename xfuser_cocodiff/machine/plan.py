@@ -1,4 +1,4 @@
-"""A plan says how an all-to-all runs: its stages, their order, and into how many chunks it is cut.
+"""A plan says how an all-to-all runs: its stages and their order.
 
 A stage is one all-to-all along one axis or along several merged ones: a collective of the backend, or direct sends to
 each peer behind receives that were posted first. Gloo's collective posts its sends first; then the word that a rank is
@@ -17,15 +17,13 @@ from xfuser_cocodiff.machine.topology import FLAT, Topology
 HIERARCHICAL = "hierarchical"
 DIRECT = "*"
 """Marks a stage of direct sends."""
-CHUNK_COUNTS = (1, 2, 4, 8)
-"""Numbers of chunks that the planner considers."""
 
 Stage = tuple[int, ...]
 """Neighbouring axes that one all-to-all crosses, by number, ascending."""
 
 NOTATION = (
-    f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node{DIRECT}/4' "
-    f"({DIRECT}: direct sends, /4: in 4 chunks)"
+    f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node{DIRECT}' "
+    f"({DIRECT}: direct sends)"
 )
 
 
@@ -35,8 +33,6 @@ class Plan:
 
     topology: Topology
     stages: tuple[Stage, ...]
-    chunks: int = 1
-    """Parts of the message that go through the stages one behind the other, each stage busy with another part."""
     direct: tuple[bool, ...] = ()
     """For each stage whether it sends directly; none of them does when not given."""
     shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -82,16 +78,13 @@ class Plan:
         Raises:
             ValueError: not the notation, or stages that do not name every axis of the topology once.
         """
-        kind, _, rest = text.strip().partition(":")
-        if kind in (FLAT, FLAT + DIRECT) and not rest:
+        kind, _, stages = text.strip().partition(":")
+        if kind in (FLAT, FLAT + DIRECT) and not stages:
             return replace(cls.flat(topology), direct=(kind.endswith(DIRECT),))
         if kind != HIERARCHICAL:
             raise ValueError(f"{text!r} is not valid; valid are {NOTATION}")
-        if not rest:
+        if not stages:
             return cls.hierarchical(topology)
-        stages, _, chunks = rest.partition("/")
-        if chunks and not (chunks.isdecimal() and int(chunks) >= 1):
-            raise ValueError(f"{text!r} asks for {chunks!r} chunks; their number starts at 1")
         numbers = {topology.axes[dim].name: dim for dim in _moving(topology)}
         marked = stages.split(",")
         names = [stage.removesuffix(DIRECT).split("+") for stage in marked]
@@ -101,7 +94,7 @@ class Plan:
         if set(found) - set(itertools.chain(*_merges(_moving(topology)))):
             raise ValueError(f"{text!r} merges axes that are no neighbours; they are {', '.join(numbers)}")
         direct = tuple(stage.endswith(DIRECT) for stage in marked)
-        return cls(topology, found, int(chunks or 1) if len(found) > 1 else 1, direct)
+        return cls(topology, found, direct)
 
     @property
     def is_flat(self) -> bool:
@@ -143,18 +136,13 @@ class Plan:
         if self.is_flat:
             return FLAT + marks[0]
         stages = ",".join(label + mark for label, mark in zip(self.labels, marks, strict=True))
-        return f"{HIERARCHICAL}:{stages}" + (f"/{self.chunks}" if self.chunks > 1 else "")
+        return f"{HIERARCHICAL}:{stages}"
 
 
 def candidates(topology: Topology) -> list[Plan]:
-    """Every plan that the planner considers, by collectives: flat first, then fewer stages and whole messages first."""
+    """Every plan that the planner considers, by collectives: flat first, then those of fewer stages."""
     partitions = sorted(_merges(_moving(topology)), key=len)
-    plans = [Plan(topology, partitions[0])]
-    for partition in partitions[1:]:
-        innermost_first = tuple(reversed(partition))
-        orders = itertools.permutations(innermost_first)
-        plans += [Plan(topology, order, chunks) for order in orders for chunks in CHUNK_COUNTS]
-    return plans
+    return [Plan(topology, order) for partition in partitions for order in itertools.permutations(partition[::-1])]
 
 
 def _merges(dims: Stage) -> Iterator[tuple[Stage, ...]]:

@@ -13,8 +13,8 @@ from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 
 MARGIN = 0.08
-"""Share of its time that a plan must promise to save for every stage beyond the first one, and for chunks: predictions
-have errors of this order, and more so the more parts they add up."""
+"""Share of its time that a plan must promise to save for every stage beyond the first one: predictions have errors of
+this order, and more so the more parts they add up."""
 CODED = 0.1
 """About what codecs leave of a message."""
 DIRECT_MARGIN = 0.05
@@ -57,20 +57,10 @@ def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
 
 def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
     """The parts of :func:`seconds`, for all stages of a plan."""
-    costs = [
-        stage_cost(profile, stage, message_bytes / plan.chunks, direct)
-        for stage, direct in zip(plan.stages, plan.direct, strict=True)
-    ]
-    copies = len(plan.stages) - 1 + (2 if plan.chunks > 1 else 0)  # a chunk is cut out of the message and put back
-    host = plan.chunks * sum(cost.host for cost in costs) + copies * message_bytes / profile.copy_bytes_per_second
-    wires = [cost.wire for cost in costs]
-    if plan.chunks == 1:
-        return StageCost(host, sum(wires))
-    # The first chunk passes all stages; then the slowest stage sets the pace, beside the others.
-    contention = max(_way(profile, direct).contention for direct in plan.direct)
-    pipelined = sum(wires) + (plan.chunks - 1) * max(wires) * contention
-    # Where collectives do not overlap, they do not overlap each other either.
-    return StageCost(host, profile.hides * pipelined + (1 - profile.hides) * plan.chunks * sum(wires))
+    stages = zip(plan.stages, plan.direct, strict=True)
+    costs = [stage_cost(profile, stage, message_bytes, direct) for stage, direct in stages]
+    copies = (len(plan.stages) - 1) * message_bytes / profile.copy_bytes_per_second
+    return StageCost(sum(cost.host for cost in costs) + copies, sum(cost.wire for cost in costs))
 
 
 def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
@@ -198,7 +188,7 @@ def choose_gather(profile: Profile, block_bytes: float) -> Plan:
     def counted(plan: Plan) -> float:
         return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _complexity(plan))
 
-    plans = [plan for plan in candidates(profile.topology) if plan.chunks == 1]
+    plans = candidates(profile.topology)
     if profile.direct:
         plans += [replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
     return min(plans, key=counted)
@@ -267,7 +257,7 @@ def choose(profile: Profile, message_bytes: float) -> Plan:
 
 
 def _complexity(plan: Plan) -> int:
-    return len(plan.stages) - 1 + (plan.chunks > 1)
+    return len(plan.stages) - 1
 
 
 def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> Plan:
@@ -276,7 +266,7 @@ def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> P
         return plan
 
     def faster(stage: Stage) -> bool:
-        costs = [stage_cost(profile, stage, message_bytes / plan.chunks, direct) for direct in (False, True)]
+        costs = [stage_cost(profile, stage, message_bytes, direct) for direct in (False, True)]
         collective, direct = (cost.host + cost.wire for cost in costs)
         return direct < (1 - DIRECT_MARGIN) * collective
 
