@@ -36,11 +36,18 @@ def test_direct_sends_are_for_the_cpu() -> None:
         planned.check_fits(direct, XPU, "--cocodiff_a2a")
 
 
-def test_collectives_that_are_known_to_block_hide_nothing() -> None:
-    machine = dataclasses.replace(MACHINE, overlap=0.9)
-    assert planned.known_of(machine, XPU).hides == 0.9
-    assert planned.known_of(machine, XPU, synchronous=True).hides == 0
-    assert planned.known_of(machine, CPU, synchronous=True).hides == 0.9  # the variable is oneCCL's
+def blocking(rank: int) -> list[bool]:
+    """Whether V, which is worth its call, is sent ahead by a mesh of collectives that overlap, or run one by one."""
+    config = CocoDiffConfig(topology=MACHINE.topology, profile=MACHINE)
+    meshes = [
+        planned.planned_mesh(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
+        for synchronous in (False, True)
+    ]
+    return [mesh.policy.ahead(10**8, 3 * 10**8) for mesh in meshes] + [mesh.policy.goes_ahead(10**8) for mesh in meshes]
+
+
+def test_nothing_is_sent_ahead_where_collectives_are_known_to_block() -> None:
+    assert ranks.run(blocking, 4) == [[True, False, True, False]] * 4
 
 
 def test_graphs_know_the_plan_of_every_size() -> None:

@@ -1,9 +1,6 @@
 """The probe on real ranks: what it finds is the same on all of them, and drives the planner."""
 
 import dataclasses
-import time
-from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -45,38 +42,6 @@ def test_topologies_with_little_to_probe() -> None:
         [profile, *_] = ranks.run(measure, 3, text)
         assert Profile.from_json(profile.to_json()) == profile
         assert planner.choose(profile, 1000).is_flat
-
-
-def overlap_with(rank: int, blocking: bool) -> float:
-    """The overlap that is measured where a message takes 80 ms, in the background or while its starter waits."""
-    group, topology = dist.group.WORLD, Topology.flat(2)
-    mesh = Mesh.over(group, topology)
-    start = Stages.start
-
-    def starting(self: Stages, *args: object) -> Callable[[], torch.Tensor]:
-        arrive, ready = start(self, *args), time.monotonic() + 0.08
-        if blocking:
-            time.sleep(0.08)
-
-        def late() -> torch.Tensor:
-            time.sleep(max(0.0, ready - time.monotonic()))
-            return arrive()
-
-        return late
-
-    computing = mock.patch.object(torch, "mm", lambda *_: time.sleep(0.02))
-    small = mock.patch.object(probe, "_LAST_BYTES", probe._FIRST_BYTES)
-    with computing, small, mock.patch.object(Stages, "start", starting):
-        return probe.Probe(mesh, CPU).overlap()
-
-
-@pytest.mark.alone
-def test_the_overlap_that_a_probe_measures() -> None:
-    """Collectives that wait for their end, as under CCL_OP_SYNC=1, are told from those that do not."""
-    for blocking, low, high in ((False, 0.5, 1.0), (True, 0.0, 0.3)):
-        first, second = ranks.run(overlap_with, 2, blocking)
-        assert first == second
-        assert low <= first <= high
 
 
 def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:

@@ -66,8 +66,8 @@ def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
 def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
     """Whether a tensor is better sent ahead, while others are computed, than in one message with them.
 
-    Ahead it costs a call of its own, and the share of its time on the links that computation does not hide. So all
-    travel together where a call costs more than its bytes, and where nothing overlaps.
+    Ahead it costs a call of its own, and its time on the links hides behind computation. So all travel together where a
+    call costs more than its bytes.
 
     Args:
         profile: the machine.
@@ -75,9 +75,9 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
         ahead_bytes: of the tensor.
         all_bytes: of all tensors, this one included.
     """
-    alone = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes)
+    call = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes).host
     rest, together = (seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes))
-    return alone.host + (1 - profile.hides) * alone.wire + rest < (1 - MARGIN) * together
+    return call + rest < (1 - MARGIN) * together
 
 
 class Leg(NamedTuple):

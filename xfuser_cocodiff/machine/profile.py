@@ -44,15 +44,6 @@ class Profile:
     direct: "Profile | None" = None
     """The same machine by direct sends; None where the backend's collective leaves nothing to gain by them."""
 
-    overlap: float | None = None
-    """Share of an exchange that hides behind computation, from 0 to 1; None where it was not measured, as on a CPU,
-    where layers try out what overlaps. Then the planner takes it that all of it hides."""
-
-    @property
-    def hides(self) -> float:
-        """The share that the planner counts on."""
-        return 1.0 if self.overlap is None else self.overlap
-
     @property
     def slow_axes(self) -> tuple[str, ...]:
         """Names of the axes, outermost first, along which a rank sends at less than SLOW_SHARE of the speed at which it
@@ -84,8 +75,6 @@ class Profile:
             links = tuple(AxisLink(**link) for link in values["links"])
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             direct = values["direct"] and cls.from_json(values["direct"])
-            overlap = values.get("overlap")  # which profiles of earlier versions lack
-            overlap = None if overlap is None else float(overlap)
         except KeyError as error:
             raise ValueError(f"not a profile: {error} is missing") from None
         except TypeError as error:
@@ -100,9 +89,7 @@ class Profile:
         times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a profile: speeds must be positive, and times not negative")
-        if overlap is not None and not 0 <= overlap <= 1:
-            raise ValueError(f"not a profile: overlap {overlap} is not valid; valid are shares from 0 to 1")
-        return cls(topology, links, **figures, direct=direct, overlap=overlap)
+        return cls(topology, links, **figures, direct=direct)
 
     @classmethod
     def read(cls, file: Path) -> "Profile":

@@ -105,7 +105,7 @@ def planned_mesh(
         every = over(group, config.topology) if config.plan else mesh
         known.profile = probe.measure(every, device)
     profile = config.profile or known.profile
-    profile = profile and known_of(profile, device, config.synchronous)
+    profile = profile and known_of(profile, device)
     flat, plan = None, config.plan
     if profile and plan is None:
         plans = [Plan.flat(mesh.topology)]
@@ -148,13 +148,12 @@ def _choosing(mesh: Mesh, profile: Profile | None) -> Mesh:
 
 
 def _sending_ahead(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Mesh:
-    """The mesh, with what decides whether a tensor is sent ahead: the planner with a profile, else whether anything
+    """The mesh, with what decides whether a tensor is sent ahead: the planner where there is a profile, unless nothing
     overlaps."""
 
     def ahead(ahead_bytes: int, all_bytes: int) -> bool:
-        if profile is None:
-            return not synchronous
-        return planner.ahead_pays(profile, mesh.policy.choose, ahead_bytes, all_bytes)
+        pays = profile is None or planner.ahead_pays(profile, mesh.policy.choose, ahead_bytes, all_bytes)
+        return pays and not synchronous
 
     traced = None  # from where on it pays, for graphs
     for power in reversed(SIZES):
@@ -180,12 +179,6 @@ def check_fits(plan: Plan, device: torch.device, option: str) -> None:
         )
 
 
-def known_of(profile: Profile, device: torch.device, synchronous: bool = False) -> Profile:
-    """What counts of a profile on a device.
-
-    Direct sends, measured on a CPU, are not fit for an accelerator; and where it is known that its collectives run one
-    by one, nothing overlaps, whatever a profile of another day says.
-    """
-    if devices.of(device.type).sends_directly:
-        return profile
-    return replace(profile, direct=None, overlap=0.0 if synchronous else profile.overlap)
+def known_of(profile: Profile, device: torch.device) -> Profile:
+    """What counts of a profile on a device: direct sends, measured on a CPU, are not fit for an accelerator."""
+    return profile if devices.of(device.type).sends_directly else replace(profile, direct=None)

@@ -5,7 +5,6 @@ rank; all ranks of the group end up with the same profile. Each takes a tenth of
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ import torch
 
 from xfuser_cocodiff.codec.codecs import Codec, Reference, decode, encode
 from xfuser_cocodiff.exchange.mesh import Mesh
-from xfuser_cocodiff.exchange.traffic import Label
 from xfuser_cocodiff.machine import device as devices
 from xfuser_cocodiff.machine.plan import Plan, Stage
 from xfuser_cocodiff.machine.planner import stage_cost
@@ -28,9 +26,6 @@ _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.005, 0.02
 """A message is large enough when it takes ten times as long as a tiny one, within these bounds: much faster ones say
 little, since links with token buckets let the first kilobytes pass unhindered, and slower ones only cost time."""
 _SMALL_CALLS, ROUNDS = 3, 3
-_LABEL = Label("probe")
-_SQUARE = 512
-"""Side of the matrices that are multiplied while a message travels."""
 _CODEC = Codec(bits=2)
 _COPIED_BYTES = {False: 2**20, True: 2**27}
 _CODED_TOKENS, _CODED_CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
@@ -73,8 +68,7 @@ class Probe:
         if devices.of(self.device.type).sends_directly:
             # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
             return dataclasses.replace(profile, direct=self._along_axes(speeds, direct=True))
-        # On a CPU all of an exchange may hide: whole steps show what does.
-        return dataclasses.replace(profile, overlap=self.overlap()) if any(self._axes) else profile
+        return profile
 
     def _along_axes(self, speeds: tuple[float, float], direct: bool) -> Profile:
         """The profile of collectives, or of direct sends, given the speeds of copies and of the codec."""
@@ -130,33 +124,6 @@ class Probe:
             decode(payload, received, _CODEC, None, target)
 
         return values.nbytes / self._taken(code, _CODED_CALLS[queues])
-
-    def overlap(self) -> float:
-        """Share of an exchange that hides behind computation: both at once against each alone.
-
-        It is 0 where an exchange holds up the host or the device until it is done, as under oneCCL's CCL_OP_SYNC=1. It
-        goes by axis, as the one of V may, and is as long as a flat one that shows the bandwidth.
-        """
-        topology = self.mesh.topology
-        plan = Plan.hierarchical(topology)
-        share = self._sample(Plan.flat(topology).stages[0], False)[1] // topology.size
-        message = torch.zeros(*plan.shape, share, dtype=torch.uint8, device=self.device)
-        square = torch.randn(_SQUARE, _SQUARE, device=self.device)
-
-        def compute(times: int) -> None:
-            for _ in range(times):
-                torch.mm(square, square)
-
-        def both(times: int) -> None:
-            handle = self.mesh.post(message, plan, _LABEL, lambda received: received)
-            compute(times)
-            handle.wait()
-
-        exchange = self._taken(lambda: both(0), 1)
-        times = max(1, round(exchange / self._taken(lambda: compute(_SMALL_CALLS), 1) * _SMALL_CALLS))
-        computation, together = (self._taken(functools.partial(work, times), 1) for work in (compute, both))
-        hidden = (exchange + computation - together) / min(exchange, computation)
-        return min(max(hidden, 0.0), 1.0)
 
     def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
         """Of a message; with `rounds`, timed so often right after others along the same stage."""

@@ -76,6 +76,4 @@ def show(record: dict[str, Any]) -> None:
         table.add_row(axis["name"], str(axis["size"]), f"{axis['latency_us']:.0f}", speed, slow)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"inferred topology: {record['topology_inferred']}", table)
-    if (overlap := record["profile"]["overlap"]) is not None:
-        console.print(f"of an exchange, {100 * overlap:.0f} % hide behind computation")
     console.print(f"{record['seconds']:.1f} s, of which the planner's profile took {record['profile_seconds']:.1f} s")
