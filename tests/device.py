@@ -117,7 +117,6 @@ WRITTEN = {
     "_encode_kernel": ("payload", "now", "sums"),
     "_sums_kernel": ("totals", "again"),
     "_decode_kernel": ("now", "target"),
-    "_move_kernel": ("target",),
 }
 """Kernels, and what they write; all other tensors are read."""
 
@@ -188,7 +187,7 @@ class Device(TorchDispatchMode):
 
     @contextlib.contextmanager
     def by_triton(self) -> Iterator[None]:
-        """Encode and move by Triton's kernels, with stand-ins for the kernels themselves."""
+        """Encode by Triton's kernels, with stand-ins for the kernels themselves."""
         from xfuser_cocodiff import kernels
         from xfuser_cocodiff.kernels import fused
 

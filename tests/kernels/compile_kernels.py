@@ -17,8 +17,8 @@ from xfuser_cocodiff.kernels import fused
 POINTERS = {"numbers": "*i32", **dict.fromkeys(("table", "sums", "found", "totals"), "*fp32")}
 POINTERS |= dict.fromkeys(("shares", "again"), "*u8")
 FLOATS = ("root",)
-VALUES = ("values", "held", "before", "now", "target", "source")
-DIVISIBLE = re.compile(r"stride_\w+|from\d|to\d|columns|scales_at")
+VALUES = ("values", "held", "before", "now", "target")
+DIVISIBLE = re.compile(r"stride_\w+|scales_at")
 """What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
 CODING = {"dim": 128, "together": 1, "block_rows": 32, "predicts": True}
 
@@ -56,7 +56,6 @@ def main() -> None:
         kernels = [
             (fused._scores_kernel, {"dim": 128, "block_dim": 128, "block_tokens": 32, "predicts": True}),
             (fused._sums_kernel, {"predicts": True, "block": 1024}),
-            (fused._move_kernel, {"block_rows": 32, "block_columns": 128}),
         ]
         for bits, selects in ((2, True), (8, False), (1.6, False), (2.7, True), (None, True), (None, False)):
             how = coding(bits, selects)

@@ -1,4 +1,4 @@
-"""Triton's kernels, run by its interpreter, and Numba's against those in plain PyTorch: the same moves and bits.
+"""Triton's kernels, run by its interpreter, and Numba's against those in plain PyTorch: the same bits.
 
 On a machine with a GPU the same tests run on it.
 """
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from xfuser_cocodiff.codec import codecs, modes
 from xfuser_cocodiff.codec.codecs import Codec
 from xfuser_cocodiff.exchange import lane
 from xfuser_cocodiff.kernels import reference
-from xfuser_cocodiff.kernels.layout import merged
 from xfuser_cocodiff.kernels.quantise import GRIDS, tokens_per_row
 from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, away, put_away
 from xfuser_cocodiff.simulation.workloads import Workload
@@ -256,27 +254,6 @@ def test_zeros_and_differences_too_small_for_a_scale(one_pass) -> None:
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1].held, case.held)
 
 
-def test_moves_between_any_strides(fused) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for dims in (2, 3, 4, 5, 6):
-        for order in itertools.islice(itertools.permutations(range(dims - 1)), 0, None, dims):
-            shape = torch.randint(1, 5, (dims - 1,), generator=generator).tolist()
-            source = torch.randn(*shape, 7, generator=generator).to(DEVICE).permute(*order, dims - 1)
-            source.view(-1)[0:1].fill_(float("nan")) if source.is_contiguous() else None
-            room = torch.zeros(*source.shape[:-1], 9, device=DEVICE)
-            fused.move(room[..., 1:-1], source)
-            torch.testing.assert_close(room[..., 1:-1], source, rtol=0, atol=0, equal_nan=True)
-            assert not room[..., 0].any() and not room[..., -1].any()
-
-
-def test_rows_are_as_long_as_both_sides_allow() -> None:
-    layout = merged((4, 1, 6, 2, 8), (96, 5, 16, 8, 1), (16, 9, 64, 8, 1))
-    assert (layout.columns, layout.sizes) == (16, (1, 1, 1, 4, 6))
-    assert layout.target_strides[-2:] == (96, 16) and layout.source_strides[-2:] == (16, 64)
-    assert merged((3, 8), (1, 3), (8, 1)) is None  # single values
-    assert merged((2,) * 7 + (8,), (2048, 512, 128, 64, 32, 16, 8, 1), (*range(7, 0, -1), 1)) is None
-
-
 @pytest.mark.parametrize(("can_build", "expected"), [(True, "triton"), (False, "torch")])
 def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool, expected: str) -> None:
     """Triton, where there is a device for it, and a compiler for its launchers."""
@@ -332,9 +309,7 @@ def test_kernels_compile_for_a_gpu_and_round_as_they_say(tmp_path: Path) -> None
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {row["kernel"] for row in found} == {
-        f"_{name}_kernel" for name in ("scores", "move", "encode", "sums", "decode")
-    }
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "sums", "decode")}
     for row in found:
         assert "cubin" in row["products"]
         assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
@@ -403,23 +378,6 @@ def test_places_are_found_beyond_32_bits(fused, monkeypatch: pytest.MonkeyPatch,
     assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "read")
     fused.decode(payload, Known(held), bits, active, target, None)
     assert last.touches_the_end_of(active.numbers, "read")
-    last = Last(fused._move_kernel, monkeypatch)
-    monkeypatch.setattr(fused, "_move_kernel", last)
-    for moved in (target, target.view(1, 1, tokens, 17, 128).transpose(2, 3)):
-        last.seen = {"read": [], "written": []}
-        fused.move(moved, values)
-        assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(target, "written")
-
-
-def test_small_moves_are_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = []
-    monkeypatch.setattr(kernels, "used", lambda device: kernels.TRITON)
-    monkeypatch.setattr(kernels, "_kernels", lambda device: SimpleNamespace(move=lambda *given: moved.append(given)))
-    for size, expected in ((kernels.PAYS - 1, 0), (kernels.PAYS, 1)):
-        source = torch.ones(size, dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        kernels.move(target, source)
-        assert len(moved) == expected and (expected or target.all())
 
 
 SMALL = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
@@ -434,7 +392,6 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
     away = tensor // 2
     payload = away // 2 // 8 * 2 + away // 2 // 32  # 2 bits a value, and a scale for two of a head's six tokens
     found = {row["kernel"]: row["bytes"] for row in record["rows"]}
-    assert found["move"] == 2 * tensor
     assert found["scores"] == 3 * away
     assert found["encode"] == found["decode"] == 4 * away + payload
     assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec import exchange
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
@@ -133,7 +132,7 @@ def send_to_sequence(
     message = _pack([piece], plan)
 
     def place_it(received: torch.Tensor) -> None:
-        kernels.move(place, _unpack(received, [piece], plan)[0])
+        place.copy_(_unpack(received, [piece], plan)[0])
 
     return mesh.post(message, plan, label, place_it, is_awaited)
 
@@ -162,7 +161,7 @@ def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
         sizes = _payload_sizes(pieces, levels)
         message = outermost[0].new_empty(*outermost[0].shape[:levels], sum(sizes))
         for piece, part in zip(outermost, message.split(sizes, -1), strict=True):
-            kernels.move(part.unflatten(-1, piece.shape[levels:]), piece)
+            part.unflatten(-1, piece.shape[levels:]).copy_(piece)
     return message.movedim(0, first) if first else message
 
 
@@ -185,11 +184,7 @@ def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
     """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
     levels = len(plan.shape)
     ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
-    if ordered.is_contiguous():
-        return ordered.flatten(gather_dim, gather_dim + levels)
-    merged = ordered.new_empty(ordered.shape)
-    kernels.move(merged, ordered)
-    return merged.flatten(gather_dim, gather_dim + levels)
+    return ordered.contiguous().flatten(gather_dim, gather_dim + levels)
 
 
 @functools.cache

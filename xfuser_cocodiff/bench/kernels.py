@@ -72,7 +72,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
     for name, resolution in cases:
         workload = WORKLOADS[name]
         works = _works(workload, resolution, degree, device)
-        copy = _copy(works[0].nbytes, device)
+        copy = _copy(works[-1].nbytes, device)
         layer = [_Work("layer", _layer(workload, resolution, degree, device), 0)]
         layer += _by_modes(workload, _tokens(workload, resolution, degree), degree, device)
         seconds = _in_turns([copy, *works, *layer], repeats)
@@ -141,9 +141,7 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
     payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
     full, encoded = held.nbytes, (PLACES - 1) * sizes[0]
-    moved = torch.empty_like(values, memory_format=torch.contiguous_format)
     return [
-        _Work("move", lambda: kernels.move(moved, values), 2 * values.nbytes),
         _Work("scores", lambda: kernels.scores(values, known, here), 3 * full),
         _Work("encode", lambda: kernels.encode(values, known, BITS, None, payload, here), 4 * full + encoded),
         _Work(

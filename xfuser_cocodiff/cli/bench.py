@@ -122,7 +122,7 @@ def _model(options: argparse.Namespace) -> int:
 
 def _add_kernels(subjects: Any) -> None:
     parser = subjects.add_parser(
-        "kernels", help="what codes and moves values, against a copy on the same device, at the sizes of real models"
+        "kernels", help="what codes values, against a copy on the same device, at the sizes of real models"
     )
     parser.add_argument("--degree", type=int, default=8, help="Ulysses degree, on two nodes (%(default)s)")
     parser.add_argument("--kernels", default="auto", help="auto, triton, numba or torch (%(default)s)")

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from xfuser_cocodiff import kernels
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
 from xfuser_cocodiff.codec.message import Message
 from xfuser_cocodiff.codec.slow_way import SlowWay
@@ -84,12 +83,12 @@ class _Exchange(NamedTuple):
         """
         landings = [self.way.landing(target, len(received)) for target in self.targets]
         for (landing, _), own in zip(landings, near, strict=True):
-            kernels.move(landing[here.start : here.stop], own)
+            landing[here.start : here.stop].copy_(own)
         again = self.mesh.lane.run
         message.decode(received, [landing for landing, _ in landings], lambda sent: again(lambda: carry(sent)))
         for (landing, is_target), target in zip(landings, self.targets, strict=True):
             if not is_target:
-                kernels.move(target, self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))
+                target.copy_(self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))
 
 
 def send(
@@ -193,7 +192,7 @@ def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
     sizes = _sizes(parts)
     message = parts[0].new_empty(len(parts[0]), sum(sizes))
     for room, part in zip(message.split_with_sizes(sizes, 1), parts, strict=True):
-        kernels.move(room.unflatten(1, part.shape[1:]), part)
+        room.unflatten(1, part.shape[1:]).copy_(part)
     return message
 
 

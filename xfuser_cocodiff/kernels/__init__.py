@@ -1,6 +1,6 @@
-"""Work on rows of values, done once for each: scored, encoded, decoded, moved.
+"""Work on rows of values, done once for each: scored, encoded, decoded.
 In: tensors of any strides, what both ends hold of them, and how they are to be encoded.
-Out: `scores`, `encode`, `decode`, `move`; `use` and `resolved`, which choose between the sets of kernels.
+Out: `scores`, `encode`, `decode`; `use` and `resolved`, which choose between the sets of kernels.
 
 `reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and `compiled` is Numba, for
 CPUs: both read and write each tensor once. What one end of a link encodes, the other decodes to the same bits, whatever
@@ -27,8 +27,6 @@ from xfuser_cocodiff.machine import device as devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
 CHOICES = (AUTO, TRITON, NUMBA, TORCH)
-PAYS = 2**21
-"""Bytes from which on a move is worth a launch of Triton's, which takes the host several times as long as PyTorch's."""
 
 
 _wanted = [AUTO]
@@ -172,11 +170,3 @@ def decode(
         tells: whether the sender does.
     """
     return _kernels(payload.device).decode(payload, known, bits, active, target, here, tells)
-
-
-def move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values between tensors of one shape and dtype, of any strides."""
-    if not torch.compiler.is_compiling() and target.nbytes >= PAYS and used(target.device) == TRITON:
-        _kernels(target.device).move(target, source)
-    else:
-        target.copy_(source)

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from xfuser_cocodiff.kernels import quantise, rows
-from xfuser_cocodiff.kernels.layout import merged
 from xfuser_cocodiff.kernels.rows import Active, Encoded, Known, away, put_away, sampled, typed
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantise.PER_OCTAVE)), tl.constexpr(float(quantise.ORIGIN))
@@ -23,8 +22,6 @@ _LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
 """In the place of no width."""
 _VALUES = 4096
 """Of a program."""
-_MOST_ROWS = 2**31 - _VALUES
-"""That are counted in 32 bits."""
 
 
 @triton.jit
@@ -281,29 +278,6 @@ def _decode_kernel(
     tl.store(target + start + inner[None, :], made, mask=inside)
 
 
-@triton.jit
-def _move_kernel(
-    source, target, rows, columns, size1, size2, size3, size4,
-    from0, from1, from2, from3, from4, to0, to1, to2, to3, to4,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
-):  # fmt: skip
-    """Rows of values that follow each other in both tensors."""
-    blocks = tl.cdiv(columns, block_columns)
-    row = tl.program_id(0) // blocks * block_rows + tl.arange(0, block_rows)
-    first = tl.program_id(0) % blocks * block_columns  # in 64 bits where columns are counted so
-    column = tl.arange(0, block_columns)
-    i4 = (row % size4).to(tl.int64)
-    i3 = (row // size4 % size3).to(tl.int64)
-    i2 = (row // (size4 * size3) % size2).to(tl.int64)
-    i1 = (row // (size4 * size3 * size2) % size1).to(tl.int64)
-    i0 = (row // (size4 * size3 * size2 * size1)).to(tl.int64)
-    here = first + i0 * from0 + i1 * from1 + i2 * from2 + i3 * from3 + i4 * from4
-    there = first + i0 * to0 + i1 * to1 + i2 * to2 + i3 * to3 + i4 * to4
-    inside = (row < rows)[:, None] & (column < columns - first)[None, :]
-    value = tl.load(source + here[:, None] + column[None, :], mask=inside)
-    tl.store(target + there[:, None] + column[None, :], value, mask=inside)
-
-
 def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
     """See the package."""
     values, held = _rows_of(values), known.held
@@ -382,21 +356,6 @@ def decode(
     if landing is not target:
         put_away(target, away(landing, here), here)
     return now
-
-
-def move(target: torch.Tensor, source: torch.Tensor) -> None:
-    """See the package."""
-    layout = merged(target.shape, target.stride(), source.stride())
-    if layout is None or target.numel() == 0 or layout.rows > _MOST_ROWS:
-        target.copy_(source)
-        return
-    rows, columns = layout.rows, layout.columns
-    block_columns = min(1024, triton.next_power_of_2(columns))
-    block_rows = max(1, _VALUES // block_columns)
-    _move_kernel[(triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)](
-        source, target, rows, columns, *layout.sizes[1:], *layout.source_strides, *layout.target_strides,
-        block_rows, block_columns,
-    )  # fmt: skip
 
 
 _AS_IT_IS = quantise.Grid(0, 1, 0.0)

@@ -137,7 +137,7 @@ OPTIONS = (
         "cocodiff_kernels",
         "COCODIFF_KERNELS",
         None,
-        f"What codes values and moves them: triton, numba, torch, or {AUTO} (the default): Triton on accelerators, "
+        f"What codes values: triton, numba, torch, or {AUTO} (the default): Triton on accelerators, "
         "Numba on CPUs, PyTorch where these are not to be had.",
         kernels.CHOICES,
     ),
