@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,34 +26,6 @@ def in_a_row(calls: int, ranks: int) -> int:
     return calls * min(max(1, ranks // _FEW_RANKS), _MOST_TIMES)
 
 
-def race(
-    works: Sequence[Callable[[], object]],
-    calls: int,
-    rounds: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> list[list[float]]:
-    """Return the seconds of one call of each piece of work, per round, on the slowest rank; the same on every rank.
-
-    They take turns, so that all of them meet the same machine, and in every round another one begins.
-
-    Args:
-        works: what every rank of the group does, in the same order; each waits for what it starts.
-        calls: in a row; what one of them waits for stragglers of the one before is part of its time.
-        rounds: how often all of them have their turn.
-        group: the ranks.
-        device: where they work.
-    """
-    times = torch.empty(len(works), rounds, dtype=torch.float64)
-    order = list(range(len(works)))
-    for turn in range(rounds):
-        first = turn % len(works)
-        for number in order[first:] + order[:first]:
-            _come_together(group, device)
-            times[number, turn] = _seconds(works[number], calls, device)
-    return _of_all(times.to(device), group).amax(0).tolist()
-
-
 def pace(
     work: Callable[[], object],
     calls: int,
@@ -65,7 +37,7 @@ def pace(
     """Seconds of one call of a piece of work, per round, on the slowest rank; the same on every rank.
 
     One call before the rounds is not timed: it opens connections, allocates, and brings those ranks together that the
-    work is shared by. That costs less than :func:`race`, whose works are told apart more surely.
+    work is shared by. That costs less than :func:`contest`, whose works are told apart more surely.
 
     Args:
         work: what every rank of the group does; it waits for what it starts.
@@ -87,16 +59,27 @@ def pace(
 def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Return the seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
 
+    They take turns, so that all of them meet the same machine, and in every round another one begins.
+
     Args:
-        works: by name; every rank must pass the same ones, in the same order.
-        repeats: how often each is timed, in turns.
+        works: by name, what every rank does, in the same order; each waits for what it starts.
+        repeats: how often each is timed.
         device: where they work.
     """
-    group, calls = dist.group.WORLD, list(works.values())
-    first, second = zip(*race(calls, 1, _WARMING_TURNS, group, device), strict=True)
-    slowest_call = max(min(pair) for pair in zip(first, second, strict=True))
-    times = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_OF_A_RANK * dist.get_world_size() / slowest_call)))
-    return dict(zip(works, race(calls, times, repeats, group, device), strict=True))
+    group, names = dist.group.WORLD, list(works)
+
+    def rounds(count: int, calls: int) -> torch.Tensor:
+        times = torch.empty(len(names), count, dtype=torch.float64)
+        for turn in range(count):
+            for place in range(len(names)):
+                number = (turn + place) % len(names)
+                _come_together(group, device)
+                times[number, turn] = _seconds(works[names[number]], calls, device)
+        return _of_all(times.to(device), group).amax(0)
+
+    slowest_call = rounds(_WARMING_TURNS, 1).amin(1).max().item()
+    calls = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_OF_A_RANK * dist.get_world_size() / slowest_call)))
+    return dict(zip(names, rounds(repeats, calls).tolist(), strict=True))
 
 
 def slowest(seconds: float, device: torch.device) -> float:
