@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,7 @@ import torch
 from tests.quick import in_turn, pairwise, slow_but
 from xfuser_cocodiff import kernels
 from xfuser_cocodiff.bench import kernels as bench
-from xfuser_cocodiff.codec import codecs, modes
 from xfuser_cocodiff.codec.codecs import Codec
-from xfuser_cocodiff.exchange import lane
 from xfuser_cocodiff.kernels import reference
 from xfuser_cocodiff.kernels.quantise import GRIDS, tokens_per_row
 from xfuser_cocodiff.kernels.rows import TOLD, Active, Encoded, Known, away, put_away
@@ -400,43 +397,6 @@ def test_the_bench_counts_what_kernels_read_and_write(monkeypatch: pytest.Monkey
     assert calls == [("exact", 2), ("balanced", 2), ("fast", 2)]
     bench.show(record)
     assert "take the host 1.00 ms (1.00 to 1.00) in mode balanced" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(("mode", "encoded"), [("exact", ""), ("balanced", "vqko" * 2), ("fast", "vqko" * 2)])
-def test_the_bench_codes_what_a_layer_sends(monkeypatch: pytest.MonkeyPatch, mode: str, encoded: str) -> None:
-    """Once as it is, and then by the codecs of the mode's later steps."""
-
-    used, encode = [], codecs.encode
-    monkeypatch.setattr(codecs, "encode", lambda *given: used.append(given[2]) or encode(*given))
-    bench._exchanges(SMALL, 6, 4, DEVICE, mode)()
-    late = modes.usual(mode, 50).codecs(49, 50) if encoded else {}
-    assert [codec.is_exact for codec in used[: len(used) // 2]] == [True] * (len(encoded) // 2)
-    assert used[len(used) // 2 :] == [late[name] for name in encoded[len(encoded) // 2 :]]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("mode", ["exact", "balanced"])
-def test_only_what_travels_while_something_is_computed_takes_a_thread(
-    monkeypatch: pytest.MonkeyPatch, mode: str, beside: bool
-) -> None:
-
-    started, attend = [], bench.ulysses_attention
-
-    def attended(*given: object, **named: object) -> torch.Tensor:
-        others = {"beside": lambda: None} if beside else {}
-        return attend(*given, **named, **others)
-
-    class Executor(ThreadPoolExecutor):
-        def submit(self, *given: object) -> object:
-            started.append(1)
-            return super().submit(*given)
-
-    monkeypatch.setattr(bench, "ulysses_attention", attended)
-    monkeypatch.setattr(lane, "ThreadPoolExecutor", Executor)
-    call = bench._exchanges(SMALL, 6, 4, torch.device("cpu"), mode)
-    started.clear()
-    call()
-    assert len(started) == (1 if beside else 0)
 
 
 class Once:

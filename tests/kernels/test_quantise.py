@@ -38,14 +38,6 @@ def test_every_value_gets_its_level(bits: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(row, torch.tensor(slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("bits", "per_byte"), [(1, 8), (1.6, 5), (2, 4), (2.7, 3), (4, 2), (8, 1)])
-def test_bytes_are_as_full_as_they_can_be(bits: float, per_byte: int) -> None:
-    levels = GRIDS[bits].levels
-    assert levels**per_byte <= 256 < levels ** (per_byte + 1)
-    assert bits == pytest.approx(8 / per_byte, abs=0.05)
-    assert row_bytes(bits, 128) == math.ceil(128 / per_byte)
-
-
 @pytest.mark.parametrize(
     ("bits", "decibels"), [(1, 4.40), (1.6, 7.21), (2, 9.25), (2.7, 12.18), (4, 19.38), (8, 40.34)]
 )
