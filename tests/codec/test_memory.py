@@ -103,8 +103,10 @@ def test_a_budget_is_kept(budget: int | None, held: int, encoded: int) -> None:
             assert run.step() == [True] * encoded + [False] * (4 - encoded)
             assert run.runtime.expected_bytes == run.runtime.reference_bytes == held
             assert run.runtime.reports[-1].exact_layers == 4 - encoded
-    assert any(f"{4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said)
-    assert any(f"{4 - encoded} of 4 layers travel exactly" in line for line in run.said) == (encoded < 4)
+    assert sum(f"references of 4 layers take {4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said) == 1
+    # In every run, of which a later one may be in another's log.
+    exact = [line for line in run.said if f"{4 - encoded} of 4 layers travel exactly" in line]
+    assert len(exact) == (2 if encoded < 4 else 0)
 
 
 def test_branches_of_guidance_find_room_at_once() -> None:
@@ -116,13 +118,3 @@ def test_branches_of_guidance_find_room_at_once() -> None:
             assert run.runtime.expected_bytes == run.runtime.reference_bytes == 8 * COMPACT
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
     assert any("references of 4 layers in 2 branches of guidance" in line for line in run.said)
-
-
-def test_that_layers_travel_exactly_is_said_in_every_run() -> None:
-    run = Run(4 * COMPACT - 1, layers=4)
-    for number in (1, 2):
-        run.begin()
-        run.step()
-        run.step()
-        assert sum("1 of 4 layers travel exactly" in line for line in run.said) == number
-        assert sum("references of 4 layers" in line for line in run.said) == 1

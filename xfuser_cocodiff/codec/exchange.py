@@ -32,19 +32,6 @@ from xfuser_cocodiff.machine.plan import Plan
 T = TypeVar("T")
 
 
-class _Parcel(NamedTuple):
-    """A message that goes through a mesh."""
-
-    mesh: Mesh
-    message: torch.Tensor
-    """(*plan.shape, payload), indexed by destination."""
-    plan: Plan
-
-    def begin(self) -> Callable[[], torch.Tensor]:
-        """See :meth:`Mesh.begin`."""
-        return self.mesh.begin(self.message, self.plan)
-
-
 class _Exchange(NamedTuple):
     """What an exchange is of."""
 
@@ -128,29 +115,29 @@ def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handl
     far, stays = _to_all(message.encoded(), way, mesh), [piece[way.here] for piece in split]
 
     def carry(sent: torch.Tensor) -> torch.Tensor:
-        return _by_place(_to_all(sent, way, mesh).begin()(), way)
+        return _by_place(mesh.all_to_all(*_to_all(sent, way, mesh)), way)
 
     def end(received: torch.Tensor, near: list[torch.Tensor]) -> T:
         exchange.receive(message, _by_place(received, way), near, here, carry)
         return result
 
     if way.fast is None:
-        return mesh.post(*far[1:], label, lambda received: end(received, stays), exchange.is_awaited)
-    near = _along(_packed(stays), way.fast)
+        return mesh.post(*far, label, lambda received: end(received, stays), exchange.is_awaited)
+    fast, near = way.fast, _along(_packed(stays), way.fast)
 
     def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        first, second = far.begin(), near.begin()
+        first, second = mesh.begin(*far), fast.begin(*near)
         return first(), _unpacked(second(), stays)
 
     # In the lane, even where both have one stage: others may have a stage among the same ranks, and keep their order.
     return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_awaited)
 
 
-def _to_all(message: torch.Tensor, way: SlowWay, mesh: Mesh) -> _Parcel:
-    """Messages (S * F, bytes) as they go to their ranks."""
+def _to_all(message: torch.Tensor, way: SlowWay, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+    """Messages (S * F, bytes) as they go to their ranks, and how."""
     plan = mesh.policy.choose(message.nbytes)
     by_rank = way.joined(message.unflatten(0, (way.places, way.near)))
-    return _Parcel(mesh, by_rank.reshape(*plan.shape, -1), plan)
+    return by_rank.reshape(*plan.shape, -1), plan
 
 
 def _by_place(received: torch.Tensor, way: SlowWay) -> torch.Tensor:
@@ -160,16 +147,16 @@ def _by_place(received: torch.Tensor, way: SlowWay) -> torch.Tensor:
 
 def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
     """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
-    way, mesh = exchange.way, exchange.mesh
+    way, mesh, fast = exchange.way, exchange.mesh, exchange.way.fast
     here = range(way.here, way.here + 1)
 
     def carry(sent: torch.Tensor) -> torch.Tensor:
-        return _along(sent, way.slow).begin()().reshape(way.places, -1)
+        return way.slow.all_to_all(*_along(sent, way.slow)).reshape(way.places, -1)
 
     def travel() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
         """The values come along: the lane tells who uses them."""
         turned = [piece.transpose(0, 1) for piece in split]
-        found = _unpacked(_along(_packed(turned), way.fast).begin()(), turned)
+        found = _unpacked(fast.all_to_all(*_along(_packed(turned), fast)), turned)
         message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in found], here)
         return message, message.values, carry(message.encoded())
 
@@ -181,10 +168,10 @@ def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Han
     return mesh.start(exchange.label, travel, end, exchange.is_awaited)
 
 
-def _along(message: torch.Tensor, mesh: Mesh) -> _Parcel:
-    """A message (ranks, n) along the axes of a mesh."""
+def _along(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+    """A message (ranks, n) as it goes along the axes of a mesh, and how."""
     plan = mesh.policy.choose(message.nbytes)
-    return _Parcel(mesh, message.view(*plan.shape, -1), plan)
+    return message.view(*plan.shape, -1), plan
 
 
 def _packed(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -84,17 +84,12 @@ def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: tor
 
 def slowest(seconds: float, device: torch.device) -> float:
     """The largest of the values that the ranks pass."""
-    return _reduced(seconds, "max", device)
+    return _of_all(torch.tensor(seconds, dtype=torch.float64, device=device), dist.group.WORLD).max().item()
 
 
 def mean(value: float, device: torch.device) -> float:
     """The mean of the values that the ranks pass."""
-    return _reduced(value, "sum", device) / dist.get_world_size()
-
-
-def _reduced(value: float, operation: str, device: torch.device) -> float:
-    own = torch.tensor(value, dtype=torch.float64, device=device)
-    return functional.wait_tensor(functional.all_reduce(own, operation, dist.group.WORLD)).item()
+    return _of_all(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).mean().item()
 
 
 def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
