@@ -71,14 +71,3 @@ def inpaint(rank: int, model: str) -> None:
 @pytest.mark.parametrize("model", slow_but(["Qwen-Image"], MODELS))
 def test_known_pixels_are_kept(model: str) -> None:
     ranks.run(inpaint, 1, model)
-
-
-@pytest.mark.parametrize(("name", "share"), [("block", 9 / 64), ("center", 1 / 4)])
-def test_masks(name: str, share: float) -> None:
-    hidden = inpainting.mask(name, 64)
-    assert hidden.mean() == share
-    assert hidden[16:32, 16:32].any()
-
-
-def test_a_pipeline_that_nobody_knows_has_no_layout() -> None:
-    assert inpainting.layout(object()) is None
