@@ -13,15 +13,18 @@ import torch
 from tests import ranks
 from tests.machine.test_planner import profile_of
 from tests.quick import slow
-from tests.xdit.attention.test_overlap import start
+from tests.xdit.attention.test_overlap import in_force, start, use
+from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.machine.plan import Plan
+from xfuser_cocodiff.machine.topology import Topology
+from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.xdit.engine import start as starting
+from xfuser_cocodiff.xdit.engine.engine import Engine, active
+from xfuser_cocodiff.xdit.launching import world
 
 
-def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> object:
+def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> CocoDiffConfig:
     """Settings, as flags would make them; without a plan the planner chooses."""
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig
-
     topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
     sizes = list(topology.shape)
     known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
@@ -33,10 +36,6 @@ def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = 
 def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: bool) -> list[list[int]]:
     """Graphs and graph breaks of stock and of each plugin, whose results must be those of compiled stock."""
     from torch._dynamo.utils import counters
-
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import Engine, active
-    from xfuser_cocodiff.xdit.launching import world
 
     group, transformer, step = start(rank, depth=2)
     engines = [Engine(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
@@ -85,10 +84,6 @@ def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
 
 def trace_as_for_devices(rank: int) -> None:
     """Exact exchanges of accelerators, which are no operators."""
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=2)
     expected = None
     for v_first in (None, True, False):
@@ -132,13 +127,10 @@ def order_of_two_layers(rank: int) -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    from xfuser_cocodiff.exchange.head_group import HeadGroup
     from xfuser_cocodiff.xdit.attention import operators
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.launching import world
 
     group, *_ = start(rank, depth=2)
-    world.use(starting.engine_over(group, config_of(2, "flat")))
+    in_force(group, config_of(2, "flat"))
     graphs: list[torch.fx.Graph] = []
 
     def keep(module: torch.fx.GraphModule, _: list) -> object:
@@ -190,11 +182,6 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     from torch._inductor.utils import run_and_get_code
     from xfuser.model_executor.models.runner_models.base_model import xFuserModel
 
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine import start as starting
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=3)
     config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
     results, events = [], []
@@ -232,8 +219,6 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     from torch._dynamo.utils import counters
 
     from tests.xdit.test_approximation import Approximating
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine.engine import active
 
     run = Approximating(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
     expected, figures = [], []
@@ -278,16 +263,8 @@ def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(
 
 def compile_late(rank: int) -> None:
     """Layers that were learned before their transformer was compiled do not stand in the way."""
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.machine.plan import Plan
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import Overlap
-    from xfuser_cocodiff.xdit.engine.engine import Engine
-    from xfuser_cocodiff.xdit.launching import world
-
     group, transformer, step = start(rank, depth=2)
-    topology = Topology.flat(2)
-    world.use(Engine(mesh=Mesh.over(group, topology, [Plan.flat(topology)]), overlap=Overlap(True, 2)))
+    use(group, True, 2)
     results = [step() for _ in range(4)]
     transformer.compile(backend="aot_eager")
     results += [step() for _ in range(2)]

@@ -27,8 +27,6 @@ def start(rank: int, ring: int = 1) -> None:
 
 def use(topology: str, ring: int = 1, **more: str) -> None:
     """A runtime state with the plugin in use."""
-    from types import SimpleNamespace
-
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
     from xfuser.core.distributed.runtime_state import RuntimeState

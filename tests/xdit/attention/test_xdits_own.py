@@ -83,10 +83,7 @@ class World:
 
     def use(self, mode: str | None) -> Any:
         """Go on with the plugin, or as stock; returns the engine."""
-
-        degree = self.group.size()
-        engine = in_force(self.group, config_of(degree, "hierarchical", mode=mode)) if mode else Engine()
-        return engine
+        return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Engine()
 
     def by_fp8(self, scale: float | None) -> Any:
         """Send in FP8 from now on, by a fixed scale or by those that are to be seen."""
