@@ -80,14 +80,11 @@ def test_scales_and_shapes() -> None:
     for text in ("0", "half", "0.5,", "-1", "inf", "nan"):
         with pytest.raises(ValueError, match="--scale"):
             model.scales(text)
-    none = dict.fromkeys(("width", "depth", "tokens", "heads"))
-    assert Shape.named("high-resolution", 8, **none) == Shape(512, 3, 4096, 32)
-    large = Shape.named("low-resolution", 24, **none)
+    assert Shape.named("high-resolution", 8) == Shape(512, 3, 4096, 32)
+    large = Shape.named("low-resolution", 24)
     assert (large.heads, large.tokens % 24, large.width % large.heads) == (24, 0, 0)
     with pytest.raises(ValueError, match="--shape 'huge'"):
-        Shape.named("huge", 8, **none)
-    with pytest.raises(ValueError, match="--heads 6"):
-        Shape.named("high-resolution", 4, **{**none, "heads": 6})
+        Shape.named("huge", 8)
 
 
 def stock(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,9 +96,7 @@ def stock(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bench_a2a(rank: int) -> dict:
-    topology = Topology.parse("2x2", 4)
-    plans = [Plan.parse(text, topology) for text in ("flat", "hierarchical", "hierarchical:node,gpu*")]
-    return a2a.measure(dist.group.WORLD, topology, CPU, stock, [1000, 2**16], plans, 3)
+    return a2a.measure(dist.group.WORLD, Topology.parse("2x2", 4), CPU, stock, [1000, 2**16], 3)
 
 
 def test_bench_a2a_leaves_a_record() -> None:
@@ -112,7 +107,7 @@ def test_bench_a2a_leaves_a_record() -> None:
     assert {row["bytes_per_rank"] for row in record["rows"]} == {1024, 2**16}
     for size in (1024, 2**16):
         rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
-        assert list(rows) == ["stock", "flat", "hierarchical:gpu,node", "hierarchical:node,gpu*", "auto"]
+        assert {"stock", "flat", "hierarchical:gpu,node", "auto"} <= rows.keys()
         assert rows["stock"]["ratio_to_stock"] == 1
         for row in rows.values():
             assert len(row["seconds"]) == 3

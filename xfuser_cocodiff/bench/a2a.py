@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +20,7 @@ from xfuser_cocodiff.machine.plan import Plan, candidates
 from xfuser_cocodiff.machine.profile import Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.planned import check_fits, known_of
+from xfuser_cocodiff.measuring.planned import known_of
 from xfuser_cocodiff.measuring.stopwatch import contest, slowest
 from xfuser_cocodiff.reporting import host
 from xfuser_cocodiff.reporting.progress import Teller
@@ -38,11 +37,9 @@ def measure(
     device: torch.device,
     stock: Callable[[torch.Tensor], torch.Tensor],
     sizes: Sequence[int],
-    plans: Sequence[Plan] | None,
     repeats: int,
-    profile_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Time the exchange of one tensor from sequence to heads, by stock, by each plan and by the planner's choice.
+    """Time the exchange of a tensor from sequence to heads, by stock, :func:`fixed_plans` and the planner's choice.
 
     Args:
         group: all ranks.
@@ -50,28 +47,24 @@ def measure(
         device: where the tensor lies.
         stock: xDiT's own exchange of a tensor (B, H, S/P, D).
         sizes: bytes of that tensor on a rank; rounded to what divides.
-        plans: fixed ones to compare with; those of :func:`fixed_plans` when not given.
         repeats: times that each is measured, taking turns.
-        profile_file: what the planner goes by; the links are probed when not given.
 
     Returns:
         The record, the same on every rank.
     """
-    for plan in plans or ():
-        check_fits(plan, device, "--plans")
     told = Teller(sys.stderr if dist.get_rank() == 0 else None)
     told.say("probing the links")
-    mesh = Mesh.over(group, topology, [*candidates(topology), *(plans or ())], device=device)
+    mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()
-    profile = known_of(Profile.read(profile_file) if profile_file else probe.measure(mesh, device), device)
+    profile = known_of(probe.measure(mesh, device), device)
     probe_seconds = slowest(time.perf_counter() - started, device)
     cluster = links.from_environment()
-    plans = plans or fixed_plans(topology, profile)
+    plans = {str(plan): plan for plan in fixed_plans(topology, profile)}
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
         told.say(f"{_bytes(tensor.nbytes)} per rank")
-        contenders = {str(plan): plan for plan in plans} | {"auto": planner.choose(profile, tensor.nbytes)}
+        contenders = plans | {"auto": planner.choose(profile, tensor.nbytes)}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
         _check_bits(works, tensor.nbytes)
@@ -95,7 +88,7 @@ def measure(
         "topology": str(topology),
         "rates": cluster and {axis: cluster.rate(axis) for axis in cluster.rates},
         "profile": profile.to_json(),
-        "probe_seconds": None if profile_file else probe_seconds,
+        "probe_seconds": probe_seconds,
         "rows": rows,
     }
 

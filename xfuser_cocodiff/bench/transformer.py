@@ -29,25 +29,17 @@ class Shape:
     heads: int
 
     @classmethod
-    def named(cls, name: str, ranks: int, **sizes: int | None) -> "Shape":
-        """A shape by name, with some sizes given; the others suit the number of ranks.
+    def named(cls, name: str, ranks: int) -> "Shape":
+        """A shape by name, with as many more heads and tokens as it takes to divide them.
 
         Raises:
-            ValueError: an unknown name, or sizes that do not divide.
+            ValueError: an unknown name.
         """
         if name not in SHAPES:
             raise ValueError(f"--shape {name!r} is not known; valid are {', '.join(SHAPES)}")
         usual = SHAPES[name]
-        heads = sizes["heads"] or math.ceil(usual["heads"] / ranks) * ranks
-        width = sizes["width"] or heads * usual["head"]
-        tokens = sizes["tokens"] or math.ceil(usual["tokens"] / ranks) * ranks
-        shape = cls(width, sizes["depth"] or usual["depth"], tokens, heads)
-        if min(shape.width, shape.depth, tokens, heads) < 1 or heads % ranks or tokens % ranks or width % (8 * heads):
-            raise ValueError(
-                f"--heads {heads} and --tokens {tokens} must be multiples of the {ranks} ranks, --width {width} one of "
-                f"8 times the heads, and --depth {shape.depth} at least 1"
-            )
-        return shape
+        heads, tokens = (math.ceil(usual[part] / ranks) * ranks for part in ("heads", "tokens"))
+        return cls(heads * usual["head"], usual["depth"], tokens, heads)
 
     def message_bytes(self, ranks: int) -> list[int]:
         """Of each exchange of a step, what a rank holds before it: Q, K and V of a layer in one, and O."""

@@ -58,9 +58,7 @@ def _add_a2a(subjects: Any) -> None:
     )
     on_ranks.add_arguments(parser)
     parser.add_argument("--sizes", help="bytes per rank, such as 4KB,1MB (default: 4KB to 32MB)")
-    parser.add_argument("--plans", help="plans to compare, separated by semicolons (default: all forms)")
     parser.add_argument("--repeats", type=int, default=5, help="times that each is measured, in turns (%(default)s)")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="what the planner goes by (default: probes)")
     parser.set_defaults(run=_a2a, parser=parser)
 
 
@@ -68,17 +66,13 @@ def _a2a(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench import a2a
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.machine.plan import Plan
         from xfuser_cocodiff.xdit.launching import world
         from xfuser_cocodiff.xdit.platform.platform import compute_device
 
         sizes = on_ranks.sizes(options.sizes) if options.sizes else a2a.SIZES
-        plans = [Plan.parse(text, topology) for text in options.plans.split(";")] if options.plans else None
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
-        return a2a.measure(
-            group, topology, compute_device(), world.stock_exchange(), sizes, plans, options.repeats, options.profile
-        )
+        return a2a.measure(group, topology, compute_device(), world.stock_exchange(), sizes, options.repeats)
 
     return on_ranks.run(options, work, a2a.show)
 
@@ -98,8 +92,6 @@ def _add_model(subjects: Any) -> None:
         help="each MODE[/PLAN][@v_first=on|off][@head_groups=N], separated by commas (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="steps that each is measured, in turns (%(default)s)")
-    for name, what in (("width", "width"), ("depth", "layers"), ("tokens", "image tokens"), ("heads", "heads")):
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the shape's)")
     parser.add_argument("--compile", action="store_true", help="compile the transformer, as --use_torch_compile does")
     parser.add_argument("--ring", type=int, default=1, metavar="DEGREE", help="ring across the slowest axis (none)")
     parser.set_defaults(run=_model, parser=parser)
@@ -110,8 +102,7 @@ def _model(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.bench.transformer import Shape
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        sizes = {name: getattr(options, name) for name in ("width", "depth", "tokens", "heads")}
-        shape = Shape.named(options.shape, topology.size, **sizes)
+        shape = Shape.named(options.shape, topology.size)
         scales = model.scales(options.scale)
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
