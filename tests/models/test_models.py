@@ -16,22 +16,17 @@ from PIL import Image
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from xfuser_cocodiff.models import captions, flux1, flux2, hub, qwen_image, sd35, tokenizers, weights
+from xfuser_cocodiff.models import captions, flux2, hub, tokenizers
 
-RANDOM = {"FLUX.2-dev": flux2, "SD3.5": sd35, "Qwen-Image": qwen_image}
-MODELS = ["FLUX.1-dev", *RANDOM]
+RANDOM = ["FLUX.2-dev", "SD3.5", "Qwen-Image"]
 PROMPT = "a photo of a cat"
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
-    """A cache of these models, with random weights in place of FLUX.1's trained ones."""
-    shipped = tmp_path_factory.mktemp("flux1_dev")
-    weights.fill(flux1.pipeline(), seed=0).save_pretrained(shipped)
+    """A cache of models with random weights."""
     out = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hub.SHIPPED, "FLUX.1-dev", shipped)
-        hub.write_cache(out, MODELS)
+    hub.write_cache(out, RANDOM)
     return out
 
 
@@ -61,16 +56,6 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 # The models
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_picture_depends_on_prompt_and_seed(out, name):
-    pipe = load(out, name)
-    first = picture(pipe)
-    assert first.shape == (128, 128, 3) and np.isfinite(first).all() and first.std() > 0.1
-    np.testing.assert_array_equal(first, picture(pipe))
-    assert psnr(first, picture(pipe, prompt="a slice of blood vessels")) < 35
-    assert psnr(first, picture(pipe, seed=1)) < 25
-
-
 @pytest.mark.parametrize("name", RANDOM)
 def test_picture_depends_on_attention(out, name, monkeypatch):
     pipe = load(out, name)
@@ -85,20 +70,6 @@ def test_picture_depends_on_attention(out, name, monkeypatch):
 
     pipe.transformer.forward = denoise_with_half
     assert psnr(first, picture(pipe)) < 25
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_weights_follow_the_seed(name):
-    first, again, other = (dict(_tensors(RANDOM[name].pipeline(seed))) for seed in (0, 0, 1))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert any(not torch.equal(first[key], other[key]) for key in first)
-
-
-def _tensors(pipe: DiffusionPipeline):
-    for component, module in pipe.components.items():
-        if isinstance(module, torch.nn.Module):
-            yield from ((f"{component}.{key}", value) for key, value in module.state_dict().items())
 
 
 def test_shipped_flux1_paints(tmp_path):
@@ -193,7 +164,7 @@ def test_qwen_image_cuts_off_its_opening_exactly(out):
 
 def test_writing_again_changes_nothing(out):
     before = stamps(out)
-    hub.write_cache(out, list(RANDOM))
+    hub.write_cache(out, RANDOM)
     assert stamps(out) == before and not list(out.glob(".partial-*"))
 
 
@@ -208,14 +179,6 @@ def tiny(monkeypatch) -> hub.SmallModel:
     model = hub.SmallModel("some/tiny", write)
     monkeypatch.setitem(hub.REGISTRY, "SD3.5", model)
     return model
-
-
-def test_other_models_are_left_alone(tmp_path, tiny):
-    other = tmp_path / "hub" / "models--other--model" / "refs" / "main"
-    other.parent.mkdir(parents=True)
-    other.write_text("0" * 40)
-    hub.write_cache(tmp_path, ["SD3.5"])
-    assert other.read_text() == "0" * 40
 
 
 def test_real_model_is_not_replaced(tmp_path, tiny):
