@@ -26,7 +26,9 @@ class Approximating(Run):
         super().__init__(rank, world_size, arguments, dtype)
         del self.runner.model.pipe.scheduler.__dict__["step"]
         from xfuser_cocodiff.xdit.clock.run_clock import Clock
+        from xfuser_cocodiff.xdit.door import activation
 
+        activation.ask()
         end_step = Clock.end_step
 
         def keep(clock: Any, run: Any, latents: torch.Tensor) -> None:

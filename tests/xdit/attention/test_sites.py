@@ -101,7 +101,7 @@ def test_beside_ring_parallelism() -> None:
 
 
 def check_yunchang(rank: int, topologies: list[str]) -> None:
-    from yunchang.comm.all_to_all import SeqAllToAll4D, all_to_all_4D
+    from yunchang.comm import all_to_all
     from yunchang.globals import PROCESS_GROUP
 
     start(rank)
@@ -111,11 +111,11 @@ def check_yunchang(rank: int, topologies: list[str]) -> None:
         for dtype in DTYPES:
             split, joined = random(1, 2, 3, 2 * world, 4, dtype=dtype), random(2, 2, 3 * world, 2, 4, dtype=dtype)
             for tensor, scatter, gather in ((split, 2, 1), (joined, 1, 2)):
-                got = SeqAllToAll4D.apply(PROCESS_GROUP.ULYSSES_PG, tensor, scatter, gather)
-                expected = all_to_all_4D.__wrapped__(tensor, scatter, gather, group=PROCESS_GROUP.ULYSSES_PG)
+                got = all_to_all.SeqAllToAll4D.apply(PROCESS_GROUP.ULYSSES_PG, tensor, scatter, gather)
+                expected = all_to_all.all_to_all_4D.__wrapped__(tensor, scatter, gather, group=PROCESS_GROUP.ULYSSES_PG)
                 assert equal(got, expected)
-            assert moved(SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
-            assert not moved(SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
+            assert moved(all_to_all.SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
+            assert not moved(all_to_all.SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
 
 
 @pytest.mark.parametrize("degree", slow_but([4], [2, 4, 8]))

@@ -53,10 +53,10 @@ SITE = """
     {before}
     import xfuser.model_executor.layers.usp as usp, xfuser.config.args
     {after}
-    print(json.dumps([
-        usp._ft_c_input_all_to_all.__code__.co_filename.partition("site-packages")[2] == "",
-        hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff"),
-    ]))
+    from xfuser_cocodiff.xdit.door import activation
+    activation.ask()
+    print(json.dumps(["site-packages" not in usp._ft_c_input_all_to_all.__code__.co_filename,
+                      hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff")]))
 """
 
 
@@ -114,6 +114,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
         from xfuser_cocodiff.xdit.patching import log
         before = everything()
         assert xfuser_cocodiff.install()
+        activation.ask()
         assert graphs.order_exchanges()
         log.warn("said")
         during = everything()
@@ -153,6 +154,8 @@ def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
         import xfuser.model_executor.layers.usp as usp
         import xfuser_cocodiff
         assert not xfuser_cocodiff.install()
+        from xfuser_cocodiff.xdit.door import activation
+        activation.ask()
         assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
         """,
         **STOCK,
@@ -242,6 +245,8 @@ def test_a_replacement_that_fails_later_takes_back_the_others() -> None:
         from xfuser_cocodiff.xdit.patching.patch import Patch
         sites.patches = lambda: [*rows(), Patch("xfuser.runner", "xFuserModelRunner", "", lambda original: 1 / 0)]
         import xfuser.model_executor.layers.usp as usp
+        from xfuser_cocodiff.xdit.door import activation
+        activation.ask()
         assert "sites.py" in usp._ft_c_input_all_to_all.__code__.co_filename
         import xfuser.runner
         assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename

@@ -3,10 +3,12 @@
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from torch import nn
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import long_context, outputs, ring_attention, sites, uneven, usp
@@ -38,7 +40,7 @@ def install(listeners: Sequence[run_clock.Listener] = (), rows: Sequence[Patch] 
     autoload.unwatch()
     if _installed is None or _installed.withdrawn:
         clock = run_clock.Clock(listeners)
-        patch_set = PatchSet([*table(clock), *rows], PACKAGE)
+        patch_set = PatchSet([*table(clock), *rows], PACKAGE, asked=bool(listeners))
         if reason := obstacle(patch_set):
             warn(f"xDiT stays as it is: {reason}")
             return False
@@ -62,6 +64,26 @@ def uninstall() -> None:
         _installed = _clock = None
 
 
+def ask(pipeline: Any = None) -> None:
+    """Put in what acts in steps: the plugin is asked for. Until then these are stock xDiT's own, without a wrapper.
+
+    Args:
+        pipeline: that is to run; it may have been built before.
+
+    Raises:
+        RuntimeError: it cannot be put in.
+    """
+    if _installed is not None:
+        _installed.ask(_holders(pipeline))
+
+
+def _holders(pipeline: Any) -> Iterator[Any]:
+    """Modules of a pipeline and their processors, some of which keep USP as an attribute (Wan, LTX-2, Ideogram 4)."""
+    for part in vars(pipeline).values() if pipeline is not None else ():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            yield from (each for each in (module, getattr(module, "processor", None)) if hasattr(each, "__dict__"))
+
+
 def run(steps: int | None) -> run_clock.Sampling:
     """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
     in_use = _installed is not None and not _installed.withdrawn and PACKAGE in sys.modules
@@ -71,22 +93,25 @@ def run(steps: int | None) -> run_clock.Sampling:
 def table(clock: run_clock.Clock | None = None) -> list[Patch]:
     """Every row for this machine."""
     here, clock = platform.detect(), clock or run_clock.Clock()
-    return [
-        *(platform.patches(here) if here else []),
-        *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
-        *flags.patches(),
-        *command.patches(),
-        *ray_workers.patches(),
-        *ring.patches(),
-        *start.patches(),
+    acting = [
         *sites.patches(),
         *outputs.patches(),
         *usp.patches(),
         *uneven.patches(),
         *long_context.patches(),
         *lost.patches(),
-        *used.patches(),
         *clock.patches(),
+    ]
+    return [
+        *(platform.patches(here) if here else []),
+        *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
+        *flags.patches(ask),
+        *command.patches(),
+        *ray_workers.patches(),
+        *ring.patches(),
+        *start.patches(ask),
+        *used.patches(),
+        *(replace(row, when_asked=True) for row in acting),
     ]
 
 
@@ -116,8 +141,8 @@ class RowState:
     site: str
     why: str
     state: str
-    """'applied', 'ready' (applied when its module is imported), 'not needed', 'used' (as it is) or what is wrong with
-    it."""
+    """'applied', 'ready' (applied when its module is imported, or the plugin asked for), 'not needed', 'used' (as it
+    is) or what is wrong with it."""
 
 
 def states() -> list[RowState]:

@@ -26,14 +26,19 @@ from xfuser_cocodiff.xdit.platform import platform
 _ARGS = "xfuser.config.args"
 
 
-def patches() -> list[Patch]:
-    """Rows that bring the options into xDiT."""
+def patches(ask: Callable[[], None]) -> list[Patch]:
+    """Rows that bring the options into xDiT.
+
+    Args:
+        ask: called where settings ask for the plugin.
+    """
+    with_settings = functools.partial(_with_settings, ask)
     return [
         Patch(_ARGS, "xFuserArgs.add_cli_args", "flags of the example scripts", _with_flags, ("parser",)),
         Patch(_ARGS, "xFuserArgs.add_runner_args", "flags of the xdit command", _with_flags, ("parser",)),
         Patch(_ARGS, "xFuserArgs.__init__", "the options become fields", _with_fields),
         Patch(_ARGS, "xFuserArgs.__dataclass_fields__", "both from_*_args go by the fields", _more_fields),
-        Patch(_ARGS, "xFuserArgs.create_config", "settings reach the parallel config", _with_settings, ("self",)),
+        Patch(_ARGS, "xFuserArgs.create_config", "settings reach the parallel config", with_settings, ("self",)),
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._check_distributed_env",
@@ -81,12 +86,12 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
     return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
 
-def _with_settings(original: Callable) -> Callable:
+def _with_settings(ask: Callable[[], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
         engine_config, input_config = original(self)
         sequence = engine_config.parallel_config.sp_config
-        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree)
+        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, ask)
         return engine_config, input_config
 
     return create_config
@@ -104,13 +109,16 @@ def _meeting(original: Callable) -> Callable:
     return _check_distributed_env
 
 
-def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoDiffConfig | None:
+def settings(
+    values: dict[str, Any], degree: int, ring_degree: int = 1, ask: Callable[[], None] = lambda: None
+) -> CocoDiffConfig | None:
     """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
 
     Args:
         values: xDiT's arguments, in which the fields of OPTIONS are read.
         degree: Ulysses degree.
         ring_degree: Ring degree.
+        ask: called where the plugin is asked for; an error in it is one of all ranks.
 
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
@@ -125,12 +133,17 @@ def settings(values: dict[str, Any], degree: int, ring_degree: int = 1) -> CocoD
         ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
+    def proposal() -> dict:
+        if config := mine():
+            ask()
+        return _as_json(config, device_type)
+
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
-    proposals = agree(lambda: _as_json(mine(), device_type))
+    proposals = agree(proposal)
     if _only_detection_differs(proposals):
         warn("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
         mine = functools.partial(mine, Topology.flat)
-        proposals = agree(lambda: _as_json(mine(), device_type))
+        proposals = agree(proposal)
     config = mine()
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
         without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]

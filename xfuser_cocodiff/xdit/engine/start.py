@@ -32,23 +32,29 @@ _NO_SLOW_AXIS = (
 )
 
 
-def patches() -> list[Patch]:
-    """The row that has an engine start with xDiT's own."""
+def patches(ask: Callable[[Any], None]) -> list[Patch]:
+    """The row that has an engine start with xDiT's own.
+
+    Args:
+        ask: told of the pipeline of an engine with the plugin.
+    """
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "groups of each axis are made once all ranks are there",
-            _with_engine,
+            functools.partial(_with_engine, ask),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_engine(original: Callable) -> Callable:
+def _with_engine(ask: Callable[[Any], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         active().close()
+        if engine_config is not None and _config_of(engine_config):
+            ask(pipeline)  # once more: a worker of Ray's makes no config
         original(pipeline, engine_config)
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
@@ -63,8 +69,7 @@ def _with_engine(original: Callable) -> Callable:
 
 def started(pipeline: Any, engine_config: Any) -> Engine:
     """The plugin as an engine's settings have it. Every rank must call this."""
-    parallel = engine_config.parallel_config
-    config: CocoDiffConfig | None = getattr(parallel.sp_config, "cocodiff", None)
+    parallel, config = engine_config.parallel_config, _config_of(engine_config)
     if config is None:
         _warn_of_other_groups(parallel)
         return Engine()
@@ -109,6 +114,10 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     engine = engine_over(group, config, around=around)
     engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
     return engine
+
+
+def _config_of(engine_config: Any) -> CocoDiffConfig | None:
+    return getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
 
 
 def _warn_of_other_groups(parallel: Any) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.exchange.groups import set_timeout
 from xfuser_cocodiff.machine import launcher
 from xfuser_cocodiff.xdit.clock import stock_traffic
+from xfuser_cocodiff.xdit.door import activation
 from xfuser_cocodiff.xdit.engine.engine import Engine
 
 
@@ -74,6 +75,8 @@ def use(engine: Engine) -> None:
     """Run xDiT's exchanges as an engine has them from here on; `Engine()` leaves them to stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
+    if engine.config or engine.mesh:
+        activation.ask()
     _RUNTIME.cocodiff = engine
     engine.enter()
 

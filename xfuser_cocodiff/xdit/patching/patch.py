@@ -1,7 +1,7 @@
 """The patch mechanism: rows that say what is replaced, checked as a whole, applied all or none, taken back by sweep."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -30,6 +30,8 @@ class Patch:
     """Module and symbol of a host that does of itself what this row is for."""
     during: Callable[[], AbstractContextManager[None]] | None = None
     """What the module runs in, where that has to see another machine."""
+    when_asked: bool = False
+    """Whether it has no place in a process in which nobody asks for the plugin."""
 
     @property
     def name(self) -> str:
@@ -62,11 +64,14 @@ class _Applied:
 
 @dataclass
 class PatchSet:
-    """Rows that stand or fall together. A row is applied as soon as its module has run."""
+    """Rows that stand or fall together. A row is applied as soon as its module has run, and the plugin is asked for
+    where it waits for that."""
 
     rows: Sequence[Patch]
     package: str
     """Top-level package whose modules may hold copies of the replaced functions."""
+    asked: bool = False
+    """Whether rows that wait for it are applied."""
     applied: list[_Applied] = field(default_factory=list)
     withdrawn: bool = False
     """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
@@ -83,27 +88,50 @@ class PatchSet:
 
     def install(self) -> None:
         """Apply rows whose modules are loaded, and watch the import of the others."""
-        for name in dict.fromkeys(row.module for row in self.needed):
-            if name in sys.modules:
-                self.apply(sys.modules[name])
+        self._apply_loaded()
         if len(self.applied) < len(self.needed) and not self.withdrawn:
             sys.meta_path.insert(0, self)
 
+    def ask(self, holders: Iterable[Any] = ()) -> None:
+        """Apply the rows that wait for it, in a host that may have run without them.
+
+        Args:
+            holders: objects that may keep the host's functions as attributes.
+
+        Raises:
+            RuntimeError: the set was taken back because of an error, which has been reported.
+        """
+        if not self.asked:
+            self.asked = True
+            self._apply_loaded()
+        if self.withdrawn:
+            raise RuntimeError("CoCoDiff's patches of xDiT were taken back")
+        functions = [done for done in self.applied if done.patch.when_asked and not isinstance(done.owner, type)]
+        for holder in holders:
+            for done in functions:
+                _exchange(holder, done.original, done.replacement)
+
     def uninstall(self) -> None:
-        """Restore every site, in reverse, and the copies that other modules took of it."""
+        """Restore every site, in reverse, and the copies that modules took of it."""
         self.withdrawn = True
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         while self.applied:
             done = self.applied.pop()
             setattr(done.owner, done.attribute, done.original)
-            self._sweep(done.replacement, done.original)
+            self._sweep(done, done.replacement, done.original)
+
+    def _apply_loaded(self) -> None:
+        for name in dict.fromkeys(row.module for row in self.needed):
+            if name in sys.modules:
+                self.apply(sys.modules[name])
 
     def apply(self, module: ModuleType) -> None:
         """Apply the rows of a module that has run. An error takes back the whole set, and is reported, not raised:
         it is ours, and no reason for the host not to be imported."""
         try:
             for row in self.needed:
-                if row.module == module.__name__ and not self.withdrawn and not self.is_applied(row):
+                is_due = (self.asked or not row.when_asked) and not self.withdrawn and not self.is_applied(row)
+                if row.module == module.__name__ and is_due:
                     self._apply(row, module)
         except Exception as error:
             self.uninstall()
@@ -122,18 +150,18 @@ class PatchSet:
         original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
         replacement = row.replace(original) if row.replace else original
         setattr(owner, attribute, replacement)
-        self.applied.append(_Applied(row, owner, attribute, original, replacement))
-        self._sweep(original, replacement)
+        self.applied.append(done := _Applied(row, owner, attribute, original, replacement))
+        self._sweep(done, original, replacement)
 
-    def _sweep(self, old: Any, new: Any) -> None:
-        """Exchange copies that modules of the host made with ``from ... import``."""
-        if not callable(old):
+    def _sweep(self, done: _Applied, old: Any, new: Any) -> None:
+        """Exchange copies that modules made with ``from ... import``: those of the host, and all others where the host
+        may have run for long."""
+        if isinstance(done.owner, type) or not callable(old):
             return  # None and other shared values stand in places that are not copies
         for name, module in list(sys.modules.items()):
-            if name == "__main__" or name.partition(".")[0] == self.package:
-                for key, value in list(vars(module).items()):
-                    if value is old:
-                        setattr(module, key, new)
+            is_hosts = name == "__main__" or name.partition(".")[0] == self.package
+            if is_hosts or (done.patch.when_asked and isinstance(module, ModuleType)):
+                _exchange(module, old, new)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Part of the import system: have the rows of a module applied right after it has run."""
@@ -158,3 +186,10 @@ class PatchSet:
             self.apply(module)
 
         loader.exec_module = exec_module
+
+
+def _exchange(owner: Any, old: Any, new: Any) -> None:
+    """Exchange an object for another one wherever it is an attribute of its own of a third."""
+    for name, value in list(vars(owner).items()):
+        if value is old:
+            setattr(owner, name, new)
