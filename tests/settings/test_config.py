@@ -9,7 +9,6 @@ from xfuser_cocodiff.machine.plan import Plan
 from xfuser_cocodiff.machine.profile import AxisLink, Profile
 from xfuser_cocodiff.machine.topology import Topology
 from xfuser_cocodiff.settings.config import Overlap, resolve, slow_axes
-from xfuser_cocodiff.settings.options import OPTIONS
 from xfuser_cocodiff.settings.placement import Ranks
 
 FLAT = Topology.flat(4)
@@ -28,12 +27,6 @@ def test_flags_win_over_variables() -> None:
     by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, Ranks(4, FLAT))
     assert str(by_flag.topology) == "node=2,gpu=2"
     assert by_flag.plan == Plan.hierarchical(by_flag.topology)
-
-
-def test_detection_is_used_when_no_topology_is_given() -> None:
-    detected = Topology.parse("2x2", 4)
-    config = resolve({"use_cocodiff": True}, {}, Ranks(4, detected))
-    assert (config.topology, config.detected) == (detected, True)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +109,6 @@ def test_the_usual_mode_is_lossy_only_across_nodes_of_the_topology() -> None:
     assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, Ranks(4, FLAT)).mode == "exact"
-
-
-def test_every_option_has_a_variable_of_its_own() -> None:
-    assert len({option.variable for option in OPTIONS}) == len(OPTIONS)
-    assert all(option.variable.startswith("COCODIFF_") for option in OPTIONS)
 
 
 def test_overlap() -> None:

@@ -65,10 +65,9 @@ SITE = """
     [
         ("import torch", ""),
         slow("import xfuser_cocodiff.auto", ""),
-        slow("import xfuser_cocodiff; assert xfuser_cocodiff.install()", ""),
         slow("import torch", "import xfuser_cocodiff.auto"),
     ],
-    ids=["entry point", "auto", "install", "twice"],
+    ids=["entry point", "auto", "twice"],
 )
 def test_doors(before: str, after: str) -> None:
     assert answer(SITE.format(before=before, after=after)) == [True, True]
@@ -133,16 +132,6 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
     assert states == [["applied", "ready", "used"], True, True, [], None]
 
 
-@pytest.mark.slow  # the one above has both, once
-def test_install_again_after_uninstall() -> None:
-    assert answer(
-        SITE.format(
-            before="import torch",
-            after="import xfuser_cocodiff as c; c.uninstall(); c.uninstall(); assert c.install() and c.install()",
-        )
-    ) == [True, True]
-
-
 @pytest.mark.slow  # a private name that has moved keeps the plugin out in the same way
 @pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
 def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
@@ -165,24 +154,6 @@ def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
     assert len(warnings) == 1
     assert version in warnings[0]
     assert "<0.8" in warnings[0]
-
-
-@pytest.mark.slow  # the one below has the same of a private name
-def test_a_moved_symbol_keeps_the_whole_table_out() -> None:
-    done = python(
-        """
-        from xfuser_cocodiff.xdit.attention import sites
-        rows = sites.patches
-        from xfuser_cocodiff.xdit.patching.patch import Patch
-        sites.patches = lambda: [*rows(), Patch("xfuser.model_executor.layers.usp", "_gone", "", lambda x: x)]
-        import xfuser.model_executor.layers.usp as usp, xfuser.config.args as args
-        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
-        assert not hasattr(args.xFuserArgs(), "use_cocodiff")
-        """,
-        **STOCK,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "xfuser.model_executor.layers.usp._gone does not exist" in done.stderr
 
 
 def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> None:
@@ -213,12 +184,6 @@ def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
     assert "disk on fire" in done.stderr
 
 
-@pytest.mark.slow  # the one of late installation uninstalls too
-def test_uninstall_before_xdit_is_imported() -> None:
-    code = SITE.format(before="import torch, xfuser_cocodiff; xfuser_cocodiff.uninstall()", after="")
-    assert answer(code, **STOCK) == [False, False]
-
-
 def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outer_host.py").write_text("import inner_host\ndef site(): return 'original'\n")
     (tmp_path / "inner_host.py").write_text("def site(): return 'original'\n")
@@ -234,28 +199,6 @@ def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monk
     assert outer_host.site() == outer_host.inner_host.site() == "original"
     assert patch_set.withdrawn
     assert patch_set not in sys.meta_path
-
-
-@pytest.mark.slow  # a row that fails is below, without xDiT
-def test_a_replacement_that_fails_later_takes_back_the_others() -> None:
-    done = python(
-        """
-        from xfuser_cocodiff.xdit.attention import sites
-        rows = sites.patches
-        from xfuser_cocodiff.xdit.patching.patch import Patch
-        sites.patches = lambda: [*rows(), Patch("xfuser.runner", "xFuserModelRunner", "", lambda original: 1 / 0)]
-        import xfuser.model_executor.layers.usp as usp
-        from xfuser_cocodiff.xdit.door import activation
-        activation.ask()
-        assert "sites.py" in usp._ft_c_input_all_to_all.__code__.co_filename
-        import xfuser.runner
-        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
-        assert isinstance(xfuser.runner.xFuserModelRunner, type)
-        """,
-        **STOCK,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "xDiT stays as it is: ZeroDivisionError" in done.stderr
 
 
 def test_rows_notice_other_parameters() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.quick import slow
 from xfuser_cocodiff.xdit.door import activation, used
 from xfuser_cocodiff.xdit.engine import known_usp
 from xfuser_cocodiff.xdit.patching import source
@@ -131,9 +132,9 @@ def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: s
     ("old", "new"),
     [
         (STEP, f"    query = query * 2\n{STEP}"),
-        ("    kv_head_repeat: int = 1,\n", "    kv_head_repeat: int = 1,\n    scale: float = 1.0,\n"),
-        ("_has_kv_cache", "_holds_kv_cache"),
-        ("_sdpa_all_to_all_single", "_exchanged"),
+        slow("    kv_head_repeat: int = 1,\n", "    kv_head_repeat: int = 1,\n    scale: float = 1.0,\n"),
+        slow("_has_kv_cache", "_holds_kv_cache"),
+        slow("_sdpa_all_to_all_single", "_exchanged"),
         # An exchange that does more than to move heads.
         (".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
     ],
