@@ -177,7 +177,7 @@ def moved_by_ranks(
     [
         slow("FLUX.1-dev", "exact", 32, Split(4, 1), "2x2"),
         slow("FLUX.1-dev", "balanced", 32, Split(4, 1), "2x2"),
-        ("FLUX.1-dev", "fast", 32, Split(2, 1), "node=2"),
+        slow("FLUX.1-dev", "fast", 32, Split(2, 1), "node=2"),
         slow("FLUX.1-dev", "fast", 32, Split(4, 1), "2x2"),
         slow("FLUX.1-dev", "balanced", 32, Split(2, 2, "inner"), "2x2"),
         slow("FLUX.1-dev", "balanced", 32, Split(2, 2, "outer"), "2x2"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import slow
+from tests.quick import slow, slow_but
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.door import activation
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
@@ -169,6 +169,7 @@ def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> N
     assert "xfuser.core.distributed.parallel_state._SP does not exist" in done.stderr
 
 
+@pytest.mark.slow  # a name that has moved keeps it out in the same way
 def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
     done = python(
         """
@@ -259,7 +260,7 @@ def test_the_table_fits_the_installed_xdit() -> None:
     assert [state for state in activation.states() if state.state not in ("applied", "ready", "used")] == []
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", slow_but(["1"], ["0", "1"]))
 def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
     done = python(
         """
@@ -277,6 +278,7 @@ def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow  # settings are checked in the same way
 def test_the_xdit_command_checks_options_before_ranks_start() -> None:
     done = python("""
         import sys

@@ -136,7 +136,7 @@ def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: s
         slow("_has_kv_cache", "_holds_kv_cache"),
         slow("_sdpa_all_to_all_single", "_exchanged"),
         # An exchange that does more than to move heads.
-        (".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
+        slow(".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
     ],
 )
 def test_another_usp_runs_as_it_is_over_exact_exchanges(
