@@ -30,7 +30,7 @@ class Shape:
 
     @classmethod
     def named(cls, name: str, ranks: int) -> "Shape":
-        """A shape by name, with as many more heads and tokens as it takes to divide them.
+        """Return a shape by name, its heads and tokens rounded up to multiples of the number of ranks.
 
         Raises:
             ValueError: an unknown name.

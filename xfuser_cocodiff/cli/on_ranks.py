@@ -19,7 +19,7 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add options that all of these commands have."""
-    parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's)")
+    parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of a collective (default: torch's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
 

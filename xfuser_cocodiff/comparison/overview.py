@@ -14,7 +14,7 @@ SAME = "bit-identical"
 
 
 def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a row for each side, stock first, by what stands above its columns.
+    """Return a row for each side, stock first, as cells by column heading.
 
     What a rank sends in a step is counted on links between nodes where ranks have several nodes, else on all links.
     """
@@ -52,7 +52,7 @@ def _result(run: Mapping[str, Any]) -> str:
 
 
 def sentence(record: Mapping[str, Any]) -> str:
-    """What it comes to."""
+    """Return the speedup and the fidelity of each side in one sentence."""
     stock, *plugins = record["runs"]
     return "; ".join(_said(run, stock) for run in plugins) + "."
 

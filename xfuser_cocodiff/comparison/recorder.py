@@ -10,8 +10,8 @@ Each rank keeps in rank{r}.json, rewritten after every run:
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
-            "in_flight_seconds" of exchanges, by layer, "hidden_seconds" of these behind computation: null on an
-            accelerator, where the host does not see when exchanges end}
+            "in_flight_seconds" of exchanges, summed over layers, "hidden_seconds" of these behind computation: null on
+            an accelerator, where the host does not see when exchanges end}
 
 Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
 run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every

@@ -69,7 +69,7 @@ def isolated(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a child to end
     child = os.fork()
     if not child:
-        os.close(trouble)  # which its parent alone then reads
+        os.close(trouble)  # so that its parent is the only reader
         _be_first(work, told)
     os.close(told)
     before = {number: signal.signal(number, stop) for number in _SIGNALS}
@@ -120,8 +120,8 @@ def _be_first(work: Callable[[], int], told: int) -> NoReturn:
 
 
 def _has_no_reader(pipe: int) -> bool:
-    """Return whether nobody holds the end of a pipe that is read: a parent that ended before it could take its child
-    along. Its number would not tell, since in new namespaces a parent has none."""
+    """Return whether a pipe has no reader: a parent that ended before it could take its child along. `os.getppid()`
+    would not tell, since it is 0 where the parent is outside of the namespace."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

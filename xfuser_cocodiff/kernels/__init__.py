@@ -1,4 +1,4 @@
-"""Work on rows of values, done once for each: scored, encoded, decoded.
+"""Kernels of the codecs over rows of values: scores, encoding, decoding.
 In: tensors of any strides, what both ends hold of them, and how they are to be encoded.
 Out: `scores`, `encode`, `decode`; `use` and `resolved`, which choose between the sets of kernels.
 

@@ -180,5 +180,5 @@ def check_fits(plan: Plan, device: torch.device, option: str) -> None:
 
 
 def known_of(profile: Profile, device: torch.device) -> Profile:
-    """What counts of a profile on a device: direct sends, measured on a CPU, are not fit for an accelerator."""
+    """Return a profile as it applies to a device: accelerators have no direct sends, which are measured on CPUs."""
     return profile if devices.of(device.type).sends_directly else replace(profile, direct=None)

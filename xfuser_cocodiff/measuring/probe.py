@@ -37,7 +37,7 @@ Sample = tuple[float, int, float]
 
 
 def measure(mesh: Mesh, device: torch.device) -> Profile:
-    """Measure the profile of a mesh, all of it. Every rank of the mesh must call this.
+    """Measure the whole profile of a mesh. Every rank of the mesh must call this.
 
     Args:
         mesh: with a group for every axis of its topology and for all of them.

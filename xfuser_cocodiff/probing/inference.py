@@ -26,8 +26,8 @@ def infer_topology(pairs: Pairs, ranks_per_node: int | None = None) -> Topology:
 
     Args:
         pairs: of ranks that count the innermost axis fastest.
-        ranks_per_node: where that is known, nodes are the outermost axis, even if their links look like others: a pair
-            does not share a network card, as all pairs do in an all-to-all.
+        ranks_per_node: where that is known, nodes are the outermost axis, even if their links look like others: the
+            pairs of a measurement do not share network cards as an all-to-all does.
 
     Returns:
         Axes as a topology's notation names them, or the flat topology where one axis explains as much.

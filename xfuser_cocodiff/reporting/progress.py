@@ -21,11 +21,11 @@ class Teller:
         self._what, self._left, self._done, self._began = "", 0, 0, 0.0
 
     def expect(self, pieces: int) -> None:
-        """Expect so many pieces of work, which begins now."""
+        """Expect so many pieces of work, the first of which begins now."""
         self._left, self._began = pieces, self._clock()
 
     def say(self, what: str, begins: bool = True) -> None:
-        """Say what is done from here on; elsewhere than on a terminal only where something begins."""
+        """Say what is done from here on; a log gets a line only where something begins."""
         self._what = what
         self._show(begins)
 

@@ -84,15 +84,15 @@ OPTIONS = (
         "COCODIFF_V_FIRST",
         None,
         "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if the planner says "
-        "that it pays.",
+        "that it pays and no comparison of whole steps says otherwise.",
         OVERLAPS,
     ),
     Option(
         "cocodiff_head_groups",
         "COCODIFF_HEAD_GROUPS",
         None,
-        f"Groups of a rank's heads, of which one attends while others travel, in exact mode: a number; {AUTO} (the "
-        "default) is one.",
+        "Groups of a rank's heads, of which one attends while others travel, in exact mode and not in compiled "
+        f"graphs: a number; {AUTO} (the default) is one.",
     ),
     Option(
         "cocodiff_mode",
@@ -137,7 +137,7 @@ OPTIONS = (
         "cocodiff_kernels",
         "COCODIFF_KERNELS",
         None,
-        f"What codes values: triton, numba, torch, or {AUTO} (the default): Triton on accelerators, "
+        f"Kernels of the codecs: triton, numba, torch, or {AUTO} (the default): Triton on accelerators, "
         "Numba on CPUs, PyTorch where these are not to be had.",
         kernels.CHOICES,
     ),
@@ -145,13 +145,13 @@ OPTIONS = (
         "cocodiff_cache",
         "COCODIFF_CACHE",
         None,
-        "Folder that keeps what is found of this machine, so that the next process starts with it; off keeps nothing. "
+        "Folder that caches link profiles and chosen schedules for the next process; off keeps nothing. "
         "~/.cache/cocodiff when not given.",
     ),
     Option(
         launcher.SHARE_FIELD,
         launcher.SHARE_VARIABLE,
         False,
-        "Several ranks have one device: messages go through the host's memory. Found out where ranks outnumber them.",
+        "Several ranks have one device: messages go through the host's memory. Detected where ranks outnumber devices.",
     ),
 )

@@ -42,7 +42,7 @@ def case_of(
         degree: Ulysses degree times Ring degree.
         topology: of all ranks; without it that of the profile, or of the cluster's nodes.
         profile: a file that `cocodiff probe --json` wrote.
-        cluster: one of :data:`machines.MACHINES`; one of the two has to be given.
+        cluster: one of :data:`machines.MACHINES`; either it or `profile` has to be given.
         steps: denoising steps.
         batch: pictures.
         text_tokens: of the prompt; those of the pipeline if None.
@@ -202,7 +202,7 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes on the first of them:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "in 8 bits")))
     if not record["modes"][-1]["reference_bytes"]:
-        console.print("Nothing of it crosses nodes: every mode is lossless, unless --cocodiff_slow_axes names an axis.")
+        console.print("Nothing crosses nodes: every mode is lossless, unless --cocodiff_slow_axes names an axis.")
     console.print(f"\nflags{' for when that is mended' * bool(record['problem'])}: {record['flags']}")
 
 

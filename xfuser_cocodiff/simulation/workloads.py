@@ -49,7 +49,7 @@ class Workload:
     def projection_flops(self, tokens: float) -> float:
         """Return the FLOPs of one projection from width to width.
 
-        With attention's, all of a layer but modulation, norms and RoPE, which are less than 1 % at real sizes.
+        Of a layer, modulation, norms and RoPE are not counted: they are less than 1 % at real sizes.
         """
         return 2.0 * tokens * self.width**2
 

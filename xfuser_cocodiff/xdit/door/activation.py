@@ -65,13 +65,13 @@ def uninstall() -> None:
 
 
 def ask(pipeline: Any = None) -> None:
-    """Put in what acts in steps: the plugin is asked for. Until then these are stock xDiT's own, without a wrapper.
+    """Apply the patches that act in steps, since the plugin is asked for. Until then steps run stock xDiT's functions.
 
     Args:
-        pipeline: that is to run; it may have been built before.
+        pipeline: the one to run; it may have been built before.
 
     Raises:
-        RuntimeError: it cannot be put in.
+        RuntimeError: they cannot be applied.
     """
     if _installed is not None:
         _installed.ask(_holders(pipeline))

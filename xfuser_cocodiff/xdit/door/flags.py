@@ -118,7 +118,7 @@ def settings(
         values: xDiT's arguments, in which the fields of OPTIONS are read.
         degree: Ulysses degree.
         ring_degree: Ring degree.
-        ask: called where the plugin is asked for; an error in it is one of all ranks.
+        ask: called where the plugin is asked for; an error in it ends all ranks.
 
     Raises:
         ValueError: bad flags or variables, on every rank alike, also when only one rank has them.

@@ -68,7 +68,7 @@ class Trials:
             del seconds[len(seconds) // 2 * 2 :]
 
     def end_step(self) -> None:
-        """End a step; decide where each turn has had its own."""
+        """End a step; decide once every turn has had its step."""
         ran = tuple((trial, trial.calls) for trial in self._trials() if trial.calls and trial.chosen is None)
         queues = devices.of(self._device.type).queues
         if ran and queues:

@@ -37,11 +37,11 @@ class Shared:
     agreed: Callable[[object], bool]
     """Whether all ranks pass the same; they call it alike."""
     say: Callable[[str], None]
-    """Tells the user what is normal."""
+    """Logs a line at INFO."""
     kinds: Kinds = field(init=False, default_factory=Kinds)
-    """Of their calls."""
+    """Kinds of their calls."""
     current: "Layer | None" = field(init=False, default=None)
-    """The one whose module runs."""
+    """The layer whose module runs."""
 
 
 class Layer(Place):
@@ -100,7 +100,7 @@ class Layer(Place):
         return returned
 
     def _call_mlp(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of a parallel MLP, when it has to be where the schedule has it so."""
+        """Compute a part of a parallel MLP, or put it off until its result is used, where the schedule has it so."""
         call = self.call
         if call is None or not self._shared.active() or not call.schedule.beside:
             return forward(given, *args, **kwargs)

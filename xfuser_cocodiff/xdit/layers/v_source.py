@@ -23,7 +23,7 @@ class Source:
     """Submodule that projects V of a text beside them, where the module has one."""
     columns: Columns = "all"
     query: str | None = None
-    """Submodule that projects Q, beside one of V alone."""
+    """Submodule that projects Q, where V has a projection of its own."""
 
 
 TABLE = (

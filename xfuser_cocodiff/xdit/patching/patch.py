@@ -31,7 +31,7 @@ class Patch:
     during: Callable[[], AbstractContextManager[None]] | None = None
     """What the module runs in, where that has to see another machine."""
     when_asked: bool = False
-    """Whether it has no place in a process in which nobody asks for the plugin."""
+    """Whether it is applied only once the plugin is asked for."""
 
     @property
     def name(self) -> str:
@@ -64,14 +64,14 @@ class _Applied:
 
 @dataclass
 class PatchSet:
-    """Rows that stand or fall together. A row is applied as soon as its module has run, and the plugin is asked for
-    where it waits for that."""
+    """Rows that stand or fall together. A row is applied once its module has run and, if it is `when_asked`, the plugin
+    is asked for."""
 
     rows: Sequence[Patch]
     package: str
     """Top-level package whose modules may hold copies of the replaced functions."""
     asked: bool = False
-    """Whether rows that wait for it are applied."""
+    """Whether the plugin is asked for, so that rows that are `when_asked` are applied."""
     applied: list[_Applied] = field(default_factory=list)
     withdrawn: bool = False
     """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
@@ -93,7 +93,7 @@ class PatchSet:
             sys.meta_path.insert(0, self)
 
     def ask(self, holders: Iterable[Any] = ()) -> None:
-        """Apply the rows that wait for it, in a host that may have run without them.
+        """Apply the rows that are `when_asked`, in a host that may have run without them.
 
         Args:
             holders: objects that may keep the host's functions as attributes.
@@ -154,8 +154,8 @@ class PatchSet:
         self._sweep(done, original, replacement)
 
     def _sweep(self, done: _Applied, old: Any, new: Any) -> None:
-        """Exchange copies that modules made with ``from ... import``: those of the host, and all others where the host
-        may have run for long."""
+        """Replace copies that modules made with ``from ... import``: modules of the host, and for rows that are
+        `when_asked` any module, since scripts may have run before."""
         if isinstance(done.owner, type) or not callable(old):
             return  # None and other shared values stand in places that are not copies
         for name, module in list(sys.modules.items()):
@@ -189,7 +189,7 @@ class PatchSet:
 
 
 def _exchange(owner: Any, old: Any, new: Any) -> None:
-    """Exchange an object for another one wherever it is an attribute of its own of a third."""
+    """Replace an object by another one among the attributes of `owner` itself."""
     for name, value in list(vars(owner).items()):
         if value is old:
             setattr(owner, name, new)
