@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from tests import ranks
 from tests.emulation.test_cluster import LAUNCHER, needs_namespaces
 from tests.quick import slow_but
 from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.probing import pairs
+from xfuser_cocodiff.probing import pairs, survey
 from xfuser_cocodiff.probing.inference import infer_topology
 from xfuser_cocodiff.probing.pairs import Pairs
 
@@ -155,6 +156,19 @@ def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
     for rank in (0, 2):
         assert isinstance(found[rank], RuntimeError)
         assert how == "dead" or "timed out" in str(found[rank]).lower()
+
+
+def what_launchers_say(rank: int, local: list[str], nodes: str) -> int | None:
+    os.environ.update(LOCAL_WORLD_SIZE=local[rank], SLURM_NNODES=nodes)
+    return survey._ranks_per_node(4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("local", "nodes", "expected"), [(["2", "2"], "", 2), (["2", "4"], "", None), (["1", "1"], "2", None)]
+)
+def test_launchers_count_only_where_all_say_the_same(local: list[str], nodes: str, expected: int | None) -> None:
+    """And no more nodes than a job has."""
+    assert ranks.run(what_launchers_say, 2, local, nodes) == [expected] * 2
 
 
 # The emulated cluster.

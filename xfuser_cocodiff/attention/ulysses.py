@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.attention.reshard import send_to_heads, send_to_sequence
+from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
 from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.exchange.head_group import HeadGroup
+from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.exchange.lane import Handle
 from xfuser_cocodiff.exchange.mesh import Mesh
 from xfuser_cocodiff.exchange.traffic import Label
@@ -133,6 +133,8 @@ def ulysses_attention(
     """
     exchanges = Exchanges(mesh, groups, layer, early, layer_codecs)
     try:
+        if groups == 1 and layer_codecs is None and beside is None:
+            return _at_once(query, key, value, attend, mesh, layer, early)
         exchanges.send(query, key, value, is_awaited=groups == 1 and beside is None)
         if beside:
             beside()
@@ -142,3 +144,18 @@ def ulysses_attention(
         return exchanges.end()
     finally:
         exchanges.abandon()
+
+
+def _at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attend: Attend,
+    mesh: Mesh,
+    layer: str,
+    early: Handle[list[torch.Tensor]] | None,
+) -> torch.Tensor:
+    tensors, what = ([query, key], "qk") if early else ([query, key, value], "qkv")
+    received = reshard(tensors, HEADS, SEQUENCE, mesh, Label(what, layer))
+    query, key, value = [*received, *(early.wait() if early else [])]
+    return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh, Label("o", layer))[0]

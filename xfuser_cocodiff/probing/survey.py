@@ -35,7 +35,7 @@ def measure(
     """
     started = time.perf_counter()
     measured = pairs.measure_pairs(group, device, timeout or pairs.TIMEOUT_SECONDS)
-    inferred = infer_topology(measured, launcher.ranks_per_node(os.environ))
+    inferred = infer_topology(measured, _ranks_per_node(group.size(), device))
     topology = topology or inferred
     halfway = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
@@ -77,3 +77,13 @@ def show(record: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"inferred topology: {record['topology_inferred']}", table)
     console.print(f"{record['seconds']:.1f} s, of which the planner's profile took {record['profile_seconds']:.1f} s")
+
+
+def _ranks_per_node(size: int, device: torch.device) -> int | None:
+    """Return how many ranks a node has, where the launchers of all ranks say the same; None elsewhere."""
+    # SLURM's variables stand in processes too that something else has started inside of its job.
+    own = launcher.ranks_per_node(os.environ) or 0
+    most_nodes = int(os.environ.get("SLURM_NNODES") or size)
+    own = own if own and size // own <= most_nodes else 0
+    largest, least = slowest(own, device), -slowest(-own, device)
+    return int(largest) if largest == least and largest else None

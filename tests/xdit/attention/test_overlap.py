@@ -163,7 +163,10 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
 
         return noted
 
-    sites = [(engines, "send_to_heads"), (ulysses, "send_to_heads"), (ulysses, "send_to_sequence")]
+    sites = [
+        (engines, "send_to_heads"),
+        *((ulysses, name) for name in ("reshard", "send_to_heads", "send_to_sequence")),
+    ]
     with contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))

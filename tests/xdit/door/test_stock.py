@@ -61,8 +61,14 @@ def take_turns(rank: int) -> None:
     assert not torch.equal(coded, stock)
     small.use(transformer, 2)
     assert torch.equal(transformer.denoise(), stock)
+    modules = transformer.transformer.modules()
+    processors = [vars(module.processor) for module in modules if hasattr(module, "processor")]
+    kept = [values for values in processors if any(value is usp.USP for value in values.values())]
+    assert kept
     xfuser_cocodiff.uninstall()
     assert usp.USP is script.USP is original
+    assert all(any(value is original for value in values.values()) for values in kept)
+    assert active().mesh is None
 
 
 def test_stock_runs_without_the_plugin_before_it_is_asked_for() -> None:

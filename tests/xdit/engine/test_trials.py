@@ -166,6 +166,25 @@ def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: Clock) ->
     assert second.chosen == TOGETHER
 
 
+def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: Clock) -> None:
+    kinds = small, large = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, *kinds, stocks=0.5)
+    for _ in range(3):
+        steps.run(small)
+    for _ in range(2 * len(TURNS) + 1):
+        steps.run(large)
+    assert [kind.chosen for kind in kinds] == [None, TOGETHER]
+
+
+def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: Clock) -> None:
+    kinds = first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    steps = Steps(clock, *kinds, stocks=0.5)
+    for _ in range(2 * len(TURNS) + 2):
+        steps.run(first)
+        steps.run(second)
+    assert [kind.chosen for kind in kinds] == [TOGETHER] * 2
+
+
 def test_a_step_that_was_broken_off_does_not_count(clock: Clock) -> None:
     kind = Trial([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)

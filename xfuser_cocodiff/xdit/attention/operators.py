@@ -20,8 +20,9 @@ from xfuser_cocodiff.codec.memory import Share
 from xfuser_cocodiff.exchange.head_group import ALL_HEADS
 from xfuser_cocodiff.xdit.attention.schedules import settle
 from xfuser_cocodiff.xdit.attention.tracing import path
-from xfuser_cocodiff.xdit.engine.engine import active
+from xfuser_cocodiff.xdit.engine.engine import UNGROUPED, active
 from xfuser_cocodiff.xdit.layers.call import TracedCall
+from xfuser_cocodiff.xdit.patching.log import warn
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -63,6 +64,8 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
     engine = active()
     engine.enter()
+    if (engine.overlap.head_groups or 1) > 1:
+        warn(UNGROUPED)
     layer = engine.layers.traced(path)
     kind = engine.layers.kinds.of_graph(layer.name, value) if layer else None
     schedule = kind.trial.schedule if kind and kind.trial else Schedule()

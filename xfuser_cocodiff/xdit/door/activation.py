@@ -57,6 +57,7 @@ def uninstall() -> None:
     if _installed is not None:
         if PACKAGE in sys.modules:
             engine.active().close()
+            engine.leave()
         _clock.close()
         command.uninstall()
         log.close()

@@ -54,7 +54,7 @@ _ROWS = (
     Patch("torch.distributed.distributed_c10d", "_set_pg_timeout", "--cocodiff_timeout", None),
     *(
         Patch("torch.distributed._functional_collectives", name, "collectives that can be traced", None)
-        for name in ("AsyncCollectiveTensor", "all_gather_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+        for name in ("AsyncCollectiveTensor", "all_gather_tensor", "all_to_all_single")
     ),
     Patch("torch", "Tensor._base", "whether tensors are views of one", None),
     Patch("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "a ring's attention on CPUs", None),

@@ -277,8 +277,18 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
+UNGROUPED = "--cocodiff_head_groups is ignored in compiled graphs: all heads attend at once"
+"""Warning of a setting that graphs leave out."""
 _NONE = Engine()
 """In force while xDiT has no runtime state."""
+
+
+def leave() -> None:
+    """Have the runtime state in force run without an engine's settings: its exchanges are stock's."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    if _RUNTIME is not None:
+        _RUNTIME.cocodiff = None
 
 
 def active() -> Engine:

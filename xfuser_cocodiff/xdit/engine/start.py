@@ -21,7 +21,7 @@ from xfuser_cocodiff.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.settings.options import AUTO, EXACT
 from xfuser_cocodiff.settings.placement import INNER
 from xfuser_cocodiff.xdit.engine import known_usp, machine, ring
-from xfuser_cocodiff.xdit.engine.engine import Engine, active, reduced
+from xfuser_cocodiff.xdit.engine.engine import UNGROUPED, Engine, active, reduced
 from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platform.platform import compute_device
@@ -104,8 +104,8 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
     if around and engine_config.runtime_config.use_torch_compile:
         info("--use_torch_compile: ring attention is xDiT's, and lossless")
         around = None
-    if config.overlap.head_groups and engine_config.runtime_config.use_torch_compile:
-        warn("--cocodiff_head_groups is ignored with --use_torch_compile: in a graph all heads attend at once")
+    if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
+        warn(UNGROUPED)
     if parallel.pp_degree > 1 and config.mode != EXACT:
         engine = engine_over(group, replace(config, mode=EXACT), around=around)
         engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"

@@ -45,6 +45,8 @@ class Trials:
         """Whether no step with a trial has ended in the run under way."""
         self._usual: _Ran = ()
         """What ran in a usual step of this run: in the one with most layers. Cached steps leave some out."""
+        self._others = 0
+        """Steps in which something else ran since."""
         self._seconds: dict[_Ran, list[float]] = {}
         """Of steps, in the order of TURNS, by what is usual."""
         self._began: float | None = None
@@ -60,7 +62,7 @@ class Trials:
         """Begin a run. Its first step is not timed, and runs by OURS on every rank: an error or an interrupt may have
         ended the last run at different steps, on which the ranks agree only once they have communicated. Half a pair is
         tried again."""
-        self._began, self._is_new_run, self._usual = None, True, ()
+        self._began, self._is_new_run, self._usual, self._others = None, True, (), 0
         for trial in self._trials():
             trial.end_step()
             trial.turn = OURS
@@ -71,24 +73,32 @@ class Trials:
         """End a step; decide once every turn has had its step."""
         ran = tuple((trial, trial.calls) for trial in self._trials() if trial.calls and trial.chosen is None)
         queues = devices.of(self._device.type).queues
-        if ran and queues:
+        is_open = bool(ran or self._usual)
+        if is_open and queues:
             torch.accelerator.synchronize()
         if ran and self._is_new_run:
             self._is_new_run = False
             if not self._agreed(self._state()):
                 self._seconds.clear()
-        if ran:
+        if is_open:
             self._count(ran)
         for trial in self._trials():
             trial.end_step()
-        self._began = time.perf_counter() if ran or not queues else None
+        self._began = time.perf_counter() if is_open or not queues else None
 
     def _count(self, ran: _Ran) -> None:
         """Count a step, unless another one is usual, or its layers did something unusual."""
-        if ran == self._usual and self._began is not None and all(trial.is_usual for trial, _ in ran):
-            self._seconds[ran].append(time.perf_counter() - self._began)
-        elif sum(calls for _, calls in ran) > sum(calls for _, calls in self._usual):
-            self._usual = ran
+        if ran == self._usual:
+            self._others = 0
+            if self._began is not None and all(trial.is_usual for trial, _ in ran):
+                self._seconds[ran].append(time.perf_counter() - self._began)
+        else:
+            self._others += 1
+            # Where no run is declared, all that follows may be of another size.
+            if sum(calls for _, calls in ran) > sum(calls for _, calls in self._usual) or self._others > len(TURNS):
+                self._usual, self._others = ran, 0
+        if not self._usual:
+            return
         seconds = self._seconds.setdefault(self._usual, [])
         if len(seconds) < len(TURNS):
             for trial, _ in self._usual:

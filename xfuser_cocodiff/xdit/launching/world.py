@@ -38,6 +38,7 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ring < 1 or world % ring:
         raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
+    activation.ask()  # stock's turns too name a rank that is lost
     init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
     group, *parts = [dist.group.WORLD, *groups()]

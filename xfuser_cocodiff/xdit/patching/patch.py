@@ -1,6 +1,7 @@
 """The patch mechanism: rows that say what is replaced, checked as a whole, applied all or none, taken back by sweep."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class PatchSet:
     asked: bool = False
     """Whether the plugin is asked for, so that rows that are `when_asked` are applied."""
     applied: list[_Applied] = field(default_factory=list)
+    given: list[tuple[weakref.ref, str, _Applied]] = field(default_factory=list)
+    """Attributes of other objects that were replaced."""
     withdrawn: bool = False
     """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
     needed: list[Patch] = field(init=False)
@@ -109,11 +112,17 @@ class PatchSet:
         functions = [done for done in self.applied if done.patch.when_asked and not isinstance(done.owner, type)]
         for holder in holders:
             for done in functions:
-                _exchange(holder, done.original, done.replacement)
+                names = _exchange(holder, done.original, done.replacement)
+                self.given.extend((weakref.ref(holder), name, done) for name in names)
 
     def uninstall(self) -> None:
-        """Restore every site, in reverse, and the copies that modules took of it."""
+        """Restore every site, in reverse, the copies that modules took of it, and what holders were given."""
         self.withdrawn = True
+        for reference, name, done in self.given:
+            holder = reference()
+            if holder is not None and getattr(holder, name, None) is done.replacement:
+                setattr(holder, name, done.original)
+        self.given.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         while self.applied:
             done = self.applied.pop()
@@ -188,8 +197,9 @@ class PatchSet:
         loader.exec_module = exec_module
 
 
-def _exchange(owner: Any, old: Any, new: Any) -> None:
-    """Replace an object by another one among the attributes of `owner` itself."""
-    for name, value in list(vars(owner).items()):
-        if value is old:
-            setattr(owner, name, new)
+def _exchange(owner: Any, old: Any, new: Any) -> list[str]:
+    """Replace an object by another one among the attributes of `owner` itself, and return the names of these."""
+    names = [name for name, value in vars(owner).items() if value is old]
+    for name in names:
+        setattr(owner, name, new)
+    return names
