@@ -47,7 +47,7 @@ def test_short_forms() -> None:
         ("hierarchical:tile,gpu,gpu,node", ["each of the axes"]),
         ("hierarchical:tile,gpu,rack", ["each of the axes"]),
         ("hierarchical:tile+node,gpu", ["no neighbours"]),
-        ("hierarchical:tile,gpu,node/4", ["each of the axes"]),
+        ("hierarchical:tile,gpu,node/4", ["is not valid"]),
     ],
 )
 def test_errors(text: str, words: list[str]) -> None:
