@@ -81,7 +81,7 @@ class Plan:
         kind, _, stages = text.strip().partition(":")
         if kind in (FLAT, FLAT + DIRECT) and not stages:
             return replace(cls.flat(topology), direct=(kind.endswith(DIRECT),))
-        if kind != HIERARCHICAL or "/" in stages:  # chunks, which plans had once
+        if kind != HIERARCHICAL or "/" in stages:  # else "node/4" would be said not to name an axis
             raise ValueError(f"{text!r} is not valid; valid are {NOTATION}")
         if not stages:
             return cls.hierarchical(topology)
