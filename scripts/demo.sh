@@ -35,7 +35,7 @@ cocodiff compare --out "$out/equal-links" --repeats 3 \
 
 if [ "$status" -gt 1 ]; then
     exit "$status"
-elif why="$(python -m xfuser_cocodiff.emulation.cluster --preset flat --topology flat=2 -- true 2>&1)"; then
+elif why="$(python -m xfuser_cocodiff.lab.emulation.cluster --preset flat --topology flat=2 -- true 2>&1)"; then
     echo "Part 2 of 2: slow links between two nodes, stock xDiT against three modes; about three minutes"
     # 25 Mbit/s between nodes.
     cocodiff compare --out "$out" \

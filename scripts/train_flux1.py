@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the small FLUX.1-dev that ships with the project, on one CPU core in a few hours.
 
-    python scripts/train_flux1.py --out xfuser_cocodiff/models/flux1_dev
+    python scripts/train_flux1.py --out xfuser_cocodiff/lab/models/flux1_dev
 
 The autoencoder learns first, on crops; the transformer then learns flow matching in its latents. Text encoders keep
 their random weights: a random encoder still tells captions apart, which is all that conditioning needs here.
@@ -17,7 +17,7 @@ from diffusers import FluxPipeline
 from PIL import Image
 from training import Prompts, arguments, learn, learn_averaged, report, save_pipeline
 
-from xfuser_cocodiff.models import captions, flux1, slices
+from xfuser_cocodiff.lab.models import captions, flux1, slices
 
 SIZE = 128
 BATCH = 16

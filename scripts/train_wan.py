@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the small Wan 2.1 that ships with the project, on one CPU core in 80 minutes.
 
-    python scripts/train_wan.py --out xfuser_cocodiff/models/wan21_t2v
+    python scripts/train_wan.py --out xfuser_cocodiff/lab/models/wan21_t2v
 
 The autoencoder learns first, on crops; the transformer then learns flow matching in its latents, and in the end the
 decoder goes on alone. The text encoder keeps its random weights, as those of train_flux1.py.
@@ -14,7 +14,7 @@ import volumes
 from diffusers import WanPipeline
 from training import Prompts, arguments, learn, learn_averaged, report, save_pipeline
 
-from xfuser_cocodiff.models import captions, wan21
+from xfuser_cocodiff.lab.models import captions, wan21
 
 SIZE = 128
 POOL = 2048

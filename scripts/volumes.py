@@ -1,6 +1,6 @@
 """Flights through procedural volumes in the manner of X-ray micro-tomography, and a heart that beats.
 
-The small Wan is trained on them. They are to videos what `xfuser_cocodiff.models.slices` is to pictures. Everything is
+The small Wan is trained on them. `xfuser_cocodiff.lab.models.slices` is the same for pictures. Everything is
 a function of place and time, evaluated where the moving view is, so that a frame costs what a slice does and motion is
 exact.
 """

@@ -56,7 +56,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def hub() -> Path:
     """HF_HOME with the small models of the paper's families in it; tests of others write theirs there."""
-    from xfuser_cocodiff.models import hub
+    from xfuser_cocodiff.lab.models import hub
 
     folder = Path(os.environ["HF_HOME"])
     done = folder / "written"

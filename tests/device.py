@@ -26,7 +26,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from xfuser_cocodiff.exchange import lane, stages
+from xfuser_cocodiff.engine.comm import comm_stream, stages
 
 CALLER = "the caller's stream"
 PINNED = "pinned memory"
@@ -150,7 +150,7 @@ class Device(TorchDispatchMode):
             (torch.accelerator, "current_stream", lambda device: self.streams[-1]),
             (torch.Tensor, "record_stream", lambda *given: self._record_stream(*given)),
             (stages.dist, "all_to_all_single", self._all_to_all),
-            (lane, "ThreadPoolExecutor", lambda *_: Thread(self._late)),
+            (comm_stream, "ThreadPoolExecutor", lambda *_: Thread(self._late)),
         ]
         for place, name, new in replaced:
             self._stack.enter_context(mock.patch.object(place, name, new))
@@ -188,13 +188,15 @@ class Device(TorchDispatchMode):
     @contextlib.contextmanager
     def by_triton(self) -> Iterator[None]:
         """Encode by Triton's kernels, with stand-ins for the kernels themselves."""
-        from xfuser_cocodiff import kernels
-        from xfuser_cocodiff.kernels import fused
+        from xfuser_cocodiff.engine import kernels
+        from xfuser_cocodiff.engine.kernels import triton_kernels
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(kernels, "used", lambda device: kernels.TRITON))
             for name in WRITTEN:
-                stack.enter_context(mock.patch.object(fused, name, Kernel(getattr(fused, name), self)))
+                stack.enter_context(
+                    mock.patch.object(triton_kernels, name, Kernel(getattr(triton_kernels, name), self))
+                )
             yield
 
     def launch(self, name: str, grid: tuple[int, ...], given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Dependencies flow one way, between wings and inside them, and only `xdit` knows xDiT."""
+"""Dependencies flow one way, between floors, packages and files, and only `xdit` imports the host."""
 
 import ast
 import re
@@ -8,18 +8,18 @@ from pathlib import Path
 
 PACKAGE = "xfuser_cocodiff"
 FOLDER = Path(__file__).parent.parent / PACKAGE
-ROOMS = ("patching", "platform", "layers", "engine", "attention", "clock", "door", "launching")
-"""Of the wing `xdit`, to each other as wings are."""
-WINGS = (
-    *("machine", "kernels", "exchange", "codec", "attention", "settings", "reporting", "measuring"),
-    *(f"xdit.{room}" for room in ROOMS),
-    *("models", "emulation", "probing", "simulation", "comparison", "tuning", "bench", "cli"),
-)
-"""Top to bottom; a wing may import those before it."""
-DOORS = {"": {"settings", "xdit", "comparison"}, "auto": {""}, "autoload": {""}}
-"""Modules of the package itself, which stand beside the wings, and what they may import; "" is the package."""
-OFFERED = {"__version__", "install", "autoload"}
-"""What wings may have of the doors."""
+FLOORS = {
+    "engine": ("topology", "kernels", "comm", "compression", "attention", "settings", "autotune"),
+    "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
+    "lab": ("reporting", "models", "emulation", "probing", "simulation", "comparison", "tuning", "bench"),
+}
+"""Packages of each floor."""
+PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli")
+"""From the lowest level up: a package may import itself and those before it."""
+ENTRY_POINTS = {"": {"engine", "xdit", "lab"}, "auto": {""}, "autoload": {""}}
+"""Modules of the package itself ("" is the package) and what they may import."""
+PUBLIC = {"__version__", "install", "autoload"}
+"""What the floors may import from the entry points."""
 HOSTS = {"xfuser", "yunchang"}
 
 
@@ -50,63 +50,63 @@ def modules(file: Path) -> set[str]:
     return {name if name in FILES else name.rpartition(".")[0] for name in own} - {""}
 
 
-def wing(module: str) -> str | None:
-    """The wing of a module; None of doors, and of `xdit`, which has nothing but rooms."""
-    return next((wing for wing in WINGS if module == wing or module.startswith(f"{wing}.")), None)
+def package_of(module: str) -> str | None:
+    """The package of a module; None of entry points and of the floors themselves."""
+    return next((name for name in PACKAGES if module == name or module.startswith(f"{name}.")), None)
 
 
 IMPORTS = {module: modules(file) for module, file in FILES.items()}
 
 
-def test_wings_point_one_way() -> None:
+def test_packages_import_in_one_direction() -> None:
     wrong = []
     for module, targets in IMPORTS.items():
-        for target in targets - set(DOORS):
-            own, other = wing(module), wing(target)
-            if module in DOORS:
-                right = target.split(".")[0] in DOORS[module]
+        for target in targets - set(ENTRY_POINTS):
+            own, other = package_of(module), package_of(target)
+            if module in ENTRY_POINTS:
+                right = target.split(".")[0] in ENTRY_POINTS[module]
             else:
-                right = None not in (own, other) and WINGS.index(other) <= WINGS.index(own)
+                right = None not in (own, other) and PACKAGES.index(other) <= PACKAGES.index(own)
             if not right:
-                wrong.append(f"{module} imports {target}, which stands below it")
+                wrong.append(f"{module} imports {target}, which is above it")
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_of_a_wing_point_one_way() -> None:
+def test_files_of_a_package_import_in_one_direction() -> None:
     cycles = []
-    for each in WINGS:
-        inside = {module for module in FILES if wing(module) == each}
+    for each in PACKAGES:
+        inside = {module for module in FILES if package_of(module) == each}
         try:
             TopologicalSorter({module: IMPORTS[module] & inside for module in inside}).prepare()
         except CycleError as error:
             [*_, cycle] = error.args
             cycles += [f"{importer} imports {imported}" for imported, importer in pairwise(cycle)]
-    assert not cycles, "in a circle: " + ", ".join(cycles)
+    assert not cycles, "import cycle: " + ", ".join(cycles)
 
 
-def test_doors_are_only_asked_for_what_they_offer() -> None:
+def test_only_public_names_of_entry_points_are_imported() -> None:
     for module, file in FILES.items():
         taken = {name.partition(".")[2] for name in imports(file) if name.rpartition(".")[0] == PACKAGE}
-        names = {name for name in taken if name in DOORS or name not in FILES} - {wing.split(".")[0] for wing in WINGS}
-        assert names <= OFFERED, f"{module or PACKAGE} imports {names - OFFERED} from the package"
+        names = {name for name in taken if name in ENTRY_POINTS or name not in FILES} - {*FLOORS, "cli"}
+        assert names <= PUBLIC, f"{module or PACKAGE} imports {names - PUBLIC} from the package"
 
 
-def test_only_xdit_imports_xdit() -> None:
-    hosted = {module for module, file in FILES.items() if {name.split(".")[0] for name in imports(file)} & HOSTS}
-    wrong = sorted(module for module in hosted if module.split(".")[0] != "xdit")
-    assert not wrong, f"{', '.join(wrong)} know xDiT"
+def test_only_xdit_imports_the_host() -> None:
+    importing = {module for module, file in FILES.items() if {name.split(".")[0] for name in imports(file)} & HOSTS}
+    wrong = sorted(module for module in importing if module.split(".")[0] != "xdit")
+    assert not wrong, f"{', '.join(wrong)} import xfuser or yunchang"
 
 
-def test_every_wing_exists_and_says_what_it_is() -> None:
-    folders = {path.stem for path in FOLDER.iterdir()} - {"__pycache__", "__init__", *DOORS}
-    assert folders == {wing.split(".")[0] for wing in WINGS}
-    assert {module for module in FILES if wing(module) is None} == {*DOORS, "xdit"}
-    for each in ("xdit", *WINGS):
-        told = ast.get_docstring(ast.parse(FILES[each].read_text()))
-        _, comes_in, goes_out = told.splitlines()[:3]
-        assert comes_in.startswith("In: ") and goes_out.startswith("Out: "), f"{each} does not say what it is"
-        for name in re.findall(r"`([\w.]+)`", goes_out):
-            assert exists(f"{each}.{name}"), f"{each} has no {name}"
+def test_every_package_is_listed_and_described() -> None:
+    folders = {path.stem for path in FOLDER.iterdir()} - {"__pycache__", "__init__", *ENTRY_POINTS}
+    assert folders == {*FLOORS, "cli"}
+    assert {module for module in FILES if package_of(module) is None} == {*ENTRY_POINTS, *FLOORS}
+    for each in (*FLOORS, *PACKAGES):
+        described = ast.get_docstring(ast.parse(FILES[each].read_text()))
+        assert len(described.splitlines()) >= 3, f"{each} is not described in three lines"
+        for name in re.findall(r"^Public: (.+)", described, re.MULTILINE):
+            for symbol in re.findall(r"`([\w.]+)`", name):
+                assert exists(f"{each}.{symbol}"), f"{each} has no {symbol}"
 
 
 def exists(name: str) -> bool:

@@ -322,7 +322,7 @@ def with_plugin() -> list:
 
     autoload.plug_in = watched
     importlib.import_module("xfuser.runner")
-    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.xdit.integration import activation
 
     installed = activation._installed
     plug_in()
@@ -333,16 +333,16 @@ def with_plugin() -> list:
 @pytest.mark.slow  # of the patched copy; test_activation has the entry point
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
 def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
-    from xfuser_cocodiff.xdit.attention import uneven
-    from xfuser_cocodiff.xdit.door import activation
-    from xfuser_cocodiff.xdit.platform import platform
+    from xfuser_cocodiff.xdit.attention import zero_padding
+    from xfuser_cocodiff.xdit.integration import activation
+    from xfuser_cocodiff.xdit.platforms import platform
 
     (before, states), printed = answer(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
     rows = [row for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")]
-    assert superfluous == {row.name for row in [*rows, *uneven.patches()] if row.unless}
+    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.unless}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",
         "ready",
@@ -354,7 +354,7 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
 @torch.no_grad()
 def same_bits(rank: int) -> list[bool]:
     """Whether models that pad give with the plugin in use what they give without."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     same = []
     for model in (flux(tokens=7)[0], qwen(text=5, rows=1, lengths=(2, 5))[0]):

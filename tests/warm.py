@@ -14,12 +14,12 @@ for name in (
     "tests.ranks",
     "tests.small_transformers",
     "tests.small_pipelines.loops",
-    "xfuser_cocodiff.comparison.quality",
-    *(f"xfuser_cocodiff.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
+    "xfuser_cocodiff.lab.comparison.quality",
+    *(f"xfuser_cocodiff.lab.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
 if importlib.util.find_spec("numba"):
-    importlib.import_module("xfuser_cocodiff.kernels.compiled").prepare()
+    importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
 with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port
     importlib.import_module("xfuser.runner")
 

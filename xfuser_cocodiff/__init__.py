@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.xdit.clock.run_clock import Sampling
+    from xfuser_cocodiff.xdit.run_tracking.run_tracker import Sampling
 
 __version__ = "0.1.0"
 
@@ -22,13 +22,13 @@ def install() -> bool:
     Returns:
         Whether the plugin is in place; False, after one warning, where xDiT is missing or not a supported version.
     """
-    from xfuser_cocodiff.settings.options import RECORD_VARIABLE
-    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
+    from xfuser_cocodiff.xdit.integration import activation
 
     folder = os.environ.get(RECORD_VARIABLE)
     if not folder:
         return activation.install()
-    from xfuser_cocodiff.comparison.recorder import Recorder
+    from xfuser_cocodiff.lab.comparison.recorder import Recorder
 
     recorder = Recorder(Path(folder))
     return activation.install([recorder], recorder.patches())
@@ -36,7 +36,7 @@ def install() -> bool:
 
 def uninstall() -> None:
     """Give every patched site of xDiT its original back."""
-    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.xdit.integration import activation
 
     activation.uninstall()
 
@@ -63,6 +63,6 @@ def run(steps: int | None = None) -> "Sampling":
     Raises:
         ValueError: `steps` is no whole number from 1.
     """
-    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.xdit.integration import activation
 
     return activation.run(steps)

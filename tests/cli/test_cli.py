@@ -15,9 +15,9 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import on_ranks
-from xfuser_cocodiff.exchange import roll_call
-from xfuser_cocodiff.xdit.door import activation
-from xfuser_cocodiff.xdit.launching import world
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.launching import bare_runtime
 
 
 def test_env_shows_versions_platform_topology_and_every_row(
@@ -74,7 +74,7 @@ def warned(rank: int) -> list[str]:
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     with warnings.catch_warnings(record=True) as said, mock.patch.object(dist, "destroy_process_group"):
         warnings.simplefilter("always")
-        with mock.patch.object(world, "start", lambda *_: dist.group.WORLD):
+        with mock.patch.object(bare_runtime, "start", lambda *_: dist.group.WORLD):
             assert on_ranks.run(options, work, lambda record: None) == 0
     return [str(one.message) for one in said if "this is deprecated" in str(one.message)]
 
@@ -85,11 +85,11 @@ def test_what_libraries_say_of_themselves_is_said_once() -> None:
 
 def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def work(*_: object) -> dict:
-        with roll_call.naming_the_lost([], "probe"):
+        with failure_detection.naming_the_lost([], "probe"):
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
-    monkeypatch.setattr(world, "start", lambda *_: None)
-    monkeypatch.setattr(roll_call, "_explained", lambda group, stage, failure: f"{stage}: rank 1 is lost")
+    monkeypatch.setattr(bare_runtime, "start", lambda *_: None)
+    monkeypatch.setattr(failure_detection, "_explained", lambda group, stage, failure: f"{stage}: rank 1 is lost")
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     assert on_ranks.run(options, work, print) == on_ranks.LOST_STATUS
     assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"

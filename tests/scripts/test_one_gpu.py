@@ -12,7 +12,7 @@ from xfuser.config import FlexibleArgumentParser
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.cli import bench, compare, env, models
-from xfuser_cocodiff.machine import launcher
+from xfuser_cocodiff.engine.topology import launcher
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts/one_gpu.sh"
 PARTS = ["environment", "tests", "kernels", "models", "degree-2", "degree-4", "coded"]

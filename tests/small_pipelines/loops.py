@@ -26,7 +26,7 @@ from xfuser.model_executor.pipelines.pipeline_lingbot_video import (
 from tests import example_models
 from tests.sizes import build
 from tests.small_transformers import videos
-from xfuser_cocodiff.models import sd35, weights
+from xfuser_cocodiff.lab.models import sd35, weights
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from xfuser.core.distributed import (
 )
 
 from tests.sizes import build
-from xfuser_cocodiff.models import weights
+from xfuser_cocodiff.lab.models import weights
 
 STEPS = 2
 

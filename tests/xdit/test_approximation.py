@@ -10,8 +10,8 @@ import torch
 from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.test_pipelines import MODELS, Run
-from xfuser_cocodiff.codec.memory import Need
-from xfuser_cocodiff.settings.config import Overlap
+from xfuser_cocodiff.engine.compression.reference_memory import Need
+from xfuser_cocodiff.engine.settings.config import Overlap
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -26,8 +26,8 @@ class Approximating(Run):
         arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
         super().__init__(rank, world_size, arguments, dtype)
         del self.runner.model.pipe.scheduler.__dict__["step"]
-        from xfuser_cocodiff.xdit.clock.run_clock import Clock
-        from xfuser_cocodiff.xdit.door import activation
+        from xfuser_cocodiff.xdit.integration import activation
+        from xfuser_cocodiff.xdit.run_tracking.run_tracker import Clock
 
         activation.ask()
         end_step = Clock.end_step
@@ -40,7 +40,7 @@ class Approximating(Run):
 
     @property
     def runtime(self) -> Any:
-        from xfuser_cocodiff.xdit.engine.engine import active
+        from xfuser_cocodiff.xdit.session.session import active
 
         return active().runtime
 
@@ -171,7 +171,7 @@ def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict
 
 def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Stock's latents, those of a mode by real ranks or by one that stands for them, and bytes on slow axes."""
-    from xfuser_cocodiff.machine.topology import Topology
+    from xfuser_cocodiff.engine.topology.topology import Topology
 
     run = Approximating(rank, world_size, model)
     stock = run()

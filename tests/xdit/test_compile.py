@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.machine.test_planner import profile_of
+from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import in_force, start, use
-from xfuser_cocodiff.exchange.head_group import HeadGroup
-from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.xdit.engine import start as starting
-from xfuser_cocodiff.xdit.engine.engine import Engine, active
-from xfuser_cocodiff.xdit.launching import world
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import startup as starting
+from xfuser_cocodiff.xdit.session.session import Engine, active
 
 
 def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> CocoDiffConfig:
@@ -41,7 +41,7 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     engines = [Engine(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
     expected, figures = None, []
     for engine in engines:
-        world.use(engine)
+        bare_runtime.use(engine)
         engine.traffic.timed = record  # as a recorder has it
         torch._dynamo.reset()
         counters.clear()
@@ -90,7 +90,7 @@ def trace_as_for_devices(rank: int) -> None:
         engine = Engine() if v_first is None else starting.engine_over(group, config_of(2, "flat"))
         engine._sends_directly = False
         engine.overlap = dataclasses.replace(engine.overlap, v_first=v_first)
-        world.use(engine)
+        bare_runtime.use(engine)
         torch._dynamo.reset()
         graphs: list[str] = []
 
@@ -112,10 +112,10 @@ def test_exact_exchanges_of_devices_are_collectives_that_are_traced() -> None:
 
 
 def test_operators_are_no_part_of_a_cuda_graph() -> None:
-    from xfuser_cocodiff.xdit.attention import operators
+    from xfuser_cocodiff.xdit.attention import custom_ops
 
     names = [name for name in dir(torch.ops.cocodiff) if name.startswith(("send", "receive"))]
-    assert operators and len(names) == 5
+    assert custom_ops and len(names) == 5
     for name in names:
         operator = getattr(torch.ops.cocodiff, name).default
         assert torch.Tag.cudagraph_unsafe in operator.tags
@@ -127,7 +127,7 @@ def order_of_two_layers(rank: int) -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    from xfuser_cocodiff.xdit.attention import operators
+    from xfuser_cocodiff.xdit.attention import custom_ops
 
     group, *_ = start(rank, depth=2)
     in_force(group, config_of(2, "flat"))
@@ -142,7 +142,7 @@ def order_of_two_layers(rank: int) -> None:
 
     @torch.compile(backend=aot_autograd(fw_compiler=keep))
     def both(picture: torch.Tensor, sound: torch.Tensor) -> list[torch.Tensor]:
-        return [operators.attention(each, each, each, attend, 2) for each in (picture, sound)]
+        return [custom_ops.attention(each, each, each, attend, 2) for each in (picture, sound)]
 
     with torch.inference_mode():
         given = [torch.full((1, 4, 8, 4), float(each)) for each in (1, 2)]
@@ -186,7 +186,7 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
     results, events = [], []
     for make in (Engine, lambda: starting.engine_over(group, config)):
-        world.use(make())
+        bare_runtime.use(make())
         if others:
             xFuserModel._enable_compute_comm_overlap(None)
         torch._dynamo.reset()

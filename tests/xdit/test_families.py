@@ -8,8 +8,8 @@ import pytest
 from tests import ranks
 from tests.xdit import test_families_coded, test_more_pipelines, test_pipelines, test_run_loops, test_transformers
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.models import families
-from xfuser_cocodiff.models.families import FAMILIES
+from xfuser_cocodiff.lab.models import families
+from xfuser_cocodiff.lab.models.families import FAMILIES
 
 SMALL = [model for family in FAMILIES for model in family.small]
 

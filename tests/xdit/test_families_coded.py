@@ -15,14 +15,14 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES
-from xfuser_cocodiff.codec import codecs, modes
-from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
-from xfuser_cocodiff.codec.codecs import Codec
-from xfuser_cocodiff.codec.modes import CodecSchedule
-from xfuser_cocodiff.settings.options import MODES
+from xfuser_cocodiff.engine.compression import codecs, modes
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.settings.options import MODES
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.codec.runtime import StepReport
+    from xfuser_cocodiff.engine.compression.runtime import StepReport
 
 STEPS, DEGREE, BITS = 8, 4, 4
 
@@ -90,7 +90,7 @@ class Coding:
     def by(self, mode: str | None, schedule: str | None) -> torch.Tensor:
         """Latents; what was done is in the runtime's reports."""
         from tests.small_transformers import use
-        from xfuser_cocodiff.xdit.engine.engine import active
+        from xfuser_cocodiff.xdit.session.session import active
 
         how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": "flat", "v_first": "on"}
         use(self.small, DEGREE, **how, mode=mode, schedule=schedule)
@@ -158,11 +158,11 @@ class Messages:
     """Tells what crosses slow axes from what is handed to the exchange, by sizes alone."""
 
     def __init__(self) -> None:
-        from xfuser_cocodiff.codec import exchange
-        from xfuser_cocodiff.codec.runtime import Runtime
+        from xfuser_cocodiff.engine.compression import coded_all_to_all
+        from xfuser_cocodiff.engine.compression.runtime import Runtime
 
         self.seen: dict[tuple, tuple[dict, list]] = {}
-        send, layer_codecs = exchange.send, Runtime.layer_codecs
+        send, layer_codecs = coded_all_to_all.send, Runtime.layer_codecs
 
         def asked(runtime: Runtime, layer: str, key: Any, branch: int, *given: Any) -> Any:
             self._call, self._step = (layer, key, branch), runtime.step
@@ -178,7 +178,7 @@ class Messages:
             flags.append(codecs.aligned(1))
             return send(pieces, targets, mesh, layer_codecs, label, group, *more)
 
-        exchange.send, Runtime.layer_codecs = sent, asked
+        coded_all_to_all.send, Runtime.layer_codecs = sent, asked
 
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
         """Bytes of each step, by a schedule and as they are; clears what was seen."""

@@ -12,8 +12,8 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.small_pipelines import wan
 from tests.xdit.test_pipelines import Run, moved
-from xfuser_cocodiff.models import hub
-from xfuser_cocodiff.models.families import FAMILIES
+from xfuser_cocodiff.lab.models import hub
+from xfuser_cocodiff.lab.models.families import FAMILIES
 
 HOME = Path(os.environ["HF_HOME"])
 PROMPT, STEPS = "a photo of a cat", 3
@@ -72,7 +72,7 @@ def compare(rank: int, arguments: list[str]) -> None:
 
 def v_first_of(name: str) -> bool:
     """Whether V goes first in every layer, from where the table of families says of a name in xDiT's registry."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     known = [kind for kind in active().layers.kinds if kind.trial]
     [family] = (family for family in FAMILIES if name in family.names)
@@ -82,7 +82,7 @@ def v_first_of(name: str) -> bool:
 
 def check_coded(run: Run, anew: int) -> None:
     """All steps are coded, those at which references begin in 8 bits."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     del run.runner.model.pipe.scheduler.__dict__["step"]  # which is not where the plugin sees it
     run.by("balanced", "2x1", schedule="bits=4,bits_o=4")

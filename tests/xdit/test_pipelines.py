@@ -9,7 +9,7 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.models.families import FAMILIES
+from xfuser_cocodiff.lab.models.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -56,8 +56,8 @@ class Run:
 
     def use(self, topology: str | None, head_groups: int = 1) -> None:
         """Go on with the plugin, V first, or without it."""
-        from xfuser_cocodiff.machine.plan import Plan
-        from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
+        from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+        from xfuser_cocodiff.engine.topology.plans import Plan
 
         given = self._topology(topology) if topology else None
         overlap = Overlap(v_first=True, head_groups=head_groups)
@@ -65,13 +65,13 @@ class Run:
 
     def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
         """Go on in a mode. Whatever approximates needs `step` of the scheduler's class, where the plugin sees it."""
-        from xfuser_cocodiff.settings.config import CocoDiffConfig
+        from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 
         options = {"slow_axes": ("node",), **options}
         self._go_on(CocoDiffConfig(topology=self._topology(topology), mode=mode, **options))
 
     def _topology(self, text: str) -> Any:
-        from xfuser_cocodiff.machine.topology import Topology
+        from xfuser_cocodiff.engine.topology.topology import Topology
 
         return Topology.parse(text, self.runner.model.engine_config.parallel_config.ulysses_degree)
 
@@ -90,7 +90,7 @@ class Run:
 
 def moved() -> set[str]:
     """Axes along which the plugin moved anything since last asked."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     axes = set(active().traffic.calls)
     active().traffic.reset()
@@ -100,7 +100,7 @@ def moved() -> set[str]:
 def v_first(model: str) -> bool:
     """Whether V goes first in every layer that was called often enough to tell, from where the table of families says,
     and there are such layers."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     known = [kind for kind in active().layers.kinds if kind.trial]
     assert all(kind.ready for kind in known), [kind.status for kind in known]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-from xfuser_cocodiff.xdit.door import ray_workers
-from xfuser_cocodiff.xdit.platform import ray_cluster
+from xfuser_cocodiff.xdit.integration import ray_workers
+from xfuser_cocodiff.xdit.platforms import ray_cluster
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
-from xfuser_cocodiff.codec.allotment import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
 
 STEPS = 4
 
@@ -29,7 +29,7 @@ class Held:
         from xfuser import xFuserArgs
         from xfuser.core.distributed import initialize_runtime_state
 
-        from xfuser_cocodiff.xdit.engine.engine import active
+        from xfuser_cocodiff.xdit.session.session import active
 
         options = {"use_cocodiff": True, "cocodiff_mode": "balanced", "cocodiff_slow_axes": "node", **options}
         options |= {"cocodiff_topology": f"node={self.degree}", "cocodiff_a2a": "flat"}

@@ -13,10 +13,10 @@ from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_families_coded import BITS, Coded, check_reports
-from xfuser_cocodiff.models.families import FAMILIES
+from xfuser_cocodiff.lab.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from xfuser_cocodiff.codec.runtime import StepReport
+    from xfuser_cocodiff.engine.compression.runtime import StepReport
 
 STEPS = 5
 
@@ -56,8 +56,8 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
 
     from tests.small_pipelines import loops
     from tests.small_transformers import prepare_ranks
-    from xfuser_cocodiff.comparison.recorder import Recorder
-    from xfuser_cocodiff.xdit.door import activation
+    from xfuser_cocodiff.lab.comparison.recorder import Recorder
+    from xfuser_cocodiff.xdit.integration import activation
 
     prepare_ranks(rank, degree, cfg)
     activation.ask()
@@ -85,7 +85,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
 
 def see(small: Any, recorder: Any) -> Seen:
     """Run a pipeline."""
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     active().traffic.reset()
     made = small.run(STEPS)

@@ -14,7 +14,7 @@ from PIL import Image, ImageChops
 from safetensors.torch import load_file
 
 from tests import ranks
-from xfuser_cocodiff.exchange.stages import Stages
+from xfuser_cocodiff.engine.comm.stages import Stages
 
 STOCK = Path(__file__).parent.parent / "stock"
 ARGUMENTS = [

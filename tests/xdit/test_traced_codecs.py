@@ -111,7 +111,7 @@ def test_a_graph_keeps_the_bounds_of_room_and_error() -> None:
 def poison(rank: int) -> tuple[list[bool], bool]:
     """Whether exchanges were repeated, in each step of a run that goes wrong at its third, and whether the next run is
     that of a healthy process."""
-    from xfuser_cocodiff.attention import reshard
+    from xfuser_cocodiff.engine.attention import reshard
 
     run = Approximating(rank, 2, "FLUX.1-dev")
     run.by("balanced", "node=2")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.models.families import FAMILIES, Family
+from xfuser_cocodiff.lab.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from tests.small_transformers import SmallTransformer
@@ -157,7 +157,7 @@ def _build(rank: int, model: str, degree: int) -> "list[SmallTransformer]":
 
 
 def _observe(small: "SmallTransformer", degree: int, is_last: bool = False) -> Observation:
-    from xfuser_cocodiff.attention import ulysses
+    from xfuser_cocodiff.engine.attention import ulysses
 
     stock = _denoise(small, degree)
     ways = {way: _denoise(small, degree, way) for way in WAYS[degree]}
@@ -172,7 +172,7 @@ def _observe(small: "SmallTransformer", degree: int, is_last: bool = False) -> O
 def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> Denoising:
     """Denoise with the plugin in a way, or as stock xDiT does."""
     from tests.small_transformers import use
-    from xfuser_cocodiff.xdit.engine.engine import active
+    from xfuser_cocodiff.xdit.session.session import active
 
     options = {name: getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
     use(small, degree, **options, **({"mode": "exact"} if way else {}))

@@ -1,6 +1,6 @@
 """The `cocodiff` command: one file a verb.
-In: a command line.
-Out: `main`, whose answer is the exit status; records in the files that were asked for.
+Input: a command line.
+Public: `main`, whose answer is the exit status; records in the files that were asked for.
 
 A subcommand is a module here: `add_parser` describes it, and `run`, which the parser names, imports what it needs.
 """

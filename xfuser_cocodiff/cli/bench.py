@@ -34,7 +34,7 @@ def _add_all(subjects: Any) -> None:
 
 
 def _all(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import suite
+    from xfuser_cocodiff.lab.bench import suite
 
     try:
         runs = suite.chosen(options.only)
@@ -63,16 +63,16 @@ def _add_a2a(subjects: Any) -> None:
 
 
 def _a2a(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import a2a
+    from xfuser_cocodiff.lab.bench import a2a
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.xdit.launching import world
-        from xfuser_cocodiff.xdit.platform.platform import compute_device
+        from xfuser_cocodiff.xdit.launching import bare_runtime
+        from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
         sizes = on_ranks.sizes(options.sizes) if options.sizes else a2a.SIZES
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
-        return a2a.measure(group, topology, compute_device(), world.stock_exchange(), sizes, options.repeats)
+        return a2a.measure(group, topology, compute_device(), bare_runtime.stock_exchange(), sizes, options.repeats)
 
     return on_ranks.run(options, work, a2a.show)
 
@@ -98,8 +98,8 @@ def _add_model(subjects: Any) -> None:
 
 
 def _model(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.bench import model
-    from xfuser_cocodiff.bench.transformer import Shape
+    from xfuser_cocodiff.lab.bench import model
+    from xfuser_cocodiff.lab.bench.transformer import Shape
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
         shape = Shape.named(options.shape, topology.size)
@@ -123,9 +123,9 @@ def _add_kernels(subjects: Any) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff import kernels
-    from xfuser_cocodiff.bench import kernels as bench
-    from xfuser_cocodiff.xdit.platform.platform import compute_device
+    from xfuser_cocodiff.engine import kernels
+    from xfuser_cocodiff.lab.bench import kernels as bench
+    from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
     if options.repeats < 1:
         return fail(f"--repeats {options.repeats} is not valid; it starts at 1")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli.answer import fail
-from xfuser_cocodiff.emulation.presets import PRESETS
+from xfuser_cocodiff.lab.emulation.presets import PRESETS
 
 INTERRUPTED_STATUS = 130
 
@@ -65,14 +65,14 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from rich.console import Console
 
-    from xfuser_cocodiff.comparison import compare, launch, record, report
-    from xfuser_cocodiff.reporting import words
+    from xfuser_cocodiff.lab.comparison import compare, launch, record, report
+    from xfuser_cocodiff.lab.reporting import formatting
 
     if options.json:  # before anything runs for minutes
         options.json.parent.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
-        return fail(f"the report needs {', '.join(missing)}: {words.INSTALL}")
+        return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL}")
     try:
         found = compare.compare(options.xdit_arguments, options.out, console, _how(options))
     except (compare.UsageError, launch.LaunchError, record.RecordError) as error:
@@ -95,8 +95,8 @@ def _how(options: argparse.Namespace) -> Any:
     Raises:
         UsageError: they contradict each other.
     """
-    from xfuser_cocodiff.comparison.compare import How, UsageError
-    from xfuser_cocodiff.comparison.emulate import Wish
+    from xfuser_cocodiff.lab.comparison.compare import How, UsageError
+    from xfuser_cocodiff.lab.comparison.emulate import Wish
 
     given = {name: value for name in ("topology", "scale") if (value := getattr(options, name)) is not None}
     if given and options.emulate is None:
@@ -114,7 +114,7 @@ def _how(options: argparse.Namespace) -> Any:
 
 def _tell(found: dict[str, Any], out: Path, console: Any) -> None:
     """Say what came of a comparison; its table comes last."""
-    from xfuser_cocodiff.comparison import overview, report
+    from xfuser_cocodiff.lab.comparison import overview, report
 
     pairs, said = report.pairs(found), []
     for pair in pairs:

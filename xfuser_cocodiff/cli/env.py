@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from xfuser_cocodiff.reporting import host
-    from xfuser_cocodiff.xdit.door import environment
+    from xfuser_cocodiff.lab.reporting import host
+    from xfuser_cocodiff.xdit.integration import environment
 
     if options.degree is not None and options.degree < 1:
         return fail(f"--degree {options.degree} is not valid; it starts at 1")

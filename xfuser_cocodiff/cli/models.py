@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         return _list(options)
     if options.json:
         return fail("--json goes with --list")
-    from xfuser_cocodiff.models import hub
+    from xfuser_cocodiff.lab.models import hub
 
     try:
         written = hub.write_cache(options.out, options.names or None)
@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.models import families
+    from xfuser_cocodiff.lab.models import families
 
     if options.names:
         return fail(f"--list takes no names, and was given {', '.join(options.names)}")
     if options.json:
-        from xfuser_cocodiff.reporting import host
+        from xfuser_cocodiff.lab.reporting import host
 
         print(json.dumps({**host.header(), "rows": families.rows(), "command": options.command}, indent=2))
         return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli.answer import fail, write_json
-from xfuser_cocodiff.machine.topology import NOTATION, Topology
+from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
 LOST_STATUS = 1
@@ -38,14 +38,14 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     _quiet()
     import torch.distributed as dist
 
-    from xfuser_cocodiff.exchange.roll_call import LostRankError
-    from xfuser_cocodiff.xdit.launching import world
+    from xfuser_cocodiff.engine.comm.failure_detection import LostRankError
+    from xfuser_cocodiff.xdit.launching import bare_runtime
 
     try:
         topology = _topology(options)
         if options.timeout is not None and not options.timeout > 0:
             raise ValueError(f"--timeout {options.timeout:g} is not valid; it is a number of seconds above 0")
-        group = world.start(options.timeout, getattr(options, "ring", 1))
+        group = bare_runtime.start(options.timeout, getattr(options, "ring", 1))
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))
@@ -72,9 +72,9 @@ def _quiet() -> None:
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    from xfuser_cocodiff.emulation import links
-    from xfuser_cocodiff.machine import launcher
-    from xfuser_cocodiff.xdit.platform import platform
+    from xfuser_cocodiff.engine.topology import launcher
+    from xfuser_cocodiff.lab.emulation import links
+    from xfuser_cocodiff.xdit.platforms import platform
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if options.topology:

@@ -45,14 +45,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _for_sizes(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.simulation import forecast
+    from xfuser_cocodiff.lab.simulation import forecast
 
     def predict(profile: Any) -> dict[str, Any]:
         return forecast.forecast(profile, on_ranks.sizes(options.sizes))
 
     if options.profile is None:
         return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show)
-    from xfuser_cocodiff.machine.profile import Profile
+    from xfuser_cocodiff.engine.topology.link_profile import Profile
 
     try:
         record = predict(Profile.read(options.profile))
@@ -65,7 +65,7 @@ def _for_sizes(options: argparse.Namespace) -> int:
 
 
 def _for_model(options: argparse.Namespace) -> int:
-    from xfuser_cocodiff.simulation import plan_model
+    from xfuser_cocodiff.lab.simulation import plan_model
 
     if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
         return fail(f"--model needs {' and '.join(missing)}")
@@ -81,8 +81,8 @@ def _for_model(options: argparse.Namespace) -> int:
 
 
 def _probe(group: Any, topology: Any) -> Any:
-    from xfuser_cocodiff.exchange.mesh import Mesh
-    from xfuser_cocodiff.measuring import probe
-    from xfuser_cocodiff.xdit.platform.platform import compute_device
+    from xfuser_cocodiff.engine.autotune import link_probe
+    from xfuser_cocodiff.engine.comm.mesh import Mesh
+    from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
-    return probe.measure(Mesh.over(group, topology, device=compute_device()), compute_device())
+    return link_probe.measure(Mesh.over(group, topology, device=compute_device()), compute_device())

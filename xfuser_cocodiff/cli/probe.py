@@ -20,11 +20,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.probing import survey
+    from xfuser_cocodiff.lab.probing import link_survey
 
     def work(group: Any, topology: Any) -> dict[str, Any]:
-        from xfuser_cocodiff.xdit.platform.platform import compute_device
+        from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
-        return survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
+        return link_survey.measure(group, topology if options.topology else None, compute_device(), options.timeout)
 
-    return on_ranks.run(options, work, survey.show)
+    return on_ranks.run(options, work, link_survey.show)

@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.comparison import inpainting, quality
-    from xfuser_cocodiff.reporting.progress import Teller
+    from xfuser_cocodiff.lab.comparison import inpainting, quality
+    from xfuser_cocodiff.lab.reporting.progress import Teller
 
     try:
         config, rows = config_of(options), quality.rows(options.mode.split(","), options.sweep)
@@ -79,9 +79,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def config_of(options: argparse.Namespace) -> Any:
     """What is the same for all codecs."""
-    from xfuser_cocodiff.codec.memory import GIB
-    from xfuser_cocodiff.machine.topology import Topology
-    from xfuser_cocodiff.settings.config import CocoDiffConfig, virtual_ranks
+    from xfuser_cocodiff.engine.compression.reference_memory import GIB
+    from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, virtual_ranks
+    from xfuser_cocodiff.engine.topology.topology import Topology
 
     virtual, is_ring = virtual_ranks(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]

@@ -29,8 +29,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.reporting import host
-    from xfuser_cocodiff.simulation import simulate
+    from xfuser_cocodiff.lab.reporting import host
+    from xfuser_cocodiff.lab.simulation import simulate
 
     try:
         lists = (options.cluster, options.nodes, options.model, options.resolution, options.mode)

@@ -48,11 +48,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from xfuser_cocodiff.comparison import quality
-    from xfuser_cocodiff.reporting import host
-    from xfuser_cocodiff.reporting.progress import Teller
-    from xfuser_cocodiff.tuning import report, tune
-    from xfuser_cocodiff.tuning.trials import FIRST_SEEDS, Trials
+    from xfuser_cocodiff.lab.comparison import quality
+    from xfuser_cocodiff.lab.reporting import host
+    from xfuser_cocodiff.lab.reporting.progress import Teller
+    from xfuser_cocodiff.lab.tuning import report, tune
+    from xfuser_cocodiff.lab.tuning.trials import FIRST_SEEDS, Trials
 
     try:
         config, prompts = quality_command.config_of(options), _prompts(options)
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _header(options: argparse.Namespace) -> dict[str, Any]:
-    from xfuser_cocodiff.reporting import host
+    from xfuser_cocodiff.lab.reporting import host
 
     header = host.header()
     target = {"bytes": options.bytes} if options.psnr is None else {"psnr_db": options.psnr}

@@ -1,6 +1,5 @@
-"""All that knows xDiT, in rooms; each room imports only those named before it.
-In: xDiT's functions, arguments, groups and runs, as patches get hold of them.
-Out: `door.activation`, for the package's own doors; `launching`, for commands that run xDiT themselves.
+"""The integration into xDiT: entry points, patches, attention hooks and run tracking. Only this floor imports xfuser.
 
-Rooms: `patching`, `platform`, `layers`, `engine`, `attention`, `clock`, `door`, `launching`.
+Packages, lowest level first; each imports only those before it:
+`patching`, `platforms`, `layers`, `session`, `attention`, `run_tracking`, `integration`, `launching`.
 """

@@ -9,12 +9,12 @@ from torch import nn
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import in_force, start
-from tests.xdit.engine.test_engine import config_of
-from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.xdit.engine.engine import Engine, active
-from xfuser_cocodiff.xdit.launching import world
+from tests.xdit.session.test_session import config_of
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session.session import Engine, active
 
 HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
 WIDTH = HEADS * HEAD_DIM
@@ -69,7 +69,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     def step(number: int) -> torch.Tensor:
         return transformer(hidden_states * (1 + 0.02 * number), text)
 
-    world.use(Engine())
+    bare_runtime.use(Engine())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
         engine = in_force(group, config_of("exact", overlap=Overlap(v_first)))
@@ -101,8 +101,8 @@ def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str)
 def attend_unevenly(rank: int, joint: str) -> None:
     """Eight heads on three ranks, against attention to all tokens at once; with codecs too."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    group = world.start()
-    world.make_state(9, 0)
+    group = bare_runtime.start()
+    bare_runtime.make_state(9, 0)
     torch.manual_seed(0)
     transformer, text = Transformer(linear=False, joint=joint), torch.randn(2, TEXT, WIDTH)
     whole = torch.randn(2, 3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(9))

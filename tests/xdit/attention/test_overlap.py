@@ -12,29 +12,29 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from xfuser_cocodiff.attention import ulysses
-from xfuser_cocodiff.attention.schedule import Schedule, Trial
-from xfuser_cocodiff.bench import transformer as model
-from xfuser_cocodiff.exchange.mesh import Mesh
-from xfuser_cocodiff.exchange.policy import Policy
-from xfuser_cocodiff.exchange.traffic import Label
-from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring.findings import Findings
-from xfuser_cocodiff.settings.config import CocoDiffConfig, Overlap
-from xfuser_cocodiff.xdit.engine import engine as engines
-from xfuser_cocodiff.xdit.engine import start as starting
-from xfuser_cocodiff.xdit.engine.engine import Engine
-from xfuser_cocodiff.xdit.launching import world
+from xfuser_cocodiff.engine.attention import ulysses
+from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench import transformer as model
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import session as engines
+from xfuser_cocodiff.xdit.session import startup as starting
+from xfuser_cocodiff.xdit.session.session import Engine
 
 
 def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
     """A group of all ranks, and a FLUX.1 with double and single blocks and its step, with so much text."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
-    group, built, build = world.start(), [], world.flux_transformer
+    group, built, build = bare_runtime.start(), [], bare_runtime.flux_transformer
     with (
         mock.patch.object(model, "text_tokens", (lambda _: text_tokens) if text_tokens else model.text_tokens),
-        mock.patch.object(world, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
+        mock.patch.object(bare_runtime, "flux_transformer", lambda *sizes: built.append(build(*sizes)) or built[0]),
     ):
         step = model.step(model.Shape(128, depth, 64, 8))
     return group, built[0], step
@@ -52,7 +52,7 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
 def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
     """Go on with an engine by these settings."""
     engine = starting.engine_over(group, config, known)
-    world.use(engine)
+    bare_runtime.use(engine)
     return engine
 
 
@@ -60,7 +60,7 @@ def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = Non
     """Go on with an engine on two ranks by flat collectives, and by a policy if there is one."""
     mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
     engine = Engine(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
-    world.use(engine)
+    bare_runtime.use(engine)
     return engine
 
 

@@ -10,14 +10,14 @@ import torch
 from torch.nn import functional
 
 from tests import ranks
-from tests.machine.test_planner import profile_of
+from tests.engine.topology.test_planner import profile_of
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
-from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.measuring import probe
-from xfuser_cocodiff.measuring.probe import Probe
+from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune.link_probe import Probe
+from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.attention import ring_attention
-from xfuser_cocodiff.xdit.engine.engine import active, reduced
+from xfuser_cocodiff.xdit.session.session import active, reduced
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -245,7 +245,7 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     options = asked("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
-    with mock.patch.object(probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
+    with mock.patch.object(link_probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
         run = Approximating(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
     exact = run()
     sent = active().traffic.sent_bytes
@@ -301,7 +301,7 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     return stock, found
 
 
-@pytest.mark.slow  # without a pipeline this is quick: test_attention_in_a_ring, and tests/attention/test_ring.py
+@pytest.mark.slow  # without a pipeline: test_attention_in_a_ring, tests/engine/attention/test_ring_attention.py
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # text that is sharded, and text that every rank has
 def test_pipelines_in_a_ring(model: str) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import in_force, inputs_of, start
-from tests.xdit.engine.test_engine import config_of
-from xfuser_cocodiff.xdit.engine import engine as engines
+from tests.xdit.session.test_session import config_of
+from xfuser_cocodiff.xdit.session import session as engines
 
 STEPS = 4
 

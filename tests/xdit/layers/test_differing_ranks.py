@@ -11,12 +11,12 @@ import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import odd_by_heads, start
-from xfuser_cocodiff.exchange.mesh import Mesh
-from xfuser_cocodiff.machine.plan import Plan
-from xfuser_cocodiff.machine.topology import Topology
-from xfuser_cocodiff.settings.config import Overlap
-from xfuser_cocodiff.xdit.engine.engine import Engine
-from xfuser_cocodiff.xdit.launching import world
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.settings.config import Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session.session import Engine
 
 ODD_RANK = 1
 """The one that sees something else than the others."""
@@ -50,7 +50,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
     with attention:
         expected = step()
         engine = Engine(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
-        world.use(engine)
+        bare_runtime.use(engine)
         if is_odd and what == "hooks from the start":
             watch(transformer)
         results = run(engine, step)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.attention.schedule import Schedule, Trial
-from xfuser_cocodiff.xdit.layers.around import Around
+from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.xdit.layers.forward_wrapper import Around
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.xdit.layers.root_module import Root
 from xfuser_cocodiff.xdit.layers.v_source import find_recipes
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6

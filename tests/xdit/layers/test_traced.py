@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.attention.schedule import Schedule
-from xfuser_cocodiff.attention.ulysses import Exchanges
-from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.xdit.engine.engine import Engine
-from xfuser_cocodiff.xdit.layers.call import TracedCall
-from xfuser_cocodiff.xdit.layers.root import Root
+from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.attention.ulysses import Exchanges
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
+from xfuser_cocodiff.xdit.layers.root_module import Root
+from xfuser_cocodiff.xdit.session.session import Engine
 
 
 class Attention(nn.Module):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.attention.reshard import padded_heads, reshard
-from xfuser_cocodiff.exchange.head_group import HeadGroup
-from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
-from xfuser_cocodiff.xdit.attention.sites import fits
-from xfuser_cocodiff.xdit.engine.engine import Engine, active
+from xfuser_cocodiff.engine.attention.reshard import padded_heads, reshard
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.xdit.attention.eager_attention import followed_attention, value_under_way
+from xfuser_cocodiff.xdit.attention.patch_points import fits
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.session.session import Engine, active
 
 _MODULE = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
 _TO_HEADS = 2, 1

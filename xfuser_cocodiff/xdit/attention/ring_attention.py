@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.platform.platform import compute_device
+from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
 DEVICES = ("cpu", "xpu")
 SCORES = 2**26

@@ -7,27 +7,27 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.attention.reshard import HEADS, SEQUENCE, reshard
-from xfuser_cocodiff.attention.ring import Ring, ring_attention
-from xfuser_cocodiff.attention.ulysses import Attend
-from xfuser_cocodiff.codec.layer_codecs import LayerCodecs
-from xfuser_cocodiff.codec.memory import Share
-from xfuser_cocodiff.exchange.head_group import ALL_HEADS, HeadGroup
-from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.xdit.attention import operators
-from xfuser_cocodiff.xdit.attention.followed import followed_attention, value_under_way
+from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, reshard
+from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
+from xfuser_cocodiff.engine.attention.ulysses import Attend
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.xdit.attention import custom_ops
+from xfuser_cocodiff.xdit.attention.eager_attention import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.segments import segments
-from xfuser_cocodiff.xdit.attention.uneven import can_pad, evened, without_padding
-from xfuser_cocodiff.xdit.engine import known_usp
-from xfuser_cocodiff.xdit.engine.engine import Engine, active
-from xfuser_cocodiff.xdit.engine.graphs import order_exchanges
+from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, evened, without_padding
 from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.session import usp_versions
+from xfuser_cocodiff.xdit.session.graph_order import order_exchanges
+from xfuser_cocodiff.xdit.session.session import Engine, active
 
 
 def patches() -> list[Patch]:
     """Return the row that puts the attention in place of the one that is known."""
-    row = Patch(known_usp.MODULE, "USP", "V goes first, heads go in groups", _usp)
-    return [row] if known_usp.is_known() else []
+    row = Patch(usp_versions.MODULE, "USP", "V goes first, heads go in groups", _usp)
+    return [row] if usp_versions.is_known() else []
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _traced(
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given), _attend(given, padding=engine.padding)
     if engine.calls_operators:
-        return operators.attention(query, key, value, attend, mesh.topology.size)
+        return custom_ops.attention(query, key, value, attend, mesh.topology.size)
     if engine.sends_value_ahead(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.attention.schedule import Schedule
-from xfuser_cocodiff.exchange.lane import Handle
-from xfuser_cocodiff.xdit.layers.around import Around
-from xfuser_cocodiff.xdit.layers.call import Ahead, Call
-from xfuser_cocodiff.xdit.layers.kind import ELSEWHERE, Kind, Kinds
-from xfuser_cocodiff.xdit.layers.later import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
-from xfuser_cocodiff.xdit.layers.root import Place, Root
-from xfuser_cocodiff.xdit.layers.running import named
+from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
+from xfuser_cocodiff.xdit.layers.forward_wrapper import Around
+from xfuser_cocodiff.xdit.layers.layer_call import Ahead, Call
+from xfuser_cocodiff.xdit.layers.layer_signature import ELSEWHERE, Kind, Kinds
+from xfuser_cocodiff.xdit.layers.module_stack import named
+from xfuser_cocodiff.xdit.layers.root_module import Place, Root
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
 
 

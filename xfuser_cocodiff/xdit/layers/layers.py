@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
-from xfuser_cocodiff.xdit.layers.root import WRAPPER, Place, Root
-from xfuser_cocodiff.xdit.layers.running import arguments_of, running_modules
+from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
+from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, Place, Root
 
 
 @dataclass(eq=False)

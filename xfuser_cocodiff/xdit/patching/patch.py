@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from xfuser_cocodiff.xdit.patching import source
+from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.log import warn
 
 
@@ -41,16 +41,16 @@ class Patch:
     @property
     def needed(self) -> bool:
         """Whether the installed host lacks what this row adds."""
-        return self.unless is None or source.found(*self.unless) is None
+        return self.unless is None or symbol_lookup.found(*self.unless) is None
 
     def problem(self) -> str | None:
         """What keeps this row from fitting the installed host, found without importing it."""
-        found = source.found(self.module, self.symbol)
+        found = symbol_lookup.found(self.module, self.symbol)
         if found is None:
             return f"{self.name} does not exist"
         if self.parameters is not None and found != self.parameters:
             return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)})"
-        missing = [name for name in self.mentions if not source.mentions(self.module, name)]
+        missing = [name for name in self.mentions if not symbol_lookup.mentions(self.module, name)]
         return f"{self.module} does not use {', '.join(missing)}" if missing else None
 
 

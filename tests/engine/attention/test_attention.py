@@ -1,0 +1,159 @@
+"""Ulysses attention with exchanges that overlap, against attention over whole tensors, on real ranks."""
+
+import dataclasses
+import itertools
+import random
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.engine.attention.reshard import send_to_heads
+from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.stages import Stages
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.topology.devices import CPU
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+PLANS = ("flat", "flat*", "hierarchical", "hierarchical:gpu,node*")
+
+
+def mesh_of(text: str, device: torch.device = CPU) -> Mesh:
+    topology = Topology.parse("2x2", 4)
+    plans = [Plan.parse(text, topology)]
+    return Mesh.over(dist.group.WORLD, topology, plans, timeout=timedelta(seconds=60), device=device)
+
+
+def whole(seed: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor (B, H, S, D), the same on every rank."""
+    return torch.randn(2, heads, 20, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sequence, laid out as processors have it: heads last but one."""
+    return tensor.chunk(4, 2)[dist.get_rank()].transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    )
+
+
+def check(rank: int, text: str) -> None:
+    mesh = mesh_of(text)
+    for dtype in (torch.float32, torch.bfloat16):
+        for key_heads in (16, 8):
+            q, k, v = whole(1, 16, dtype), whole(2, key_heads, dtype), whole(3, key_heads, dtype)
+            expected = share(attend(q, k, v, HeadGroup()))
+            for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
+                for early in (False, True):
+                    sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
+                    found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early=sent)
+                    assert torch.equal(found, expected), (dtype, key_heads, groups, early)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_attention_equals_that_of_whole_tensors(plan: str) -> None:
+    ranks.run(check, 4, plan)
+
+
+def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
+    """Ranks that are late at random, everywhere: on the host, and on a device."""
+    mesh, late = mesh_of(text, device), random.Random(rank)
+    if staged:
+        stages = dataclasses.replace(mesh.stages, staged=staged)
+        mesh = dataclasses.replace(mesh, stages=stages, lane=Lane(device, staged))
+
+    def lag() -> None:
+        if late.random() < 0.3:
+            time.sleep(late.random() * 0.004)
+        if device.type == "cuda" and late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(5_000_000))
+
+    def late_start(self: Stages, *arguments: object) -> object:
+        lag()
+        return start(self, *arguments)
+
+    def late_attend(*arguments: object) -> torch.Tensor:
+        lag()
+        return attend(*arguments)
+
+    start, tensors = Stages.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
+    with mock.patch.object(Stages, "start", late_start):
+        for step in range(200):
+            q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
+            groups = (1, 2, 4)[step % 3]
+            sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
+            lag()
+            found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early=sent)
+            assert torch.equal(found, share(attend(q, k, v, HeadGroup()))), step
+
+
+@pytest.mark.parametrize(
+    ("plan", "staged"),
+    slow_but(
+        [("hierarchical:gpu*,node*", False)],
+        itertools.product(["flat*", "hierarchical", "hierarchical:gpu*,node*"], [True, False]),
+    ),
+)
+def test_late_ranks_change_nothing(plan: str, staged: bool) -> None:
+    ranks.run(stress, 4, plan, CPU, staged)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which four ranks then share")
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_late_ranks_change_nothing_on_a_device_that_they_share(plan: str) -> None:
+    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, anew=True)
+
+
+def fail_between(rank: int, groups: int, early: bool) -> None:
+    """An error while exchanges are under way, and then the same as if nothing had been."""
+    mesh = mesh_of("hierarchical")
+    q, k, v = (whole(seed, 16, torch.float32) for seed in range(3))
+
+    def fail(*_: object) -> torch.Tensor:
+        raise ArithmeticError("in between")
+
+    for attention in (fail, attend, fail, attend):
+        sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
+        try:
+            found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early=sent)
+        except ArithmeticError:
+            assert attention is fail
+        else:
+            assert torch.equal(found, share(attend(q, k, v, HeadGroup())))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_error_leaves_nothing_behind(groups: int, early: bool) -> None:
+    ranks.run(fail_between, 4, groups, early)
+
+
+def fail_alone(rank: int) -> str:
+    """A rank that fails alone still gives its peers what it had begun to send."""
+    mesh = mesh_of("hierarchical")
+    value = whole(3, 16, torch.float32)
+    handle = send_to_heads([share(value)], mesh, Label("v"))
+    if rank == 2:
+        handle.abandon()
+        return "failed"
+    [found] = handle.wait()
+    assert torch.equal(found, value.chunk(4, 1)[rank])
+    return "got it"
+
+
+def test_a_rank_that_fails_alone_sends_what_it_began() -> None:
+    assert ranks.run(fail_alone, 4) == ["got it", "got it", "failed", "got it"]

@@ -1,0 +1,143 @@
+"""Handles and the lane that they come from."""
+
+import threading
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from xfuser_cocodiff.engine.comm.comm_stream import Handle, Lane
+
+
+def test_work_runs_in_order_behind_the_caller() -> None:
+    lane, order, gate = Lane(), [], threading.Event()
+
+    def slow() -> str:
+        gate.wait()
+        order.append("first")
+        return "first"
+
+    first = lane.start("first", slow)
+    second = lane.start("second", lambda: order.append("second"))
+    order.append("caller")
+    gate.set()
+    assert second.wait() is None
+    assert first.wait() == "first"
+    assert order == ["caller", "first", "second"]
+
+
+def test_work_that_is_run_waits_for_what_was_started() -> None:
+    lane, order = Lane(), []
+    handle = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    lane.run(lambda: order.append("second"))
+    handle.wait()
+    assert order == ["first", "second"]
+    assert lane.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
+
+
+def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
+    lane, order = Lane(), []
+    first = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    lane.start("second", lambda: order.append("second"), is_awaited=True).wait()
+    first.wait()
+    assert order == ["first", "second"]
+    assert lane.start("third", threading.get_ident, is_awaited=True).wait() == threading.get_ident()
+    lane.start("fourth", lambda: order.append("fourth"), is_awaited=True).abandon()
+    assert order[-1] == "fourth", "peers take part in it"
+
+
+def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
+    handle = Lane().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
+    assert handle.wait() == (3, threading.get_ident())
+
+
+def test_a_handle_is_waited_for_once() -> None:
+    handle = Lane().start("the exchange", lambda: 1)
+    assert handle.wait() == 1
+    with pytest.raises(RuntimeError, match="the exchange was waited for twice"):
+        handle.wait()
+
+
+def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
+    lane, done = Lane(), []
+    handle = lane.start("the exchange", lambda: done.append(1))
+    with pytest.warns(ResourceWarning, match="the exchange was dropped"):
+        del handle
+    lane.start("next", lambda: None).wait()
+    assert done
+
+
+def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
+    done = []
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    def handle_of_failure() -> Handle:
+        return Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
+
+    with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
+        handle_of_failure().abandon()
+    handle = handle_of_failure()
+    with pytest.raises(ZeroDivisionError):
+        try:
+            done[5 // 0]
+        finally:
+            handle.abandon()  # the error that sent the caller elsewhere is the one to know
+    try:
+        done[5 // 0]
+    except ZeroDivisionError:  # a caller that tries again: this error was there before the handle
+        with pytest.raises(MemoryError):
+            handle_of_failure().abandon()
+    assert done == [1, 1, 1]
+    handle = Lane().start("the exchange", lambda: 1, done.append)
+    handle.abandon()
+    assert done == [1, 1, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del handle
+
+
+def test_errors_reach_who_waits() -> None:
+    lane = Lane()
+    handle = lane.start("work", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        handle.wait()
+    with pytest.raises(ZeroDivisionError):
+        lane.start("work", lambda: 1 // 0).abandon()
+    assert lane.start("work", lambda: 1).wait() == 1
+
+
+def test_what_work_returned_is_not_kept() -> None:
+    lane = Lane()
+    handle = lane.start("work", lambda: torch.zeros(3))
+    result = weakref.ref(handle.wait())
+    del handle
+    lane.start("next", lambda: None).wait()
+    assert result() is None
+    handle = lane.start("last", lambda: torch.zeros(3))
+    result = weakref.ref(handle.wait())
+    del handle
+    deadline = time.monotonic() + 60
+    while result() is not None and time.monotonic() < deadline:  # until the thread has gone to sleep
+        time.sleep(0.01)
+    assert result() is None
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", {"priority": -1}), ("xpu", {"priority": -1}), ("mtia", {})])
+def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
+    given = []
+    monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
+    Lane(torch.device(kind))
+    assert given == [expected]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_work_has_its_callers_modes(mode: type) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with mode():
+        assert Lane().start("work", modes).wait() == modes()

@@ -1,0 +1,139 @@
+"""Bits by layer, tensor and phase, and the file that they come in."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.engine.compression.test_runtime import SHARE, runtime
+from xfuser_cocodiff.engine.compression import bit_allocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.codecs import ADAPTS
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.settings.config import resolve
+from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+STARTS = (0.0, 0.5)
+BITS = {"q": (2, NOTHING), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
+OTHERS = {letter: (2, 2) for letter in LETTERS}
+BOTH = Allotment(STARTS, {"blocks.0": BITS, "blocks.1": OTHERS, "blocks.2": OTHERS}, 8, ADAPTS, 11, "FLUX.1-dev")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps(BOTH.to_json()))
+    return file
+
+
+def test_a_file_gives_back_what_it_was_made_of(file: Path) -> None:
+    found = bit_allocation.read(f"@{file}")
+    assert found.to_json() == BOTH.to_json()
+    entries = json.loads(file.read_text())["schedule"]
+    assert [(one["steps"], one["codec"]) for one in entries if (one["layer"], one["tensor"]) == ("blocks.0", "k")] == [
+        *(([0, 4], "bits=4"), ([5, 10], "exact"))
+    ]
+    assert (found.layers["blocks.0"]["k"], found.first, found.predictor) == ((4, None), 8, "auto")
+
+
+def test_each_layer_has_its_bits_in_each_phase(file: Path) -> None:
+    one = runtime(changes=f"@{file}")
+    one.begin_run(11)
+    seen = {}
+    for step in range(11):
+        for layer in BOTH.layers:
+            seen[layer, step] = one.layer_codecs(layer, layer, 0, SHARE).codecs
+        one.end_step()
+    assert all(codec.begins and codec.bits == 8 for layer in BOTH.layers for codec in seen[layer, 0].values())
+    for step in range(1, 11):
+        phase = int(step >= 5)  # of 10 steps behind the first
+        assert {letter: seen["blocks.0", step][letter].bits for letter in LETTERS} == {
+            letter: bits[phase] or None for letter, bits in BITS.items()
+        }
+        assert all(codec.bits == 2 and codec.adapts for codec in seen["blocks.1", step].values())
+    assert seen["blocks.0", 7]["k"].is_exact and not seen["blocks.0", 7]["v"].is_exact
+    assert [step for step in range(11) if seen["blocks.0", step]["q"].is_silent] == [5, 6, 7, 8, 9, 10]
+
+
+def test_changes_may_follow_a_file(file: Path) -> None:
+    changed = CodecSchedule.parse(f"@{file},refresh=3,predictor=0.5", CodecSchedule())
+    assert changed.is_refresh(3) and changed.codecs(1, 10, "blocks.0")["k"].predictor == 0.5
+    # What plans go by, which know no layers, is what most of these have.
+    assert {letter: codec.bits for letter, codec in changed.codecs(1, 10).items()} == dict.fromkeys(LETTERS, 2)
+
+
+@pytest.mark.parametrize("change", ["bits=4", "bits_q=1", "cached=0.5", "score=change"])
+def test_what_a_file_has_itself_cannot_be_changed(file: Path, change: str) -> None:
+    with pytest.raises(ValueError, match="has no effect beside a file; valid are warmup, first"):
+        CodecSchedule.parse(f"@{file},refresh=3,{change}", CodecSchedule())
+
+
+def test_layers_that_it_does_not_know_are_refused(file: Path) -> None:
+    one = runtime(changes=f"@{file}")
+    one.begin_run(5)
+    with pytest.raises(ValueError, match=r"no bits for the layer 'single\.7'.*FLUX\.1-dev.*'blocks\.0'.*cocodiff tune"):
+        one.layer_codecs("single.7", 1, 0, SHARE)
+
+
+VALUES = {"use_cocodiff": True, "cocodiff_topology": "2x2"}
+
+
+def test_the_flag_alone_is_enough_and_tells_contents_apart(file: Path) -> None:
+    def schedule(model: str | None = "black-forest-labs/FLUX.1-dev") -> tuple[str, str]:
+        config = resolve({**VALUES, "cocodiff_schedule": f"@{file}", "model": model}, {}, Ranks(4, Topology.flat(4)))
+        return config.mode, config.schedule
+
+    mode, first = schedule()
+    assert mode == "balanced" and first.startswith(f"@{file}#") and schedule(None) == (mode, first)
+    file.write_text(file.read_text() + "\n")
+    assert schedule()[1] != first
+    with pytest.raises(
+        ValueError, match=r"--cocodiff_schedule: the schedule .* tuned to 'FLUX.1-dev'.*'/models/Wan2.1'"
+    ):
+        schedule("/models/Wan2.1")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (None, "No such file"),
+        ("nonsense", "Expecting value"),
+        ({"format": "else"}, "of the format 'else'"),
+        ({"layers": [], "schedule": []}, "of 0 layers"),
+        ({"schedule": BOTH.to_json()["schedule"][1:]}, "bits for 2 phases"),
+        ({"layers": ["blocks.0", "blocks.1"]}, "'blocks.2'"),
+        ({"first": "bits=3"}, "of the codec 'bits=3'"),
+        ({"starts": [0.5, 0.0]}, "phases that begin at"),
+        ([], "TypeError"),
+    ],
+    ids=str,
+)
+def test_what_is_no_schedule_is_refused_with_the_flag(tmp_path: Path, change: object, words: str) -> None:
+    file = tmp_path / "other.json"
+    if isinstance(change, dict):
+        file.write_text(json.dumps({**BOTH.to_json(), **change}))
+    elif change is not None:
+        file.write_text(change if isinstance(change, str) else json.dumps(change))
+    with pytest.raises(ValueError, match="valid is @FILE, which cocodiff tune has written") as caught:
+        resolve({**VALUES, "cocodiff_schedule": f"@{file}"}, {}, Ranks(4, Topology.flat(4)))
+    assert "--cocodiff_schedule" in str(caught.value) and words in str(caught.value)
+
+
+def read_own(rank: int, folder: str) -> None:
+    from xfuser import xFuserArgs
+
+    own = Path(folder, str(rank))
+    own.mkdir()
+    own.joinpath("tuned.json").write_text(json.dumps({**BOTH.to_json(), "model": None, "predictor": [0.5, 0.25][rank]}))
+    os.chdir(own)
+    given = {"use_cocodiff": True, "cocodiff_topology": "2x1", "cocodiff_schedule": "@tuned.json"}
+    xFuserArgs(model="tiny", ulysses_degree=2, **given).create_config()
+
+
+def test_ranks_that_read_different_files_fail_alike(tmp_path: Path) -> None:
+    """As where nodes have file systems of their own."""
+    for error in ranks.outcomes(read_own, 2, str(tmp_path)):
+        assert "CoCoDiff's options differ between ranks: --cocodiff_schedule: rank 0: " in str(error)

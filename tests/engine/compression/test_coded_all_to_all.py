@@ -1,0 +1,358 @@
+"""The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.quick import in_turn
+from xfuser_cocodiff.engine.attention.reshard import send_to_heads, send_to_sequence
+from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import codecs, modes
+from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Reference
+from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs, active_for, codec_for
+from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
+
+BATCH, HEADS, TOKENS, DIM = 2, 16, 40, 8
+STEPS = 5
+F32 = torch.float32
+
+
+def whole(name: str, step: int) -> torch.Tensor:
+    """A tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    first, change = (
+        torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
+        for seed in (ord(name), 1000 * ord(name) + step)
+    )
+    return first + 0.1 * change
+
+
+class Pairs:
+    """What each rank is to get of each other: by a codec of their own where they are far from each other."""
+
+    def __init__(self, topology: Topology, slow: tuple[str, ...]) -> None:
+        self.topology, self.dims = topology, [d for d, axis in enumerate(topology.axes) if axis.name in slow]
+        self.references: dict = {}
+        self.choices: dict = {}
+
+    def get(
+        self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int, repeated: bool = False
+    ) -> torch.Tensor:
+        """Values (B, n, s, D) on their way, of which all are sent again exactly where that is `repeated`."""
+        places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
+        if places[0] == places[1]:
+            return values
+        reference = self.references.setdefault((name, source, target), Reference())
+        values = values.unsqueeze(0).contiguous()
+        if not reference.fits(values.shape, values.dtype):
+            codec = dataclasses.replace(EXACT, predictor=codec.predictor)
+        chosen = None
+        if codec.share < 1:
+            if name in "vo":
+                self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
+            chosen = self.choices[name if name == "o" else "v", source, target]
+        if repeated:
+            codec, chosen = EXACT, None
+        payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
+        codecs.encode(values, reference, codec, chosen, payload)
+        return values[0] if codec.is_exact else reference.expected(0.0)[0]
+
+
+def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
+    return tensor.chunk(count, dim)[index]
+
+
+def expected_heads(
+    pairs: Pairs,
+    name: str,
+    step: int,
+    target: int,
+    size: int,
+    codec: Codec,
+    tensor: torch.Tensor | None = None,
+    repeated: bool = False,
+) -> torch.Tensor:
+    """What a rank gets of Q, K or V: its heads, all tokens."""
+    values = cut(whole(name, step) if tensor is None else tensor, 1, size, target)
+    shares = values.chunk(size, 2)
+    return torch.cat([pairs.get(name, share, i, target, codec, step, repeated) for i, share in enumerate(shares)], 2)
+
+
+def expected_sequence(
+    pairs: Pairs, step: int, target: int, size: int, codec: Codec, tensor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a rank gets of O: its tokens, all heads."""
+    values = cut(whole("o", step) if tensor is None else tensor, 2, size, target)
+    parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec, step) for source in range(size)]
+    return torch.cat(parts, 1)
+
+
+def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> tuple[Mesh, SlowWay | None]:
+    """A mesh whose messages go by one plan and another in turn, and its slow way. The last stage of one plan is among
+    the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it. All stages may
+    be direct sends."""
+    stages = Plan.hierarchical(topology).stages
+    is_inner = topology.axes[-1].name in slow
+    plans = [Plan(topology, stages if is_inner else stages[::-1]), Plan.flat(topology)]
+
+    def over(group: dist.ProcessGroup, topology: Topology, plans: Sequence[Plan] = ()) -> Mesh:
+        plans = [*plans] or [Plan.flat(topology)]
+        if direct:
+            plans = [dataclasses.replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
+        turns = itertools.cycle(plans)
+        mesh = Mesh.over(group, topology, plans)
+        return dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
+
+    mesh = over(dist.group.WORLD, topology, plans)
+    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, over)
+
+
+def carry(
+    rank: int,
+    text: str,
+    slow: tuple[str, ...],
+    codec: Codec,
+    codec_of_o: Codec,
+    v_first: bool,
+    at_once: bool,
+    direct: bool = False,
+) -> None:
+    size = dist.get_world_size()
+    topology = Topology.parse(text, size)
+    mesh, way = way_of(topology, slow, direct)
+    pairs, wires, account = Pairs(topology, slow), {}, Account()
+    for step in range(STEPS):
+        layer_codecs = LayerCodecs(
+            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step, at_once=at_once
+        )
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        if v_first:
+            early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+            late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+            found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
+        else:
+            handle = send_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
+            found = dict(zip("qkv", handle.wait(), strict=True))
+        for name in "vqk":
+            wanted = expected_heads(pairs, name, step, rank, size, codec)
+            assert torch.equal(found[name], wanted), (name, step)
+        target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
+        attended = cut(whole("o", step), 1, size, rank).contiguous()
+        send_to_sequence(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
+        assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    if len(slow) < len(moving):  # parts of a mesh are named by their axes
+        near, far = ("+".join(name for name in reversed(moving) if (name in slow) is far) for far in (False, True))
+        assert set(mesh.traffic.sent_bytes) == ({FLAT, near, *moving} if at_once else {near, far})
+    assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
+    assert account.repeated == 0
+    if codec.bits:
+        lacking, wanted = (sum(column) for column in zip(*account.losses, strict=True))
+        assert 0 < lacking < 0.1 * wanted
+
+
+CASES = [
+    ("2x2", ("node",), Codec(4), Codec(2)),
+    ("2x2", ("gpu",), Codec(2, predictor=0.5), EXACT),
+    ("2x2", ("node", "gpu"), Codec(2, 0.5), Codec(None, 0.5)),
+    ("flat", ("flat",), Codec(None, 0.3, codecs.RANDOM), Codec(1)),
+    ("2x2x2", ("node", "gpu"), Codec(4, 0.4, codecs.CHANGE), Codec(2, 0.6)),
+    ("2x2x2", ("tile",), Codec(8), Codec(8)),
+    ("2x2x2", ("node", "tile"), Codec(2), Codec(4)),
+    ("2x2", ("node",), EXACT, EXACT),
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "slow", "codec", "codec_of_o", "how"),
+    in_turn(CASES, itertools.product(["V first", "together"], ["at once", "in stages"])),
+    ids=str,
+)
+def test_far_ranks_get_what_a_codec_of_their_own_would_give(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, how: tuple[str, str]
+) -> None:
+    size, (order, way) = 8 if topology == "2x2x2" else 4, how
+    ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", way == "at once")
+
+
+@pytest.mark.parametrize("slow", ["node", "gpu"])
+def test_direct_sends_that_are_under_way_beside_each_other_do_not_cross(slow: str) -> None:
+    """Where the slow axis is the inner one too: the second stage of what is encoded is among the same ranks as what
+    stays near, which starts before it."""
+    ranks.run(carry, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
+
+
+def repeat_v(rank: int, bad: set[int], codec: Codec, at_once: bool) -> tuple[list[int], int]:
+    """V, which travels before Q and K, has a value that is not finite at some steps; Q and K are sent by its choice."""
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    pairs, wires, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
+    for step in range(STEPS):
+        account, wholes = Account(), {name: whole(name, step) for name in "vqk"}
+        if step in bad:
+            wholes["v"][0, 15, 3, 1] = torch.nan  # of rank 0, for rank 3, to which rank 1 sends it in stages
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=at_once)
+        v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
+        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        late = send_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
+        for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
+            is_repeated = name == "v" and step in bad and (at_once or rank % 2 == 1)
+            wanted = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
+        sent.append(account.sent_bytes)
+        repeated += account.repeated
+    return sent, repeated
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in stages"])
+@pytest.mark.parametrize("bad", [{2}, set(range(STEPS))], ids=["once", "always"])
+@pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
+def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Codec, at_once: bool) -> None:
+    """Bit for bit, for the bytes of both messages: values that stay as they are not are sent exactly at every step."""
+    links, flag = 2 if at_once else 1, codecs.aligned(1)
+    shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
+    once = [
+        modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
+    ]
+    again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
+    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, at_once)  # the first one travels exactly anyway
+    for rank, result in enumerate(found):
+        heard = steps if at_once or rank % 2 == 1 else set()  # at once, all that get something of a rank hear of it
+        wanted = [links * (size + flag + again * (step in heard)) for step, size in enumerate(once)]
+        assert result == (wanted, len(heard))
+
+
+def give_up(rank: int, how: str) -> None:
+    """One exchange has no taker: on one rank, or on all, whose attention fails."""
+    topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
+    mesh, way = way_of(topology, ("node",))
+    pairs, wires, account = Pairs(topology, ("node",)), {}, Account()
+
+    def fail(*_: object) -> torch.Tensor:
+        raise InterruptedError
+
+    for step in range(STEPS):
+        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
+        wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
+        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        if step == 2 and how == "attention":
+            with pytest.raises(InterruptedError):
+                ulysses_attention(q, k, v, fail, mesh, early=early, layer_codecs=layer_codecs)
+            continue
+        late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+        if step == 2 and rank == 1:
+            for handle in (early, late):
+                handle.abandon()
+            continue
+        for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
+            assert torch.equal(found, expected), step
+        assert step == 0 or account.sent_bytes < account.exact_bytes
+
+
+@pytest.mark.parametrize("how", ["attention", "one rank"])
+def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
+    """Both ends of a link go on from it alike."""
+    ranks.run(give_up, 4, how)
+
+
+@pytest.mark.parametrize("anew", [EXACT, Codec(8, begins=True)], ids=str)
+@pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
+def test_values_of_another_shape_begin_anew(codec: Codec, anew: Codec) -> None:
+    """Nothing is expected of them by what was held of others."""
+    wires: dict = {}
+    for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
+        layer_codecs = LayerCodecs(None, {"v": codec}, wires, Account(), step, anew=anew)
+        values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
+        used, wire = (
+            codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
+            layer_codecs.wire("v", HeadGroup()),
+        )
+        assert (used == anew) is (step in (0, 3))
+        active = active_for(layer_codecs, "v", HeadGroup(), values, used)
+        payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
+        codecs.encode(values, wire.sent, used, active, payload)
+        codecs.decode(payload, wire.received, used, active, found)
+        assert torch.equal(found, wire.sent.expected(0.0))
+        assert torch.equal(found, values) or not used.is_exact
+
+
+def shorten(rank: int, changes: str) -> None:
+    """K and V are of a prompt that never changes, and that is a shorter one from the middle of a run on."""
+    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
+    runtime, pairs = Runtime(way, "balanced", changes, None, lambda values: values), Pairs(mesh.topology, ("node",))
+    runtime.begin_run(STEPS + 4)
+    for step in range(STEPS + 4):
+        wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, Share.of(*wholes.values()))
+        mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
+        found = send_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
+        for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V chooses first
+            codec = runtime.schedule.codecs(step, STEPS + 4)[name]
+            if name == "q" and step >= STEPS:  # V's choice says nothing of so many tokens
+                codec = dataclasses.replace(codec, share=1.0)
+            assert torch.equal(arrived, expected_heads(pairs, name, step, rank, 4, codec, tensor)), (name, step)
+        runtime.end_step()
+
+
+@pytest.mark.parametrize("changes", ["first=exact,bits=4", "first=exact,cached=0.5,bits=4,score=change"])
+def test_a_prompt_that_is_shorter_from_a_step_on_begins_anew(changes: str) -> None:
+    ranks.run(shorten, 4, changes)
+
+
+def part_in_vain(rank: int) -> None:
+    topology = Topology.parse("4x1", 4)
+    _, way = way_of(topology, ("gpu",))
+    assert way is None
+
+
+def test_an_axis_of_one_place_is_not_slow() -> None:
+    ranks.run(part_in_vain, 4)
+
+
+SEGMENTS = [24, 16]
+
+
+@pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
+def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
+    topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
+) -> None:
+    size = 8 if topology == "2x2x2" else 4
+    virtual, pairs = VirtualRanks(Topology.parse(topology, size), slow), Pairs(Topology.parse(topology, size), slow)
+    wires, account, sent = {}, Account(), 0
+
+    def dealt(tensor: torch.Tensor) -> torch.Tensor:
+        """Tokens in the order of real ranks: by rank, and then by segment."""
+        parts = tensor.split(SEGMENTS, 2)
+        return torch.cat([cut(part, 2, size, rank) for rank in range(size) for part in parts], 2)
+
+    for step in range(STEPS):
+        layer_codecs = LayerCodecs(
+            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+        )
+        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
+        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, layer_codecs)
+        for rank in range(size):
+            for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V chooses first
+                wanted = expected_heads(pairs, name, step, rank, size, codec, dealt(whole(name, step)))
+                assert torch.equal(cut(dealt(found), 1, size, rank), wanted), (name, step, rank)
+            wanted = expected_sequence(pairs, step, rank, size, codec_of_o, dealt(whole("o", step)))
+            assert torch.equal(cut(dealt(o), 2, size, rank), wanted), (step, rank)
+        used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
+        shapes = [(1, BATCH * size // virtual.places, HEADS // size, TOKENS // size, DIM)] * 3
+        sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
+        sent -= 2 * codecs.aligned(1)  # no message has a flag
+    assert account.sent_bytes == size * (virtual.places - 1) * sent
+    assert account.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.places - 1) // virtual.places

@@ -1,0 +1,126 @@
+"""The quantiser, against a slow one that goes value by value."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, dequantise, quantise, restored, row_bytes
+
+BITS = sorted(GRIDS)
+
+
+def slowly(row: list[float], bits: float) -> list[float]:
+    """What a row is to become: the middle of the nearest of so many levels, which lie evenly around zero."""
+    levels, width = GRIDS[bits].levels, GRIDS[bits].width
+    if bits == 8:  # the maximum is the outermost edge
+        code = math.ceil(6 * math.log2(max(map(abs, row)) / (128 * width))) if any(row) else 0
+    else:
+        code = round(6 * math.log2(math.sqrt(sum(value * value for value in row) / len(row)))) if any(row) else 0
+    width *= 2 ** (code / 6)
+    middles = [(level - (levels - 1) / 2) * width for level in range(levels)] if any(row) else [0.0]
+    return [min(middles, key=lambda middle: (abs(value - middle), -middle)) for value in row]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_value_gets_its_level(bits: float, dtype: torch.dtype) -> None:
+    values = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(int(10 * bits))).mul(0.3).to(dtype)
+    values[1, 1] = 0
+    values[2] *= 1e-3
+    packed, scales, made = quantise(values, bits)
+    assert (packed.shape, scales.shape) == ((5, 3, row_bytes(bits, 24)), (5, 3, 1))
+    found = dequantise(packed, scales, bits, 24).view(-1, 24)
+    assert torch.equal(made.view(-1, 24), found)
+    for row, expected in zip(found, values.float().view(-1, 24), strict=True):
+        torch.testing.assert_close(row, torch.tensor(slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("bits", "decibels"), [(1, 4.40), (1.6, 7.21), (2, 9.25), (2.7, 12.18), (4, 19.38), (8, 40.34)]
+)
+def test_a_normal_distribution_keeps_what_theory_says(bits: float, decibels: float) -> None:
+    """Of uniform levels: J. Max, 1960, table II; the scale's steps of a sixth of an octave cost a little, and so do
+    levels that are wider for the sake of other distributions. A row's maximum goes less far out than that of all."""
+    values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
+    error = values - dequantise(*quantise(values, bits)[:2], bits, 128)
+    found = 10 * math.log10(values.square().mean() / error.square().mean())
+    assert found == pytest.approx(decibels, abs=0.5) or (bits == 8 and found > decibels)
+
+
+def test_an_outlier_is_not_cut_off_in_8_bits() -> None:
+    values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    values[:, 7] = 300.0
+    found = dequantise(*quantise(values, 8)[:2], 8, 64)
+    torch.testing.assert_close(found[:, 7], values[:, 7], rtol=0.005, atol=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_none_and_spoils_no_other(bits: int, bad: float) -> None:
+    values = torch.randn(4, 16)
+    expected = dequantise(*quantise(values, bits)[:2], bits, 16)
+    values[2, 5] = bad
+    found = dequantise(*quantise(values, bits)[:2], bits, 16)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
+def test_scales_end_somewhere(size: float) -> None:
+    """Rows beyond the range of scales are off, but finite."""
+    found = dequantise(*quantise(torch.full((1, 8), size), 8)[:2], 8, 8)
+    assert found.isfinite().all() and (found >= 0).all()
+
+
+def kept_slowly(row: np.ndarray) -> np.ndarray:
+    """What a row is to become in 8 bits: levels of the least maximum, among six per octave, that is no smaller."""
+    maxima = [0.0, *(np.float32(2.0 ** (code / 6 - 26)) for code in range(1, 255))]
+    maximum = next((each for each in maxima if each >= np.abs(row).max()), maxima[-1])
+    if maximum == 0:
+        return np.zeros_like(row)
+    levels = np.rint(row * np.float32(1 / (2.0 ** ((maxima.index(maximum)) / 6 - 26) / 127)))
+    return levels.clip(-127, 127) * np.float32(2.0 ** (maxima.index(maximum) / 6 - 26) / 127)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_references_are_kept_by_their_maxima(dtype: torch.dtype) -> None:
+    values = torch.randn(60, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    values *= torch.logspace(-9, 4, 60)[:, None].to(dtype)
+    values[3], values[4] = 0, 2.0**-2
+    levels, codes = compact(values)
+    assert (levels.dtype, codes.dtype, codes.shape) == (torch.int8, torch.uint8, (60, 1))
+    for row, expected in zip(restored(levels, codes), values.float(), strict=True):
+        np.testing.assert_array_equal(row.numpy(), kept_slowly(expected.numpy()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_references_end_somewhere(bad: float) -> None:
+    values = torch.tensor([[1e-30, 1e-12], [1e30, -1e38], [65504.0, 1.0], [bad, 1.0]])
+    found = restored(*compact(values))
+    assert found[:3].isfinite().all() and found[3].isnan().all()
+    torch.testing.assert_close(found[2, 0].item(), 65504.0, rtol=1e-2, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Which are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__.split(".")[0].rstrip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_references_are_kept_alike_on_every_device() -> None:
+    """Both ends do it for themselves: by nothing whose last bit depends on the device, or on the order of a sum."""
+    compact(torch.randn(3, 8))  # makes the tables
+    with Operations() as used:
+        restored(*compact(torch.randn(3, 8).bfloat16()))
+    exact = {"abs", "amax", "bucketize", "clamp", "where", "eq", "ne", "mul", "round", "nan_to_num", "index"}
+    moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor"}
+    assert used.names - moves <= exact

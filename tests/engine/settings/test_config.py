@@ -1,0 +1,126 @@
+"""Flags and variables become settings, or an error that names them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff.engine.settings.config import Overlap, resolve, slow_axes
+from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+FLAT = Topology.flat(4)
+
+
+def test_nothing_asked_for_is_none() -> None:
+    assert resolve({}, {}, Ranks(4, FLAT)) is None
+    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, Ranks(4, FLAT)) is None
+
+
+def test_flags_win_over_variables() -> None:
+    environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
+    by_variable = resolve({}, environment, Ranks(4, FLAT))
+    assert str(by_variable.topology) == "node=4"
+    assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
+    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, Ranks(4, FLAT))
+    assert str(by_flag.topology) == "node=2,gpu=2"
+    assert by_flag.plan == Plan.hierarchical(by_flag.topology)
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "words"),
+    [
+        ({"cocodiff_topology": "2x3"}, {}, ["--cocodiff_topology", "2x3", "degree is 4"]),
+        ({}, {"COCODIFF_TOPOLOGY": "rack=4"}, ["COCODIFF_TOPOLOGY", "rack", "node, gpu, tile"]),
+        ({"cocodiff_a2a": "ring"}, {}, ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
+        ({"cocodiff_mode": "lossy"}, {}, ["--cocodiff_mode", "lossy", "exact"]),
+        ({}, {"COCODIFF_MODE": "slow"}, ["COCODIFF_MODE", "slow", "exact", "paper", "balanced", "fast"]),
+        (
+            {"cocodiff_mode": "exact", "cocodiff_schedule": "bits=4"},
+            {},
+            ["--cocodiff_schedule", "bits=4", "--cocodiff_mode", "balanced"],
+        ),
+        ({"cocodiff_kernels": "cuda"}, {}, ["--cocodiff_kernels", "cuda", "auto, triton, numba, torch"]),
+        ({"cocodiff_memory_budget": "lots"}, {}, ["--cocodiff_memory_budget", "lots", "GiB above 0"]),
+        (
+            {"cocodiff_mode": "fast", "cocodiff_schedule": "bits=3"},
+            {},
+            ["--cocodiff_schedule", "'3'", "1, 1.6, 2, 2.7, 4, 8"],
+        ),
+        ({"cocodiff_mode": "fast", "cocodiff_schedule": "bites=4"}, {}, ["--cocodiff_schedule", "bites", "warmup="]),
+        ({"cocodiff_timeout": "1e18"}, {}, ["--cocodiff_timeout", "1e18", "seconds above 0, up to 1e+08"]),
+        ({"cocodiff_timeout": "nan"}, {}, ["--cocodiff_timeout", "'nan'", "seconds above 0"]),
+        ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
+        ({"cocodiff_virtual": "2x2"}, {}, ["--cocodiff_virtual: '2x2' is for one rank that stands for many"]),
+        ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
+        ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
+    ],
+)
+def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
+        resolve({"use_cocodiff": True, **values}, environment, Ranks(4, FLAT))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("topology", "ring", "virtual", "given", "expected"),
+    [
+        ("node=2,gpu=2", None, False, None, ("node",)),
+        ("node=2", None, False, None, ("node",)),
+        ("node=1,gpu=4", None, False, None, ()),
+        ("gpu=2,tile=2", None, False, None, ()),
+        ("gpu=4", "node=2", False, None, ("node",)),
+        ("node=2,gpu=2", None, False, "gpu", ("gpu",)),
+        ("node=2,gpu=2", None, False, "auto", ("auto",)),
+        ("gpu=4", "node=2", False, "node, gpu", ("node", "gpu")),
+        ("gpu=4", None, True, None, ("gpu",)),
+        ("node=2,gpu=3,tile=2", None, True, None, ("node", "gpu")),
+        ("node=2,gpu=1", None, True, None, ("node",)),
+    ],
+)
+def test_slow_axes_go_by_topology_and_flags(
+    topology: str, ring: str | None, virtual: bool, given: str | None, expected: tuple[str, ...]
+) -> None:
+    parsed, around = Topology.parse(topology), Topology.parse(ring) if ring else None
+    assert slow_axes(given or "", parsed, around, virtual) == expected
+
+
+def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -> None:
+    """Its slow axis is 'gpu', against the rule."""
+    links = (AxisLink("node", 0.0, 1e12), AxisLink("gpu", 0.0, 1.0))
+    topology = Topology.parse("2x2")
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"profile": Profile(topology, links, 0.0, 1e12, 1e12).to_json()}))
+    for virtual, ranks in ((None, Ranks(4, topology)), ("2x2", Ranks(1, Topology.flat(1)))):
+        values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_profile": str(file)}
+        values |= {"cocodiff_virtual": virtual}
+        assert resolve(values, {}, ranks).slow_axes == ("node",)
+        assert resolve(values | {"cocodiff_slow_axes": "auto"}, {}, ranks).slow_axes == ("auto",)
+    alone = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_slow_axes": "auto"}
+    with pytest.raises(ValueError, match=r"--cocodiff_slow_axes: 'auto' is not valid: .* needs --cocodiff_profile"):
+        resolve(alone, {}, Ranks(1, Topology.flat(1)))
+
+
+def test_the_usual_mode_is_lossy_only_across_nodes_of_the_topology() -> None:
+    ranks = Ranks(4, Topology.parse("2x2"))
+    assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
+    assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
+    assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, Ranks(4, FLAT)).mode == "exact"
+
+
+def test_overlap() -> None:
+    def overlap(**options: str) -> Overlap:
+        values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
+        return resolve(values, {}, Ranks(2, Topology.flat(2))).overlap
+
+    assert overlap() == overlap(v_first="auto", head_groups="auto") == Overlap()
+    assert overlap(v_first="on", head_groups="4") == Overlap(v_first=True, head_groups=4)
+    assert overlap(v_first="off").v_first is False
+    with pytest.raises(ValueError, match="--cocodiff_v_first: 'maybe' is not valid; valid are auto, on, off"):
+        overlap(v_first="maybe")
+    for bad in ("0", "-1", "1.5", "many"):
+        with pytest.raises(ValueError, match=f"--cocodiff_head_groups: '{bad}' is not valid; valid are 'auto'"):
+            overlap(head_groups=bad)

@@ -1,0 +1,152 @@
+"""Where Ulysses groups and rings lie: the arithmetic against the ranks themselves, and the choice of a user."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as checked
+from hypothesis import strategies as st
+
+from xfuser_cocodiff.engine.settings.config import resolve
+from xfuser_cocodiff.engine.settings.ring_placement import Ranks, Split
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
+
+topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
+    lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+)
+
+
+def crossed(topology: Topology, one: int, other: int) -> str | None:
+    """The outermost axis on which two ranks differ: their link."""
+    places = zip(topology.axes, topology.coordinates(one), topology.coordinates(other), strict=True)
+    return next((axis.name for axis, here, there in places if here != there), None)
+
+
+@checked(deadline=None)
+@given(topologies, st.data())
+def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([n for n in range(1, whole.size + 1) if whole.size % n == 0]))
+    stride = whole.size // count
+    for part, groups in (
+        (whole.neighbouring(count), [[first + i for i in range(count)] for first in range(0, whole.size, count)]),
+        (whole.strided(count), [[first + i * stride for i in range(count)] for first in range(stride)]),
+    ):
+        assert part.size == count
+        pairs = list(itertools.product(range(count), repeat=2))
+        links = [[crossed(whole, group[i], group[j]) for i, j in pairs] for group in groups]
+        if part.axes[0].name != "flat":
+            assert all([crossed(part, i, j) for i, j in pairs] == group for group in links)
+        elif count > 1:  # where sizes are powers of two, parts always lie on the axes alike
+            assert any(axis.size not in (1, 2, 4) for axis in whole.axes)
+
+
+def test_parts_of_aurora() -> None:
+    aurora = Topology.parse("8x6x2")
+    assert str(aurora.neighbouring(24)) == "node=2,gpu=6,tile=2"
+    assert str(aurora.strided(24)) == "node=8,gpu=3"
+    assert str(aurora.strided(4)) == "node=4"
+    assert str(Topology.parse("2x6x2").neighbouring(8)) == "flat"
+
+
+def profile(sizes: str, *speeds: float) -> Profile:
+    topology = Topology.parse(sizes)
+    links = [AxisLink(axis.name, 0.0, speed) for axis, speed in zip(topology.axes, speeds, strict=True)]
+    return Profile(topology, tuple(links), 0.0, 1e15, 1e15)
+
+
+FAST = 1e12
+OUTER, INNER = Split(4, 2, "outer"), Split(4, 2, "inner")
+
+
+def test_times_by_hand() -> None:
+    """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
+    known = profile("4x2", 1e6, FAST)
+    part = {split: known.along(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
+    ring = {split: known.along(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
+    # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
+    assert planner.exchange_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
+    assert planner.gather_seconds(ring[OUTER], Plan.flat(ring[OUTER].topology), 2e6) == pytest.approx(2, rel=1e-3)
+    assert planner.exchange_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
+    assert planner.gather_seconds(ring[INNER], Plan.flat(ring[INNER].topology), 2e6) == pytest.approx(0, abs=1e-3)
+    # Coded, a quarter of what crosses nodes.
+    assert planner.exchange_seconds(part[INNER], 4e6, 1e6, slow_axes=["node"]) == pytest.approx(0.75, rel=1e-3)
+
+
+def test_times_of_a_ring_by_hand() -> None:
+    """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time, and codecs."""
+    known = dataclasses.replace(profile("2x4", 1e6, FAST), codec_bytes_per_second=4e7)
+    flat, best = Plan.flat(known.topology), planner.choose_gather(known, 2e6)
+    assert planner.gather_seconds(known, flat, 2e6) == pytest.approx(8, rel=1e-3)  # a block to each of 4 ranks there
+    assert best.stages[0] == (0,) and planner.gather_seconds(known, best, 2e6) == pytest.approx(2, rel=1e-3)
+    assert planner.ring_seconds(known, 2e6) == pytest.approx(2, rel=1e-3)
+    # An eighth of it, and its own block and another one through the codec.
+    assert planner.ring_seconds(known, 2e6, 0.25e6, ["node"]) == pytest.approx(0.25 + 0.1, rel=1e-3)
+
+
+def test_a_gather_of_gloos_is_one_ring() -> None:
+    """2 nodes of 2 GPUs, all links at 1 MB/s: between nodes goes each of three blocks, or by direct sends one to each
+    of two ranks there."""
+    known = profile("2x2", 1e6, 1e6)
+    with_direct = dataclasses.replace(known, direct=known)
+    flat, direct = Plan.flat(known.topology), dataclasses.replace(Plan.flat(known.topology), direct=(True,))
+    assert planner.gather_seconds(with_direct, flat, 1e6) == pytest.approx(3, rel=1e-3)
+    assert planner.gather_seconds(with_direct, direct, 1e6) == pytest.approx(2, rel=1e-3)
+    assert planner.choose_gather(with_direct, 1e6) == direct
+    assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "others lay several rings"
+
+
+WHOLE = Topology.parse("2x4")
+RANKS = Ranks(4, Topology.flat(4), 2, WHOLE)
+
+
+def settings(tmp_path: Path, known: Profile | None, **values: str):
+    options = {f"cocodiff_{name}": value for name, value in values.items()}
+    if known:
+        file = tmp_path / "profile.json"
+        file.write_text(json.dumps({"profile": known.to_json()}))
+        options["cocodiff_profile"] = str(file)
+    return resolve({"use_cocodiff": True, **options}, {}, RANKS)
+
+
+def test_settings(tmp_path: Path) -> None:
+    known = profile("2x4", 1e6, FAST)
+    found = settings(tmp_path, None)
+    assert (found.ring, str(found.topology), found.mode) == ("outer", "flat", "balanced")
+    assert str(found.ring_topology) == "node=2"
+    found = settings(tmp_path, None, ring="inner")
+    assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
+    found = settings(tmp_path, known)
+    assert (found.ring, str(found.topology), found.mode) == ("outer", "gpu=4", "balanced")
+    assert found.profile.topology == found.topology and found.ring_profile.topology == Topology.parse("node=2")
+    alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
+    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "balanced")
+    assert alone.ring_topology == WHOLE
+    found = settings(tmp_path, known, mode="exact", ring="inner")
+    assert (found.ring, str(found.topology), str(found.ring_profile.topology)) == ("inner", "node=2,gpu=2", "gpu=2")
+    found = settings(tmp_path, known, mode="exact")
+    assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
+    found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it
+    assert (found.ring, str(found.topology)) == ("inner", "gpu=2,tile=2")
+    found = settings(tmp_path, None, topology="node=2,gpu=2,tile=2")  # of all ranks
+    assert (found.ring, str(found.topology)) == ("outer", "gpu=2,tile=2")
+
+
+@pytest.mark.parametrize(
+    ("known", "values", "words"),
+    [
+        (None, {"ring": "across"}, ["--cocodiff_ring", "'across'", "outer, inner"]),
+        (None, {"topology": "2x3"}, ["--cocodiff_topology", "2x3", "Ulysses degree is 4"]),
+        (profile("2x2x2", 1e6, 1e7, FAST), {}, ["--cocodiff_profile", "node=2,gpu=2,tile=2", "node=2,gpu=4"]),
+        (profile("2x4", 1e6, FAST), {"topology": "2x2"}, ["--cocodiff_profile", "node=2,gpu=4", "node=2,gpu=2"]),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, known: Profile | None, values: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        settings(tmp_path, known, **values)
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,76 @@
+"""The notation and the algebra of plans."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xfuser_cocodiff.engine.topology.plans import Plan, candidates
+from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
+
+AURORA = Topology.parse("2x3x2", 12)
+topologies = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
+    lambda sizes: Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flat",
+        "flat*",
+        "hierarchical:tile,gpu,node",
+        "hierarchical:node,tile,gpu",
+        "hierarchical:tile+gpu,node",
+        "hierarchical:gpu+node,tile*",
+        "hierarchical:tile*,gpu*,node",
+    ],
+)
+def test_notation_reads_what_it_writes(text: str) -> None:
+    assert str(Plan.parse(text, AURORA)) == text
+
+
+def test_short_forms() -> None:
+    assert str(Plan.parse("hierarchical", AURORA)) == "hierarchical:tile,gpu,node"
+    assert str(Plan.parse("hierarchical:gpu+tile,node", AURORA)) == "hierarchical:tile+gpu,node"
+    assert Plan.parse("hierarchical", Topology.flat(4)) == Plan.flat(Topology.flat(4))
+    assert str(Plan.parse("hierarchical:gpu,node", Topology.parse("2x2x1", 4))) == "hierarchical:gpu,node"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ring", ["'ring'", "'flat'", "'hierarchical'"]),
+        ("flat:tile", ["'flat:tile'"]),
+        ("hierarchical:tile,gpu", ["each of the axes node, gpu, tile once"]),
+        ("hierarchical:tile,gpu,gpu,node", ["each of the axes"]),
+        ("hierarchical:tile,gpu,rack", ["each of the axes"]),
+        ("hierarchical:tile+node,gpu", ["no neighbours"]),
+        ("hierarchical:tile,gpu,node/4", ["is not valid"]),
+    ],
+)
+def test_errors(text: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"hierarchical|flat") as caught:
+        Plan.parse(text, AURORA)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_candidates_of_three_axes() -> None:
+    texts = [str(plan) for plan in candidates(AURORA)]
+    assert texts[0] == "flat"
+    assert len(texts) == len(set(texts)) == 1 + 2 + 2 + 6
+    for expected in ("hierarchical:tile+gpu,node", "hierarchical:node,gpu,tile", "hierarchical:gpu+node,tile"):
+        assert expected in texts
+
+
+@given(topologies)
+def test_every_candidate_crosses_every_axis_once(topology: Topology) -> None:
+    moving = [dim for dim, axis in enumerate(topology.axes) if axis.size > 1]
+    for plan in candidates(topology):
+        assert sorted(dim for stage in plan.stages for dim in stage) == moving
+        assert math.prod(plan.shape) == topology.size
+        assert [plan.shape[dim] for dim in plan.dims] == [
+            math.prod(topology.shape[dim] for dim in stage) for stage in plan.stages
+        ]
+        assert Plan.parse(str(plan), topology) == plan

@@ -1,0 +1,162 @@
+"""`cocodiff plan`, and `probe` and `bench` on real ranks: records as documented, figures that fit together."""
+
+import dataclasses
+import json
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.engine.topology.test_planner import profile_of
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli import on_ranks
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench import a2a, model
+from xfuser_cocodiff.lab.bench.transformer import Shape
+from xfuser_cocodiff.lab.probing import link_survey
+
+CPU = torch.device("cpu")
+MACHINE = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=1e-4, launch=1e-4)
+
+
+def write(machine: Profile, folder: Path) -> Path:
+    file = folder / "profile.json"
+    file.write_text(json.dumps({"profile": machine.to_json()}))
+    return file
+
+
+def test_plan_prints_and_records_the_choice_of_each_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["plan", "--profile", str(write(MACHINE, tmp_path)), "--sizes", "1KB,2MB,77"]
+    assert cli.main([*arguments, "--json", str(tmp_path / "plan.json")]) == 0
+    record = json.loads((tmp_path / "plan.json").read_text())
+    shown = capsys.readouterr().out
+    for size in (1024, 2 * 2**20, 77):
+        rows = {row["plan"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
+        [chosen] = [plan for plan, row in rows.items() if row["chosen"]]
+        assert chosen == str(planner.choose(MACHINE, size))
+        assert chosen in shown
+        for plan, row in rows.items():
+            assert row["predicted_seconds"] == planner.seconds(MACHINE, Plan.parse(plan, MACHINE.topology), size)
+        assert "flat" in rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--profile", "absent.json"], ["absent.json"]),
+        (["plan"], ["RANK", "torchrun", "emulated_cluster.sh"]),
+        (["probe"], ["RANK", "torchrun"]),
+        (["probe", "--topology", "2x2"], ["--topology", "4 ranks"]),
+        (["probe", "--timeout", "-1"], ["--timeout", "-1"]),
+        (["bench", "a2a"], ["RANK"]),
+        (["simulate", "--cluster", "moon"], ["moon", "aurora"]),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+
+
+def test_sizes() -> None:
+    assert on_ranks.sizes("4KB, 1mb,500,2B") == [4096, 2**20, 500, 2]
+    for text in ("", "4GB", "0KB", "1KB;2KB", "-4"):
+        with pytest.raises(ValueError, match="--sizes"):
+            on_ranks.sizes(text)
+
+
+def test_scales_and_shapes() -> None:
+    assert model.scales("2, 0.25") == [2, 0.25]
+    for text in ("0", "half", "0.5,", "-1", "inf", "nan"):
+        with pytest.raises(ValueError, match="--scale"):
+            model.scales(text)
+    assert Shape.named("high-resolution", 8) == Shape(512, 3, 4096, 32)
+    large = Shape.named("low-resolution", 24)
+    assert (large.heads, large.tokens % 24, large.width % large.heads) == (24, 0, 0)
+    with pytest.raises(ValueError, match="--shape 'huge'"):
+        Shape.named("huge", 8)
+
+
+def stock(tensor: torch.Tensor) -> torch.Tensor:
+    """A slow exchange to compare with: everybody's tensors, and my heads of each."""
+    world, here = dist.get_world_size(), dist.get_rank()
+    everybody = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(everybody, tensor)
+    return torch.cat([one.chunk(world, 1)[here] for one in everybody], 2)
+
+
+def bench_a2a(rank: int) -> dict:
+    return a2a.measure(dist.group.WORLD, Topology.parse("2x2", 4), CPU, stock, [1000, 2**16], 3)
+
+
+def test_bench_a2a_leaves_a_record() -> None:
+    records = ranks.run(bench_a2a, 4)
+    for row in zip(*(record["rows"] for record in records), strict=True):
+        assert all(other == row[0] for other in row)
+    record = records[0]
+    assert {row["bytes_per_rank"] for row in record["rows"]} == {1024, 2**16}
+    for size in (1024, 2**16):
+        rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
+        assert {"stock", "flat", "hierarchical:gpu,node", "auto"} <= rows.keys()
+        assert rows["stock"]["ratio_to_stock"] == 1
+        for row in rows.values():
+            assert len(row["seconds"]) == 3
+            pairs = zip(row["seconds"], rows["stock"]["seconds"], strict=True)
+            assert row["ratio_to_stock"] == median(ours / theirs for ours, theirs in pairs)
+            assert row["bound_seconds"] > 0
+        assert rows["auto"]["plan"] == str(planner.choose(Profile.from_json(record["profile"]), size))
+    a2a.show(record)
+
+
+def bench_a_wrong_plan(rank: int) -> str:
+    with mock.patch.object(a2a, "reshard", lambda tensors, *rest: [tensors[0].flip(2).reshape(1, 1, -1, 8)]):
+        try:
+            bench_a2a(rank)
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def test_bench_a2a_notices_a_plan_that_brings_something_else() -> None:
+    assert all("'flat' does not bring what stock brings" in said for said in ranks.run(bench_a_wrong_plan, 4))
+
+
+def probe(rank: int) -> dict:
+    return link_survey.measure(dist.group.WORLD, None, CPU)
+
+
+def test_probe_leaves_a_record_that_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = ranks.run(probe, 4)[0]
+    file = tmp_path / "probe.json"
+    file.write_text(json.dumps(record))
+    profile = Profile.read(file)
+    assert str(profile.topology) == record["topology"] == record["topology_inferred"]
+    assert [axis["name"] for axis in record["axes"]] == [axis.name for axis in profile.topology.axes]
+    assert all(axis["bytes_per_second"] > 0 and axis["latency_us"] > 0 for axis in record["axes"])
+    bandwidths = record["pairs"]["bytes_per_second"]
+    assert [len(row) for row in bandwidths] == [4] * 4
+    assert all((value is None) == (i == j) for i, row in enumerate(bandwidths) for j, value in enumerate(row))
+    assert 0 < record["profile_seconds"] < record["seconds"]
+    link_survey.show(record)
+    assert record["topology_inferred"] in capsys.readouterr().out
+
+
+def test_slow_axes_send_at_less_than_a_fifth_of_the_speed_of_codecs() -> None:
+    def slow(codec: float, **sizes: int) -> tuple[str, ...]:
+        profile = profile_of([2, 3, 2], [1e6, 2.1e6, 4e6], 0, 0)
+        return dataclasses.replace(profile, topology=Topology.named(**sizes), codec_bytes_per_second=codec).slow_axes
+
+    assert slow(10.3e6, node=2, gpu=3, tile=2) == ("node",)
+    assert slow(20.3e6, node=2, gpu=3, tile=2) == ("node", "gpu", "tile")
+    assert slow(4.7e6, node=2, gpu=3, tile=2) == ()
+    assert slow(20.3e6, node=1, gpu=3, tile=1) == ("gpu",)  # the others have nobody to send to

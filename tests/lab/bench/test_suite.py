@@ -1,0 +1,73 @@
+"""`cocodiff bench all`: which commands it runs, and what it does with those that fail or are done."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.lab.bench import suite
+from xfuser_cocodiff.lab.bench.suite import Run
+
+
+@pytest.mark.parametrize("run", suite.RUNS, ids=lambda run: run.name)
+def test_commands_are_such_as_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> None:
+    seen = []
+    commands = {cli.bench: ("_model", "_a2a", "_kernels"), cli.quality: ("run",), cli.compare: ("run",)}
+    for module, names in commands.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda options: seen.append(options) or 0)
+    arguments = run.arguments(tmp_path)
+    assert cli.main(arguments[arguments.index("xfuser_cocodiff.cli") + 1 :]) == 0
+    assert seen[0].json == tmp_path / f"{run.name}.json"
+    assert seen[0].xdit_arguments == run.compared.split()
+
+
+def test_runs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "all", "--list", "--only", "kernels,equal"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "equal"]
+    assert cli.main(["bench", "all", "--list", "--only", "kernels,colour"]) == 2
+    assert "--only 'colour' is not known; valid are speed, first-1, " in capsys.readouterr().err
+
+
+def test_what_failed_is_said_and_made_the_next_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs, of which one fails as long as there is no file that it waits for."""
+    code = (
+        "import pathlib, sys; file = pathlib.Path(sys.argv[1]); print('the table of', file.stem);"
+        "is_there = file.stem == 'first' or (file.parent / 'waited-for').exists();"
+        "is_there and file.write_text('{}'); sys.exit(not is_there)"
+    )
+    monkeypatch.setattr(Run, "arguments", lambda self, out: [sys.executable, "-c", code, str(self.record(out))])
+    monkeypatch.setattr(suite, "RUNS", tuple(Run(name, "bench kernels") for name in ("first", "second")))
+    command, out = ["bench", "all", "--out", str(tmp_path / "out")], tmp_path / "out"
+    assert cli.main(command) == 1
+    said = capsys.readouterr().out
+    assert f"second failed; see {out / 'second.log'}" in said and "the table of first" in said
+    assert "first failed" not in said and "the table of second" not in said
+    made = (out / "first.json").stat().st_mtime_ns
+    (out / "waited-for").touch()
+    assert cli.main(command) == 0
+    assert (out / "first.json").stat().st_mtime_ns == made
+    assert (out / "second.txt").read_text() == "the table of second\n"
+
+
+def test_a_run_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
+    """Else an emulated cluster would go on without anybody who waits for it."""
+    inner = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+    outer = (
+        "import sys; from pathlib import Path; from xfuser_cocodiff.lab.bench import suite;"
+        f"suite._status([sys.executable, '-c', {inner!r}, sys.argv[1]], {{}}, Path(sys.argv[1] + '.txt'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer, str(tmp_path / "began")])
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    [child] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{child}").exists()

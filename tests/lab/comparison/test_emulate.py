@@ -1,0 +1,169 @@
+"""`cocodiff compare --emulate`: which cluster a command gets, what is refused at once, and ranks on it."""
+
+import gzip
+import json
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.lab.comparison import compare, emulate
+from xfuser_cocodiff.lab.comparison.emulate import Wish
+from xfuser_cocodiff.lab.emulation.presets import PRESETS
+
+FLUX = ["--model", "FLUX.1-dev", "--ulysses_degree"]
+
+
+def why_not() -> str | None:
+    """What keeps this machine from emulating a cluster."""
+    try:
+        emulate.check(emulate.cluster_for(Wish("ethernet"), [*FLUX, "2"]))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+reason = why_not()
+needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "topology"),
+    [
+        ("aurora", [*FLUX, "8"], "node=2,gpu=2,tile=2"),
+        ("ethernet", [*FLUX, "8"], "node=2,gpu=4"),
+        ("ethernet", [*FLUX, "4"], "node=2,gpu=2"),
+        ("pcie", [*FLUX, "2"], "node=2"),
+        ("flat", [*FLUX, "6"], "flat=6"),
+        ("aurora", [*FLUX, "8", "--cocodiff_topology", "4x2"], "4x2"),
+        # Of a Ulysses group, and not of all ranks.
+        ("aurora", [*FLUX, "4", "--ring_degree", "2", "--cocodiff-topology=2x2"], "node=2,gpu=2,tile=2"),
+        ("aurora", [*FLUX, "2", "--data_parallel_degree", "3"], "node=2,gpu=3"),
+    ],
+)
+def test_ranks_nest_as_the_command_says_or_in_two_nodes(preset: str, arguments: list[str], topology: str) -> None:
+    assert emulate.topology_for(preset, arguments) == topology
+    with pytest.raises(ValueError, match="3 ranks are not two equal nodes; say by --topology how they nest"):
+        emulate.topology_for("pcie", [*FLUX, "3"])
+
+
+def test_a_cluster_is_as_it_was_asked_for() -> None:
+    built = emulate.cluster_for(Wish("ethernet", "node=2,gpu=2", "0.5"), [*FLUX, "4"])
+    assert str(built.topology) == "node=2,gpu=2"
+    for axis, gigabytes in PRESETS["ethernet"].gigabytes.items():
+        if axis != "tile":
+            assert built.rate(axis) == pytest.approx(gigabytes * 8000 * 1e-4 * 0.5)
+    line = shlex.split(emulate.launcher(built))
+    assert line[:3] == [sys.executable, "-m", "xfuser_cocodiff.lab.emulation.cluster"]
+    assert line[3:] == ["--preset=ethernet", "--topology=node=2,gpu=2", "--scale=0.5", "--"]
+    assert emulate.record(built)["nodes"] == 2
+
+
+def test_the_plugin_is_told_how_ulysses_groups_nest() -> None:
+    whole, ring = [*FLUX, "4"], [*FLUX, "2", "--ring_degree", "2"]
+    for arguments, added in ((whole, ["--cocodiff_topology=node=2,gpu=2"]), (ring, [])):
+        built = emulate.cluster_for(Wish("pcie"), arguments)
+        assert emulate.on_cluster(arguments, built) == [*arguments, *added]
+    said = [*whole, "--cocodiff_topology", "4"]
+    assert emulate.on_cluster(said, emulate.cluster_for(Wish("pcie"), said)) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--emulate mars", "--emulate 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
+        ("--emulate pcie --scale fast", "--scale 'fast' is not valid; it is a number above 0"),
+        ("--emulate pcie --scale 1e9", "links have 0.1 to 10000"),
+        ("--emulate pcie --topology 2x3", "--topology '2x3' has 6 ranks, but the command after -- starts 4; valid are"),
+        ("--emulate pcie --topology rack=4", "--topology: topology 'rack=4' names the unknown axis"),
+        ("--emulate pcie --topology flat", "--topology: 'flat' does not say how many ranks there are"),
+        ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate both start the ranks; give one"),
+        ("--scale 2", "--scale 2 is of an emulated cluster: give --emulate as well"),
+        ("--topology 2x2", "--topology 2x2 is of an emulated cluster: give --emulate as well"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
+    assert cli.main(["compare", *options.split(), "--", *FLUX, "4"]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_without_namespaces_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["compare", "--emulate", "pcie", "--", *FLUX, "2"]) == 2
+    said = capsys.readouterr().err
+    assert said == "cocodiff: --emulate pcie: an emulated cluster needs ip and tc of the package iproute2\n"
+    assert not list(tmp_path.iterdir())
+
+
+SCRIPT = """
+    import json, os, pathlib, socket, sys
+    from xfuser_cocodiff.lab.emulation import links
+    rank, cluster = int(os.environ["RANK"]), links.from_environment()
+    folder = pathlib.Path(os.environ["COCODIFF_RECORD"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind((cluster.addresses[rank], 0))  # which is nobody else's
+    topology = None
+    if "--use_cocodiff" in sys.argv:
+        topology = next(word.partition("=")[2] for word in sys.argv if word.startswith("--cocodiff_topology="))
+    none = {"in_flight_seconds": 0, "hidden_seconds": 0}
+    step = {"seconds": 0.1, "a2a_seconds": {"flat": 0.01}, "sent_bytes": {"flat": 30}, **none}
+    run = {"total_steps": 1, "steps": [step], "peak_memory_bytes": 5, "latents_sha256": "same"}
+    device = ",".join([str(cluster.rate("node")), os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]])
+    engine = {"rank": rank, "degree": cluster.size, "topology": topology, "device": device}
+    (folder / f"rank{rank}.json").write_text(json.dumps({**engine, "runs": [run]}))
+"""
+
+
+@needs_namespaces
+def test_both_sides_run_on_the_cluster(tmp_path: Path) -> None:
+    script, out = tmp_path / "example.py", tmp_path / "out"
+    script.write_text(textwrap.dedent(SCRIPT))
+    line = f"compare --out {out} --repeats 1 --emulate ethernet --scale 0.5 --modes exact,fast -- {script}"
+    assert cli.main([*line.split(), "--ulysses_degree", "4"]) == 0
+    found = json.loads((out / "report.json").read_text())
+    assert found["cluster"]["topology"] == "node=2,gpu=2"
+    assert found["cluster"]["rates"] == pytest.approx({"node": 1.25, "gpu": 40})
+    stock, _, fast = found["runs"]
+    assert [run["topology"] for run in found["runs"]] == [None, "node=2,gpu=2", "node=2,gpu=2"]
+    for run in found["runs"]:
+        assert run["device"] == "1.25,,0"
+        assert "-m xfuser_cocodiff.lab.emulation.cluster --preset=ethernet" in run["command"]
+    assert "--cocodiff" not in stock["command"] and "--cocodiff_mode=fast" in fast["command"]
+    ranks = [json.loads((out / f"records/exact-1/rank{rank}.json").read_text()) for rank in range(4)]
+    assert [rank["device"].rpartition(",")[2] for rank in ranks] == ["0", "1", "0", "1"]
+
+
+@pytest.mark.slow  # the demo does it too, and the parts have tests of their own
+@needs_namespaces
+@pytest.mark.usefixtures("hub")
+def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on two nodes: exact is stock, bit for bit, and balanced codes what crosses."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    line = "--model FLUX.1-dev --ulysses_degree 2 --height 64 --width 64 --num_inference_steps 3 --prompt cat"
+    line += " --max_sequence_length 32 --seed 1 --warmup_calls 0 --cocodiff_slow_axes node --cocodiff_v_first on"
+    how = compare.How(1, modes=("exact", "balanced"), traced=True, emulated=Wish("ethernet"))
+    stock, exact, balanced = compare.compare(line.split(), tmp_path, Console(quiet=True), how)["runs"]
+    assert exact["latents"]["bit_equal"] and exact["topology"] == "node=2"
+    # Q, K, V and O of 6 blocks: 64 + 32 tokens of 8 heads of 16 values, a quarter of which goes to the other rank.
+    assert stock["bytes"] == {"flat": 6 * 4 * 96 * 128 * 2 // 4}
+    assert exact["bytes"] == {"node": stock["bytes"]["flat"]}
+    assert not balanced["latents"]["bit_equal"] and balanced["image"]["psnr_db"] > 25
+    assert balanced["bytes"]["node"] < 0.7 * exact["bytes"]["node"]
+    exchanges = {"cocodiff.v.exchange", "cocodiff.o.exchange"}
+    for side, names in ((stock, {"cocodiff.flat"}), (exact, {"cocodiff.node", *exchanges})):
+        for rank in range(2):
+            file = (tmp_path / side["trace"]).with_name(f"trace{rank}.json.gz")
+            events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+            assert names <= {event["name"] for event in events if event["ph"] == "X"}

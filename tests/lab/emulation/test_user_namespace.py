@@ -1,0 +1,211 @@
+"""Emulated clusters of an ordinary user and of root: that they are there, and that nothing of them stays."""
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.quick import slow_but
+from xfuser_cocodiff.lab.emulation import cluster, namespaces, user_namespace
+
+NOBODY = 65534
+DEADLINE = 120
+"""Seconds after which something that must happen has not: a guard, not a bound on speed."""
+
+
+def python() -> str:
+    """An interpreter that the user may run: root's own may lie where nobody else gets to. All it needs is itself."""
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+    for found in (sys.executable, *filter(None, [shutil.which("python3", path=os.defpath)])):
+        code = "import sys; sys.exit(sys.version_info < (3, 10))"
+        with contextlib.suppress(PermissionError):
+            if subprocess.run([found, "-c", code], cwd="/", **user).returncode == 0:
+                return found
+    return sys.executable
+
+
+PYTHON = python()
+LAUNCHER = [PYTHON, "-m", "xfuser_cocodiff.lab.emulation.cluster", "--topology", "2x2", "--rates", "node=4,gpu=20"]
+
+
+def ordinary(command: list[str], as_root: bool = False) -> subprocess.Popen:
+    """A command of a user who is not root: the one who runs the tests, or nobody; or of root."""
+    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 and not as_root else {}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cluster.__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.Popen(
+        command, cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **user
+    )
+
+
+def why_not() -> str | None:
+    """What keeps an ordinary user of this machine from a cluster."""
+    try:
+        tried = ordinary([*LAUNCHER, "--", "true"])
+    except PermissionError as error:
+        return f"nobody may run the interpreter of these tests: {error}"
+    _, error = tried.communicate(timeout=DEADLINE)
+    return error.strip().rpartition("\n")[2] if tried.returncode else None
+
+
+reason = why_not()
+needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+@pytest.fixture
+def marked() -> Iterator[tuple[str, Callable[[], list[int]]]]:
+    """A word for the command lines of ranks, and those processes of this machine that have it there."""
+    with tempfile.TemporaryDirectory(prefix="cocodiff-ranks-") as word:
+
+        def found() -> list[int]:
+            running = []
+            for process in filter(str.isdigit, os.listdir("/proc")):
+                try:
+                    if word in Path("/proc", process, "cmdline").read_text():
+                        running.append(int(process))
+                except OSError:  # processes come and go
+                    continue
+            return running
+
+        yield word, found
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.02)
+
+
+@needs_namespaces
+def test_files_belong_to_the_user() -> None:
+    with tempfile.TemporaryDirectory(prefix="cocodiff-files-") as folder:
+        os.chmod(folder, 0o777)
+        program = f"import os; open(os.path.join({folder!r}, os.environ['RANK']), 'w')"
+        launcher = ordinary([*LAUNCHER, "--", PYTHON, "-c", program])
+        _, error = launcher.communicate(timeout=DEADLINE)
+        assert launcher.returncode == 0, error
+        owners = {(entry.name, entry.stat().st_uid) for entry in os.scandir(folder)}
+    assert owners == {(str(rank), NOBODY if os.geteuid() == 0 else os.geteuid()) for rank in range(4)}
+
+
+WAITING = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+def waiting(word: str, as_root: bool) -> subprocess.Popen:
+    """A cluster whose ranks wait, each beside a process that has left its session."""
+    launcher = ordinary([*LAUNCHER, "--", PYTHON, "-c", WAITING, word], as_root)
+    for _ in range(4):
+        assert "here" in launcher.stdout.readline()
+    return launcher
+
+
+def interfaces() -> str:
+    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+ENDS = [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.mark.alone
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("number", "as_root"),
+    slow_but([(ENDS[0], False), (ENDS[1], True)], itertools.product(ENDS, [False, True])),
+)
+def test_nothing_stays_however_the_launcher_ends(
+    number: signal.Signals, as_root: bool, marked: tuple[str, Callable]
+) -> None:
+    if as_root and not user_namespace.is_root():
+        pytest.skip("these tests do not run as root")
+    word, running = marked
+    before = interfaces(), sorted(os.listdir("/run"))
+    launcher = waiting(word, as_root)
+    assert len(running()) >= 8
+    assert (interfaces(), sorted(os.listdir("/run"))) == before
+    launcher.send_signal(number)
+    _, error = launcher.communicate(timeout=DEADLINE)
+    if number == signal.SIGKILL:
+        wait_for(lambda: not running())
+    else:
+        assert launcher.returncode == 128 + number
+        assert error == f"emulated_cluster: stopped by {number.name}\n"
+        assert not running()
+    assert (interfaces(), sorted(os.listdir("/run"))) == before
+
+
+@needs_namespaces
+def test_nothing_begins_where_the_launcher_has_ended_by_then(marked: tuple[str, Callable]) -> None:
+    """Killed between the fork and the request of its child to be killed with it."""
+    word, running = marked
+    program = """
+import sys, time
+from xfuser_cocodiff.lab.emulation import cluster, user_namespace
+real = user_namespace._call
+def call(name, *arguments):
+    if name == "prctl":
+        print("forked", flush=True)
+        time.sleep(2)
+    real(name, *arguments)
+user_namespace._call = call
+sys.exit(cluster.main(sys.argv[1:]))
+"""
+    launcher = ordinary([PYTHON, "-c", program, *LAUNCHER[3:], "--", PYTHON, "-c", "print('ran')", word])
+    assert launcher.stdout.readline() == "forked\n"
+    launcher.kill()
+    assert launcher.communicate(timeout=DEADLINE)[0] == ""  # once the child has ended, which holds the pipe too
+    assert not running()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(errno.EPERM, "unshare: Operation not permitted"), (errno.ENOSPC, "unshare: No space left")]
+)
+def test_where_it_is_not_permitted(
+    number: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def refuse(name: str, *_: object) -> None:
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+    monkeypatch.setattr(user_namespace, "is_root", lambda: False)
+    monkeypatch.setattr(user_namespace, "_call", refuse)
+    monkeypatch.setattr(cluster, "_check_tools", lambda: None)
+    monkeypatch.setattr(namespaces, "make", lambda _: pytest.fail("something was made"))
+    assert cluster.main([*LAUNCHER[3:], "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert "an emulated cluster needs root, or user namespaces, which are not permitted here" in said
+    assert words in said
+
+
+@needs_namespaces
+def test_what_cannot_be_mounted_is_said_by_the_one_who_waits() -> None:
+    """In the namespaces already, but where something is not permitted: the child says so, and its parent tells."""
+    program = """
+import sys
+from xfuser_cocodiff.lab.emulation import cluster, user_namespace
+real = user_namespace._call
+def call(name, *arguments):
+    if b"proc" in arguments:
+        raise OSError(1, f"{name}: no")
+    real(name, *arguments)
+user_namespace._call = call
+sys.exit(cluster.main(sys.argv[1:]))
+"""
+    launcher = ordinary([PYTHON, "-c", program, *LAUNCHER[3:], "--", "echo", "ran"])
+    output, error = launcher.communicate(timeout=DEADLINE)
+    assert (launcher.returncode, output) == (2, "")
+    assert error.endswith("user namespaces, which are not permitted here: [Errno 1] mount: no\n")
+    assert error.count("\n") == 1

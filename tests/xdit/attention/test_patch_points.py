@@ -1,0 +1,162 @@
+"""Every replaced function of xDiT against the original that it replaces, on the same ranks and tensors."""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.xdit.platforms import platform
+from xfuser_cocodiff.xdit.session.session import Engine, active
+
+DTYPES = (torch.float32, torch.bfloat16)
+TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4"]}
+
+
+def start(rank: int, ring: int = 1) -> None:
+    """xDiT's groups for a world that is one sequence-parallel group."""
+    from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
+
+    world = int(os.environ["WORLD_SIZE"])
+    init_distributed_environment(rank=rank, world_size=world)
+    initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
+
+
+def use(topology: str, ring: int = 1, **more: str) -> None:
+    """A runtime state with the plugin in use."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import initialize_runtime_state
+    from xfuser.core.distributed.runtime_state import RuntimeState
+
+    # xDiT refuses ring attention with every backend that a CPU has; its exchange works there all the same.
+    RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
+    world = int(os.environ["WORLD_SIZE"]) // ring
+    options = {
+        "use_cocodiff": True,
+        "cocodiff_topology": topology,
+        "cocodiff_a2a": "hierarchical",
+        "cocodiff_mode": "exact",
+        **more,
+    }
+    config = xFuserArgs(model="tiny", ulysses_degree=world, ring_degree=ring, **options).create_config()[0]
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=world))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + int(os.environ["RANK"]))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def equal(got: object, expected: object) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(got, expected) and got.is_contiguous() == expected.is_contiguous()
+    return len(got) == len(expected) and all(map(equal, got, expected))
+
+
+def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
+    from xfuser.model_executor.layers import usp
+
+    start(rank, ring)
+    world = int(os.environ["WORLD_SIZE"]) // ring
+    for topology in topologies:
+        use(topology, ring)
+        for batch, heads, tokens, depth in ((1, world, 5, 4), (2, 3 * world, 7, 8), (3, 2 * world, 2, 1)):
+            for dtype in DTYPES:
+                q, k, v, gate = (random(i, batch, heads, tokens, depth, dtype=dtype) for i in range(4))
+                few = [random(i, batch, world, tokens, depth, dtype=dtype) for i in (5, 6)]
+                attended = random(7, batch, heads, world * tokens, depth, dtype=dtype)
+                strided = attended.transpose(1, 2).contiguous().transpose(1, 2)
+                for function, tensors in (
+                    (usp._ft_c_input_all_to_all, (q,)),
+                    (usp._ft_c_input_all_to_all, (q.transpose(2, 3).contiguous().transpose(2, 3),)),
+                    (usp._combined_qkv_all_to_all, (q, k, v)),
+                    (usp._combined_qkv_all_to_all, (q, k, v, gate)),
+                    (usp._combined_gqa_qkv_all_to_all, (q, *few)),
+                    (usp._combined_gqa_qkv_all_to_all, (q, *few, gate)),
+                    (usp._ft_c_output_all_to_all, (attended,)),
+                    (usp._ft_c_output_all_to_all, (strided,)),
+                ):
+                    assert moved(function, tensors), f"{function.__name__} fell through to stock"
+                    assert equal(function(*tensors), function.__wrapped__(*tensors)), function.__name__
+
+
+def moved(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the plugin's exchange ran in a call."""
+    active().traffic.reset()
+    function(*tensors)
+    return bool(active().traffic.calls)
+
+
+@pytest.mark.parametrize("degree", slow_but([2, 4, 6], TOPOLOGIES))
+def test_usp_helpers_equal_stock(degree: int) -> None:
+    ranks.run(check_usp, degree, TOPOLOGIES[degree])
+
+
+def test_beside_ring_parallelism() -> None:
+    ranks.run(check_usp, 8, ["2x2"], 2)
+
+
+def check_yunchang(rank: int, topologies: list[str]) -> None:
+    from yunchang.comm import all_to_all
+    from yunchang.globals import PROCESS_GROUP
+
+    start(rank)
+    world = int(os.environ["WORLD_SIZE"])
+    for topology in topologies:
+        use(topology)
+        for dtype in DTYPES:
+            split, joined = random(1, 2, 3, 2 * world, 4, dtype=dtype), random(2, 2, 3 * world, 2, 4, dtype=dtype)
+            for tensor, scatter, gather in ((split, 2, 1), (joined, 1, 2)):
+                got = all_to_all.SeqAllToAll4D.apply(PROCESS_GROUP.ULYSSES_PG, tensor, scatter, gather)
+                expected = all_to_all.all_to_all_4D.__wrapped__(tensor, scatter, gather, group=PROCESS_GROUP.ULYSSES_PG)
+                assert equal(got, expected)
+            assert moved(all_to_all.SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
+            assert not moved(all_to_all.SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
+
+
+@pytest.mark.parametrize("degree", slow_but([4], [2, 4, 8]))
+def test_yunchang_equals_stock(degree: int) -> None:
+    ranks.run(check_yunchang, degree, TOPOLOGIES[degree])
+
+
+def rejected(rank: int) -> list[tuple[str, str]]:
+    """What stock and the patched functions say to tensors that do not fit."""
+    from xfuser.model_executor.layers import usp
+
+    start(rank)
+    use("2x1")
+    q, odd, flat = torch.zeros(1, 4, 2, 2), torch.zeros(1, 3, 3, 2), torch.zeros(4, 2, 2)
+    said = []
+    for function, tensors in (
+        (usp._ft_c_input_all_to_all, (odd,)),
+        (usp._ft_c_input_all_to_all, (flat,)),
+        (usp._ft_c_output_all_to_all, (odd,)),
+        (usp._combined_qkv_all_to_all, (odd, odd, odd)),
+        (usp._combined_qkv_all_to_all, (q, q[:, :2], q[:, :2])),
+        (usp._combined_gqa_qkv_all_to_all, (q, q[:, :2], q)),
+        (usp._combined_gqa_qkv_all_to_all, (q, q[:, :2], q[:, :2], q[:, :2])),
+    ):
+        for call in (function, function.__wrapped__):
+            with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
+                call(*tensors)
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return list(zip(said[::2], said[1::2], strict=True))
+
+
+def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
+    for pairs in ranks.run(rejected, 2):
+        assert [ours for ours, _ in pairs] == [stock for _, stock in pairs]
+
+
+def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would repeat what codecs did at one step."""
+    engine = Engine(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", refuse=lambda _: None))
+    layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
+    assert engine.layer_codecs(layer, "share") == "coded"
+    monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert engine.layer_codecs(layer, "share") is None

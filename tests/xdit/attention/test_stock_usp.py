@@ -1,0 +1,176 @@
+"""Exchanges that xDiT's USP changes itself: in FP8, and of heads that change places. Both need kernels of AMD's GPUs;
+doubles of these stand for them here, and all the rest is xDiT's."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import ranks
+from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.test_compile import config_of
+from xfuser_cocodiff.xdit.session.session import Engine
+
+HEADS, HEAD_DIM, TOKENS, STEPS, LAYERS = 8, 16, 12, 4, 2
+WIDTH = HEADS * HEAD_DIM
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        from xfuser.model_executor.layers.usp import USP
+
+        projected = (layer(hidden_states) for layer in (self.to_q, self.to_k, self.to_v))
+        qkv = (tensor.unflatten(-1, (HEADS, -1)).transpose(1, 2) for tensor in projected)
+        return self.to_out(USP(*qkv, attn_layer=self, head_balance_layer=self).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.attn(hidden_states)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+
+def attention_of_a_gpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple:
+    """Takes what is quantised as such, and tells what each head has cost."""
+    told = options.get("attention_kwargs") or {}
+    if told.get("pre_quantized"):
+        scales = told["q_descale"], told["k_descale"], told["v_descale"]
+        query, key, value = (x.float() * scale for x, scale in zip((query, key, value), scales, strict=True))
+    if "_hb_cost_sink" in told:
+        told["_hb_cost_sink"].copy_(value.abs().sum((0, 2, 3)))
+    return nn.functional.scaled_dot_product_attention(query, key, value), None
+
+
+class World:
+    """A transformer on real ranks, under a runtime state of xDiT's."""
+
+    def __init__(self, rank: int) -> None:
+        from xfuser.core.distributed import attention_backend, get_runtime_state
+        from xfuser.core.distributed.attention_backend import AttentionBackendType
+        from xfuser.model_executor.layers import usp
+
+        sys.modules["aiter"] = SimpleNamespace(dtypes=SimpleNamespace(fp8=torch.float8_e4m3fn))
+        self.group, *_ = start(rank, depth=1)
+        self.state = get_runtime_state()
+        self.state.attention_backend = AttentionBackendType.SDPA
+        attention_backend.SUPPORTS_PRE_QUANTIZATION_BACKENDS = {AttentionBackendType.SDPA}
+        usp._HEAD_BALANCE_BACKENDS = {AttentionBackendType.SDPA}
+        usp._FP8_NCCL_NEEDS_VIEW = True  # nor does gloo know these types
+        usp.ATTENTION_FUNCTION_REGISTRY[AttentionBackendType.SDPA] = attention_of_a_gpu
+        torch.manual_seed(0)
+        self.transformer = Transformer()
+        self.hidden_states = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def use(self, mode: str | None) -> Any:
+        """Go on with the plugin, or as stock; returns the engine."""
+        return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Engine()
+
+    def by_fp8(self, scale: float | None) -> Any:
+        """Send in FP8 from now on, by a fixed scale or by those that are to be seen."""
+        from xfuser.core.distributed import fp8_comms
+
+        self.state.fp8_comms = fp8_comms.Fp8CommsState(scale)
+        layers = [block.attn for block in self.transformer.blocks]
+        fp8_comms.register_fp8_comms_eligible_modules(self.transformer, layers)
+        self.state.fp8_comms.register_models(SimpleNamespace(transformer=self.transformer))
+        return self.state.fp8_comms
+
+    @torch.inference_mode()
+    def run(self, engine: Any) -> list[torch.Tensor]:
+        """A run's steps."""
+        found = []
+        if engine.runtime:
+            engine.runs.begin(STEPS)
+        for number in range(STEPS):
+            found.append(self.transformer(self.hidden_states * (1 + 0.02 * number)))
+            engine.runs.end_step()
+        return found
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+def send_in_fp8(rank: int) -> None:
+    world = World(rank)
+    stock = world.use(None)
+    plain = world.run(stock)
+    world.by_fp8(0.02)
+    expected = world.run(stock)
+    assert not equal(expected, plain)
+    engine = world.use("exact")
+    assert equal(world.run(engine), expected)
+    values = STEPS * LAYERS * 4 * 2 * TOKENS * WIDTH // 2  # a byte each; half of them stay, along each of two axes
+    assert dict(engine.traffic.sent_bytes) == {"node": values, "gpu": values}
+    # A mode has its own way to send less.
+    engine = world.use("balanced")
+    for found, wanted in zip(world.run(engine), plain, strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=0.05)
+    assert [report.was_refresh for report in engine.runtime.reports] == [True, False, False, False]
+    assert all(report.sent_bytes < 0.5 * report.exact_bytes for report in engine.runtime.reports[1:])
+    assert {*engine.runtime.reports[-1].errors} == {f"blocks.{index}.attn" for index in range(LAYERS)}
+
+
+def test_fp8_goes_along_the_topology() -> None:
+    ranks.run(send_in_fp8, 4)
+
+
+def see_scales(rank: int) -> None:
+    world, seen, found = World(rank), [], []
+    for mode in (None, "exact", "balanced"):
+        state, engine = world.by_fp8(None), world.use(mode)
+        world.run(engine)
+        model = state.get_model_state(world.transformer)
+        seen.append([getattr(model, f"{name}_running_max").clone() for name in "qkvo"])
+        state.sync(world.transformer)
+        found.append(world.run(engine))
+    assert equal(seen[1], seen[0]) and equal(seen[2], seen[0])
+    assert seen[0][0].min() > 0
+    assert equal(found[1], found[0]) and not equal(found[2], found[0])
+
+
+def test_xdit_sees_the_scales_that_it_would_see_without_the_plugin() -> None:
+    ranks.run(see_scales, 4)
+
+
+def change_places(rank: int) -> None:
+    world = World(rank)
+    world.state.runtime_config.use_spargeattn_head_balance = True
+
+    def begin() -> None:
+        for block in world.transformer.blocks:
+            block.attn.head_perm = torch.arange(HEADS)
+
+    begin()
+    expected = world.run(world.use(None))
+    assert not torch.equal(world.transformer.blocks[0].attn.head_perm, torch.arange(HEADS))
+    for mode in ("exact", "balanced"):
+        begin()
+        engine = world.use(mode)
+        assert equal(world.run(engine), expected), mode
+        assert set(engine.traffic.sent_bytes) == {"node", "gpu"}
+    assert "change places" in engine.runtime.refusal
+
+
+def test_heads_that_change_places_go_exactly() -> None:
+    ranks.run(change_places, 4)

@@ -1,0 +1,95 @@
+"""Heads and tokens that ranks cannot share alike: against attention, and whole pipelines, on one rank."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests import ranks
+from tests.quick import slow, slow_but
+from tests.xdit.attention.test_ring import asked, start
+from tests.xdit.test_approximation import Approximating, decibels
+from xfuser_cocodiff.xdit.session.session import active
+
+
+def whole(seed: int, heads: int, tokens: int) -> torch.Tensor:
+    """A tensor (B, H, S, D), the same on every rank."""
+    return torch.randn(2, heads, tokens, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str) -> list[float]:
+    """Errors of USP, with text that every rank has and without."""
+    from xfuser.model_executor.layers import usp
+
+    topology = {"cocodiff_topology": f"{world}x1" if ring == 1 else f"{ring}x{world // ring}"}
+    start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode=mode) | topology, world, ring)
+    errors = []
+    for joint in (False, True)[: 1 if repeat > 1 else 2]:
+        tensors = [whole(seed, count, 24) for seed, count in enumerate((heads * repeat, heads, heads))]
+        text = [whole(3 + seed, heads, 5) for seed in range(3)]
+        options = dict(zip(("joint_query", "joint_key", "joint_value"), text, strict=True)) if joint else {}
+        options |= {"joint_strategy": "rear"} if joint else {}
+        options |= {"kv_head_repeat": repeat} if repeat > 1 else {}
+        active().traffic.reset()
+        mine = [tensor.chunk(world, 2)[rank] for tensor in tensors]
+        found = usp.USP(*mine, **options)
+        assert active().traffic.calls
+        every = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
+        wanted = functional.scaled_dot_product_attention(
+            every[0], *(tensor.repeat_interleave(repeat, 1) for tensor in every[1:])
+        )
+        here = torch.cat([wanted[:, :, :24].chunk(world, 2)[rank], wanted[:, :, 24:]], 2)
+        assert found.shape == here.shape
+        errors.append((found - here).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "heads", "repeat"),
+    slow_but(
+        [(4, 1, 6, 1), (4, 2, 3, 1), (2, 1, 3, 2)],
+        [(4, 1, 6, 1), (4, 2, 3, 1), (2, 1, 3, 2), (3, 1, 8, 1), (4, 1, 3, 1), (4, 1, 3, 2)],
+    ),
+)
+def test_heads_that_do_not_divide(world: int, ring: int, heads: int, repeat: int) -> None:
+    for errors in ranks.run(attend, world, world, ring, heads, repeat, "exact"):
+        assert max(errors) < 1e-6
+
+
+def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]) -> tuple[torch.Tensor, float | None]:
+    """Latents, and decibels of a mode to them."""
+    degrees = ["--ulysses_degree", str(world // ring), "--ring_degree", str(ring)]
+    more = ["--height", str(size), "--width", str(size), "--max_sequence_length", "36", *flags]
+    ours = ["--use_cocodiff", "--cocodiff_mode", "exact"] if world > 1 else []
+    run = Approximating(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
+    exact = run()
+    if world == 1 or ring > 1 or flags:
+        return exact, None
+    run.by("balanced", "flat", slow_axes=("flat",))
+    return exact, decibels(run(), exact)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(
+    ("world", "ring", "size", "flags"),
+    [
+        (3, 1, 112, ()),  # eight heads, 49 tokens
+        (4, 2, 112, ()),
+        slow(3, 3, 112, ()),
+        slow(3, 1, 112, ("--use_torch_compile",)),
+    ],
+)
+def test_a_picture_that_does_not_divide(world: int, ring: int, size: int, flags: tuple[str, ...]) -> None:
+    [(alone, _)] = ranks.run(pipeline, 1, 1, 1, size, ())
+    for latents, coded in ranks.run(pipeline, world, world, ring, size, flags):
+        assert decibels(latents, alone) > 90
+        assert coded is None or 20 < coded < 60
+
+
+def refuse(rank: int) -> str:
+    with pytest.raises(RuntimeError, match="not divisible") as caught:
+        start(rank, {}, 3, 1)
+    return str(caught.value)
+
+
+def test_stock_still_refuses() -> None:
+    assert "8 heads" in ranks.run(refuse, 3)[0]

@@ -1,0 +1,298 @@
+"""How the plugin gets into xDiT and out again; each case in a fresh interpreter, as it depends on import order."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.quick import slow, slow_but
+from xfuser_cocodiff import autoload
+from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
+
+# Where the plugin stays out, something else must make xDiT importable on a machine without an accelerator.
+STOCK = {"PYTHONPATH": str(Path(__file__).parent.parent.parent / "stock")}
+ROOT = str(Path(__file__).parent.parent.parent.parent)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a new interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def answer(code: str, **environment: str) -> object:
+    """Run code and read the JSON that it prints last."""
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_torch_only_leaves_a_finder() -> None:
+    loaded, watching = answer("""
+        import json, sys, torch
+        ours = sorted(name for name in sys.modules if name.startswith("xfuser"))
+        print(json.dumps([ours, [type(finder).__name__ for finder in sys.meta_path].count("XDiTWatch")]))
+    """)
+    assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]
+    assert watching == 1
+
+
+SITE = """
+    import json, sys
+    {before}
+    import xfuser.model_executor.layers.usp as usp, xfuser.config.args
+    {after}
+    from xfuser_cocodiff.xdit.integration import activation
+    activation.ask()
+    print(json.dumps(["site-packages" not in usp._ft_c_input_all_to_all.__code__.co_filename,
+                      hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff")]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import torch", ""),
+        slow("import xfuser_cocodiff.auto", ""),
+        slow("import torch", "import xfuser_cocodiff.auto"),
+    ],
+    ids=["entry point", "auto", "twice"],
+)
+def test_doors(before: str, after: str) -> None:
+    assert answer(SITE.format(before=before, after=after)) == [True, True]
+
+
+@pytest.mark.slow  # the entry point is disabled below, in this process
+def test_disabled_by_variable() -> None:
+    assert answer(SITE.format(before="", after=""), COCODIFF_DISABLE="1", **STOCK) == [False, False]
+
+
+def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None:
+    states = answer(
+        """
+        import json, logging, os, sys
+        import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
+        import diffusers.image_processor, diffusers.pipelines.pipeline_utils
+        import diffusers.modular_pipelines.modular_pipeline
+
+        def everything():
+            found = {}
+            for name, module in list(sys.modules.items()):
+                if module is not None and name.partition(".")[0] in ("xfuser", "diffusers", "yunchang", "torch"):
+                    for key, value in list(vars(module).items()):
+                        found[f"{name}.{key}"] = id(value)
+                        watched = "xfuser", "diffusers.pipelines.pipeline_u", "diffusers.modular_pipelines.modular_p"
+                        if isinstance(value, type) and name.startswith(watched):
+                            found.update({f"{name}.{key}.{k}": id(v) for k, v in list(vars(value).items())
+                                           if callable(v) or k == "__dataclass_fields__"})
+            ours = logging.getLogger("xfuser_cocodiff")
+            found["logging"] = [list(each.handlers) + [each.level] for each in (ours, logging.getLogger())]
+            found["process"] = [dict(os.environ), list(sys.meta_path), sys.excepthook, list(sys.path_hooks)]
+            found["inductor"] = [
+                inductor.reorder_for_compute_comm_overlap, list(inductor.reorder_for_compute_comm_overlap_passes)
+            ]
+            found["packages_info"] = id(xfuser.envs.PACKAGES_CHECKER.packages_info)
+            return found
+
+        import torch
+        from torch._inductor import config as inductor
+        import xfuser_cocodiff
+        from xfuser_cocodiff.xdit.integration import activation
+        from xfuser_cocodiff.xdit.session import graphs
+        from xfuser_cocodiff.xdit.patching import log
+        before = everything()
+        assert xfuser_cocodiff.install()
+        activation.ask()
+        assert graphs.order_exchanges()
+        log.warn("said")
+        during = everything()
+        copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
+        states = {state.state for state in activation.states()}
+        xfuser_cocodiff.uninstall()
+        after = everything()
+        changed = [key for key in before if during[key] != before[key]]
+        left = [key for key in before if after[key] != before[key]]
+        assert {"logging", "process", "inductor"} <= set(changed)
+        print(json.dumps([sorted(states), "xfuser_cocodiff" in copy, len(changed) > 20, left, activation._installed]))
+        """,
+        COCODIFF_DISABLE="1",
+        **STOCK,
+    )
+    assert states == [["applied", "ready", "used"], True, True, [], None]
+
+
+@pytest.mark.slow  # a private name that has moved keeps the plugin out in the same way
+@pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
+def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
+    done = python(
+        f"""
+        import importlib.metadata as metadata
+        real = metadata.version
+        metadata.version = lambda name: {version!r} if name == "xfuser" else real(name)
+        import xfuser.model_executor.layers.usp as usp
+        import xfuser_cocodiff
+        assert not xfuser_cocodiff.install()
+        from xfuser_cocodiff.xdit.integration import activation
+        activation.ask()
+        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("cocodiff:")]
+    assert len(warnings) == 1
+    assert version in warnings[0]
+    assert "<0.8" in warnings[0]
+
+
+def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> None:
+    """Found when the plugin is installed, though it is only called in the middle of a run."""
+    release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
+    shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "xfuser/core/distributed/parallel_state.py"
+    file.write_text(file.read_text().replace("_SP", "_SEQUENCE"))
+    done = python(
+        "import xfuser_cocodiff; assert not xfuser_cocodiff.install()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "xfuser.core.distributed.parallel_state._SP does not exist" in done.stderr
+
+
+@pytest.mark.slow  # a name that has moved keeps it out in the same way
+def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
+    done = python(
+        """
+        import xfuser_cocodiff
+        def broken():
+            raise OSError("disk on fire")
+        xfuser_cocodiff.install = broken
+        import xfuser.envs
+        """,
+        **STOCK,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "disk on fire" in done.stderr
+
+
+def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_host.py").write_text("import inner_host\ndef site(): return 'original'\n")
+    (tmp_path / "inner_host.py").write_text("def site(): return 'original'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [
+        Patch("outer_host", "site", "", lambda original: lambda: "replaced"),
+        Patch("inner_host", "site", "", lambda original: 1 / 0),
+    ]
+    patch_set = PatchSet(rows, "outer_host")
+    patch_set.install()
+    import outer_host
+
+    assert outer_host.site() == outer_host.inner_host.site() == "original"
+    assert patch_set.withdrawn
+    assert patch_set not in sys.meta_path
+
+
+def test_rows_notice_other_parameters() -> None:
+    row = Patch("xfuser.model_executor.layers.usp", "_ft_c_input_all_to_all", "", lambda x: x, ("tensor",))
+    assert "takes (x), expected (tensor)" in PatchSet([row], "xfuser").problems()[0]
+
+
+def test_a_row_that_fails_takes_back_the_others() -> None:
+    import tests.ranks as module
+
+    before = module.run
+
+    def fail(original: object) -> object:
+        raise RuntimeError("no replacement")
+
+    rows = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
+    patch_set = PatchSet(rows, "tests")
+    patch_set.install()
+    assert patch_set.withdrawn
+    assert module.run is before
+
+
+def test_a_row_stays_out_where_the_host_does_its_work() -> None:
+    import tests.ranks as module
+
+    before = module.run
+    rows = [
+        Patch(module.__name__, "run", "", lambda _: len, unless=(module.__name__, "outcomes")),
+        Patch(module.__name__, "gone", "", lambda _: len, unless=("xfuser.envs", "get_device")),
+        Patch(module.__name__, "_read", "", lambda _: len, unless=(module.__name__, "gone")),
+    ]
+    patch_set = PatchSet(rows, "tests")
+    assert patch_set.problems() == []
+    patch_set.install()
+    assert (module.run, module._read) == (before, len)
+    assert patch_set not in sys.meta_path
+    patch_set.uninstall()
+    assert module._read is not len
+
+
+@pytest.mark.parametrize(("disable", "decided", "installs"), [("", False, 1), ("1", False, 0), ("", True, 0)])
+def test_the_entry_point_that_xdit_calls(
+    monkeypatch: pytest.MonkeyPatch, disable: str, decided: bool, installs: int
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setenv("COCODIFF_DISABLE", disable)
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(autoload, "_decided", decided)  # by torch's entry point, by install() or by uninstall()
+    monkeypatch.setattr(autoload, "_install", lambda: installed.append(True))
+    autoload.plug_in()
+    autoload.plug_in()
+    autoload.watch()  # as installing imports torch
+    assert len(installed) == installs
+    assert sys.meta_path == []
+
+
+def test_the_table_fits_the_installed_xdit() -> None:
+    assert [state for state in activation.states() if state.state not in ("applied", "ready", "used")] == []
+
+
+@pytest.mark.parametrize("rank", slow_but(["1"], ["0", "1"]))
+def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
+    done = python(
+        """
+        import torch.distributed as dist
+        import xfuser
+        from xfuser_cocodiff.xdit.integration import flags
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which shows errors its own way
+        flags.settings({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
+        """,
+        RANK=rank,
+    )
+    assert done.returncode == 2
+    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
+    assert [line for line in done.stderr.splitlines() if "cocodiff" in line] == [said] * (rank == "0")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow  # settings are checked in the same way
+def test_the_xdit_command_checks_options_before_ranks_start() -> None:
+    done = python("""
+        import sys
+        from unittest import mock
+        from xfuser.cli import main
+        base = ["--model", "FLUX.1-dev", "--ulysses-degree", "4", "--use_cocodiff", "--cocodiff_topology"]
+        with mock.patch("subprocess.Popen", side_effect=KeyError) as started:
+            for more in (["2x2"], ["2x2", "--nproc_per_node", "gpu", "--cocodiff_slow_axes", "node"]):
+                try:
+                    main([*base, *more])
+                except KeyError:
+                    print("started")
+        main([*base, "2x3"])
+    """)
+    assert (done.returncode, done.stdout.splitlines()[-2:]) == (2, ["started"] * 2), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("cocodiff: --cocodiff_topology: ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,384 @@
+"""The options in xDiT's own parsers, and the errors that all ranks raise alike."""
+
+import argparse
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import in_turn
+
+
+def parse(arguments: list[str], runner: bool) -> object:
+    """xDiT's arguments as its example scripts (`add_cli_args`) or its `xdit` command make them."""
+    from xfuser.config import FlexibleArgumentParser, xFuserArgs
+
+    add = xFuserArgs.add_runner_args if runner else xFuserArgs.add_cli_args
+    parsed = add(FlexibleArgumentParser()).parse_args(["--model", "tiny", *arguments])
+    return xFuserArgs.from_runner_args(vars(parsed)) if runner else xFuserArgs.from_cli_args(parsed)
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_both_spellings_reach_the_arguments(runner: bool, dash: str) -> None:
+    flags = ["--use_cocodiff", "--cocodiff_topology=2x2", "--cocodiff_a2a", "flat", "--cocodiff_mode", "exact"]
+    args = parse([flag.replace("_", dash) for flag in flags], runner)
+    assert args.use_cocodiff is True
+    assert (args.cocodiff_topology, args.cocodiff_a2a, args.cocodiff_mode) == ("2x2", "flat", "exact")
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+def test_without_flags_nothing_is_asked_for(runner: bool) -> None:
+    args = parse([], runner)
+    assert (args.use_cocodiff, args.cocodiff_topology, args.cocodiff_a2a) == (False, None, None)
+
+
+def test_the_options_are_keywords_of_the_arguments() -> None:
+    from xfuser import xFuserArgs
+
+    args = xFuserArgs(model="tiny", ulysses_degree=4, use_cocodiff=True, cocodiff_topology="2x2")
+    assert (args.ulysses_degree, args.use_cocodiff, args.cocodiff_topology) == (4, True, "2x2")
+    with pytest.raises(TypeError, match="cocodiff_typo"):
+        xFuserArgs(model="tiny", cocodiff_typo=True)
+
+
+ULYSSES_4 = ["--ulysses_degree", "4", "--use_cocodiff"]
+
+
+def settings_of(rank: int, arguments: list[str], environments: list[dict[str, str]], runner: bool) -> str:
+    os.environ.update(environments[rank % len(environments)])
+    engine_config, _ = parse(arguments, runner).create_config()
+    config = engine_config.parallel_config.sp_config.cocodiff
+    return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}|{config.detected}"
+
+
+def settings_in_turn(rank: int, cases: list[tuple], runner: bool) -> list[str]:
+    """Settings of one case after the other, each with its own variables."""
+    found = []
+    for arguments, environment, _ in cases:
+        with mock.patch.dict(os.environ):
+            found.append(settings_of(rank, ["--ulysses_degree", "4", *arguments], [environment], runner))
+    return found
+
+
+@pytest.mark.parametrize("runner", [False, True], ids=["script", "xdit"])
+def test_settings_reach_every_rank(runner: bool) -> None:
+    cases = [
+        ([], {}, "none"),
+        (["--use_cocodiff"], {}, "flat|None|exact|True"),
+        (["--use_cocodiff", "--cocodiff_topology", "2x2"], {}, "node=2,gpu=2|None|exact|False"),
+        (["--use_cocodiff", "--cocodiff_mode", "exact"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|exact|True"),
+        (["--use_cocodiff"], {"LOCAL_WORLD_SIZE": "2"}, "node=2,gpu=2|None|balanced|True"),
+        ([], {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4"}, "node=4|None|exact|False"),
+    ]
+    expected = [expected for *_, expected in cases]
+    assert ranks.run(settings_in_turn, 4, cases, runner) == [expected] * 4
+
+
+def start_engine(rank: int, arguments: list[str], environments: list[dict[str, str]]) -> str:
+    """As a script does: settings, and then groups."""
+    from types import SimpleNamespace
+
+    from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+
+    os.environ.update(environments[rank % len(environments)])
+    init_distributed_environment(rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    engine_config, _ = parse(arguments, runner=False).create_config()
+    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
+    return "started"
+
+
+def assert_all_say(results: list, *words: str) -> None:
+    """All ranks raised one ValueError, with these words."""
+    assert all(isinstance(result, ValueError) for result in results), results
+    assert len({str(result) for result in results}) == 1
+    for word in words:
+        assert word in str(results[0])
+
+
+ENABLED, BAD = {"COCODIFF_ENABLE": "1"}, {"COCODIFF_ENABLE": "1", "COCODIFF_A2A": "ring"}
+
+
+WRONG = [
+    ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"]),
+    ([BAD, ENABLED, ENABLED], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+    ([{}, {"COCODIFF_RECORD": f"{__file__}/below"}], [f"COCODIFF_RECORD: '{__file__}/below' is not valid"]),
+    ([{"COCODIFF_RECORD": __file__}], [f"COCODIFF_RECORD: '{__file__}' is not valid; valid are folders"]),
+    ([BAD, {}, {}], ["on rank 0: COCODIFF_A2A: 'ring'"]),
+    ([ENABLED, ENABLED, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+    ([{}, {}, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),
+    ([ENABLED, {}, {}], ["--use_cocodiff: rank 0: given; ranks 1, 2: not given"]),
+    ([{}, ENABLED, ENABLED], ["--use_cocodiff: rank 0: not given; ranks 1, 2: given"]),
+    ([{}, {"COCODIFF_ENABLE": "si"}, {}], ["on rank 1: COCODIFF_ENABLE='si' is not valid; valid are 1, true"]),
+    (
+        [ENABLED, {**ENABLED, "COCODIFF_A2A": "flat"}, ENABLED],
+        ["differ between ranks: --cocodiff_a2a: ranks 0, 2: not given; rank 1: 'flat'"],
+    ),
+]
+"""What ranks are told, and words of the error."""
+
+
+@pytest.mark.parametrize(("environments", "words", "hosted"), in_turn(WRONG, [True, False]))
+def test_all_ranks_hear_of_what_is_wrong_on_one(environments: list, words: list[str], hosted: bool) -> None:
+    arguments = ["--ulysses_degree", "3"]
+    assert_all_say(ranks.outcomes(start_engine, 3, arguments, environments, hosted=hosted), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cocodiff_topology", "2x3"], ["--cocodiff_topology", "2x3", "6 ranks", "degree is 2"]),
+        (["--cocodiff_topology", "rack=2"], ["--cocodiff_topology", "rack", "node, gpu, tile"]),
+        (["--cocodiff_mode", "lossy"], ["--cocodiff_mode", "lossy", "exact"]),
+        (["--cocodiff_a2a", "ring"], ["--cocodiff_a2a", "ring", "'auto'", "'flat'", "'hierarchical'"]),
+        (
+            ["--cocodiff_kernels", "triton"],
+            ["--cocodiff_kernels: 'triton'", "no driver for 'cpu'", "'auto' and 'torch'"],
+        ),
+    ],
+)
+def test_bad_options_fail_alike_on_every_rank(arguments: list[str], words: list[str]) -> None:
+    environment = {"TRITON_INTERPRET": "0"}
+    arguments = ["--ulysses_degree", "2", "--use_cocodiff", *arguments]
+    assert_all_say(ranks.outcomes(settings_of, 2, arguments, [environment], False), *words)
+
+
+def test_ranks_that_were_told_alike_start() -> None:
+    for environment in ({}, ENABLED):
+        assert ranks.outcomes(start_engine, 2, ["--ulysses_degree", "2"], [environment], hosted=True) == ["started"] * 2
+
+
+def settings_on_rank_0(rank: int, told: bool) -> str:
+    from xfuser_cocodiff.xdit.integration import agreement
+
+    agreement.PATIENCE = None  # who waits fails
+    if rank == 0:
+        return settings_of(rank, ["--ulysses_degree", "2"], [ENABLED if told else {}], False)
+    return "elsewhere"
+
+
+def test_a_rank_that_was_told_nothing_waits_for_nobody() -> None:
+    assert ranks.run(settings_on_rank_0, 2, False) == ["none", "elsewhere"]
+    assert isinstance(ranks.outcomes(settings_on_rank_0, 2, True)[0], TypeError)
+
+
+def once_more_on_rank_0(rank: int) -> str:
+    from xfuser.core.distributed import init_distributed_environment
+
+    init_distributed_environment(rank=rank, world_size=2)  # where all ranks meet too
+    for _ in range(2 if rank == 0 else 1):
+        settings_of(rank, ["--ulysses_degree", "2"], [ENABLED], False)
+    return start_engine(rank, ["--ulysses_degree", "2"], [ENABLED])
+
+
+def test_settings_made_more_often_on_one_rank_are_an_error_everywhere() -> None:
+    """Here a rank makes settings for the third time while the other makes groups."""
+    assert_all_say(
+        ranks.outcomes(once_more_on_rank_0, 2), "equally often", "rank 0: makes settings; rank 1: makes groups"
+    )
+
+
+def nodes_that_differ(rank: int, choice: str) -> str:
+    """One of the nodes has no compiler."""
+    from xfuser_cocodiff.engine import kernels
+    from xfuser_cocodiff.xdit.integration import flags
+
+    warnings: list[str] = []
+    flags.warn = warnings.append
+    flags.platform.compute_device = lambda: argparse.Namespace(type="cuda")
+    kernels._can_build = lambda: rank != 1
+    config = flags.settings({"use_cocodiff": True, "cocodiff_kernels": choice}, 2)
+    return f"{config.kernels}|{'|'.join(warnings)}"
+
+
+def test_nodes_that_cannot_all_build_kernels_use_pytorchs() -> None:
+    said = "torch|ranks [1] cannot run the kernels of Triton, so all ranks use PyTorch's"
+    assert ranks.run(nodes_that_differ, 2, "auto") == [said] * 2
+    results = ranks.outcomes(nodes_that_differ, 2, "triton")
+    assert_all_say(results, "on rank 1: --cocodiff_kernels: 'triton' is not valid here, since it has no C compiler")
+
+
+def answer_or_stay_silent(rank: int) -> str:
+    from datetime import timedelta
+
+    from xfuser_cocodiff.xdit.integration import agreement
+
+    agreement.PATIENCE = timedelta(seconds=3)
+    if rank == 1:
+        time.sleep(8)
+        return "silent"
+    return str(agreement.agree(lambda: {"mode": "exact"}))
+
+
+def test_a_rank_that_never_answers_is_named() -> None:
+    waiting, silent = ranks.outcomes(answer_or_stay_silent, 2)
+    assert isinstance(waiting, RuntimeError)
+    assert "ranks [1] have not said" in str(waiting)
+    assert silent == "silent" or isinstance(silent, RuntimeError)  # it cannot close the run with a rank that is gone
+
+
+def go_without(rank: int) -> str:
+    from datetime import timedelta
+
+    from xfuser_cocodiff.xdit.integration import agreement
+
+    agreement.PATIENCE_OF_THE_UNTOLD = timedelta(seconds=2)
+    if rank == 0:  # where rank 1 is, the plugin is missing
+        agreement.meet(told=False)
+    return "went on"
+
+
+def test_a_rank_that_was_told_nothing_goes_on_without_the_others() -> None:
+    assert ranks.run(go_without, 2) == ["went on"] * 2
+
+
+def without_parser(rank: int) -> str:
+    """As xDiT's HTTP service does, whose own parser knows none of the flags."""
+    from xfuser import xFuserArgs
+
+    engine_config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()
+    return str(engine_config.parallel_config.sp_config.cocodiff.topology)
+
+
+def test_variables_reach_entry_points_with_a_parser_of_their_own() -> None:
+    env = {"COCODIFF_ENABLE": "yes", "COCODIFF_TOPOLOGY": "tile=2"}
+    assert ranks.run(without_parser, 2, env=env) == ["tile=2"] * 2
+
+
+def test_ranks_that_were_told_different_things_fail_alike() -> None:
+    environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
+    arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
+    for name, one, other in (
+        ("A2A", "flat", "flat*"),
+        ("SCHEDULE", "bits=4", "bits=2"),
+        ("SLOW_AXES", "node", "gpu"),
+        ("MEMORY_BUDGET", "1", "2"),
+        ("HEAD_GROUPS", "1", "2"),
+        ("RING", "outer", "inner"),
+    ):
+        told = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
+        results = ranks.outcomes(settings_of, 2, arguments, told, False)
+        flag = f"--cocodiff_{name.lower()}"
+        assert_all_say(results, f"differ between ranks: {flag}: rank 0: ", "; rank 1: ")
+        assert str(results[0]).count("--cocodiff_") == 1
+    results = ranks.outcomes(settings_of, 4, [*ULYSSES_4, "--cocodiff_topology", "2x2"], environments, False)
+    plans = "ranks 0, 2: 'flat'; ranks 1, 3: 'hierarchical:"
+    assert_all_say(results, f"--cocodiff_a2a: {plans}")
+
+
+def test_ranks_that_detect_different_machines_stay_flat() -> None:
+    environments = [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}]
+    assert ranks.run(settings_of, 4, ULYSSES_4, environments, False) == ["flat|None|exact|True"] * 4
+    asked = [*ULYSSES_4, "--cocodiff_a2a", "hierarchical"]
+    assert ranks.run(settings_of, 4, asked, environments, False) == ["flat|flat|exact|True"] * 4
+
+
+def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
+    """What initialize_runtime_state leaves behind: the mesh in use, and the plugin's warnings."""
+    import logging
+
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
+    from xfuser.core.distributed.parallel_state import init_distributed_environment
+    from xfuser.core.distributed.runtime_state import RuntimeState
+
+    from xfuser_cocodiff.xdit.session.session import active
+
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    # xDiT refuses ring attention with every backend that a CPU has; which groups there are is another matter.
+    RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
+    init_distributed_environment(rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    logging.getLogger("xfuser_cocodiff").setLevel(logging.INFO)
+    for _ in range(2):  # what is true of a second engine in the same process is said again
+        config = xFuserArgs(model="tiny", use_cocodiff=True, **values).create_config()[0]
+        vars(config.runtime_config).update(engine)
+        transformer = torch.nn.Identity()
+        transformer.config = argparse.Namespace(num_attention_heads=8)
+        initialize_runtime_state(argparse.Namespace(transformer=transformer), config)
+    assert get_runtime_state().parallel_config.sp_config.cocodiff is not None
+    mesh = active().mesh
+    return str(mesh.topology) if mesh else "stock", warnings
+
+
+LOSSLESS, NO_SLOW_AXIS = "lossless: the run has stock's bits", "mode 'fast' has no effect and the run is lossless"
+
+
+@pytest.mark.parametrize(
+    ("world", "values", "engine", "expected", "words"),
+    [
+        (1, {}, {}, "stock", ["no effect with --ulysses_degree 1"]),
+        (2, {}, {}, "flat", ["on: topology flat, plan auto", LOSSLESS]),
+        (
+            4,
+            {"cocodiff_topology": "2x2", "cocodiff_a2a": "flat"},
+            {},
+            "node=2,gpu=2",
+            ["on: topology node=2,gpu=2, plan flat"],
+        ),
+        (
+            2,
+            {"cocodiff_topology": "node=2", "cocodiff_mode": "fast"},
+            {},
+            "node=2",
+            ["lossy: mode 'fast' approximates what crosses node (topology node=2)", "--cocodiff_mode exact"],
+        ),
+        (2, {"cocodiff_mode": "fast"}, {}, "flat", ["no slow axis in the topology flat", NO_SLOW_AXIS]),
+        (
+            4,
+            {"ring_degree": 2, "cocodiff_topology": "2x2", "cocodiff_mode": "fast"},
+            {},
+            "gpu=2",
+            ["lossy: mode 'fast' approximates what crosses node of the ring (topology gpu=2, ring outer node=2)"],
+        ),
+        (1, {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}, {}, "stock", ["what crosses node (virtual ranks"]),
+        (
+            1,
+            {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"},
+            {"use_torch_compile": True},
+            "stock",
+            ["virtual ranks are lossless in compiled graphs"],
+        ),
+        (
+            4,
+            {"pipefusion_parallel_degree": 2, "cocodiff_mode": "fast"},
+            {},
+            "flat",
+            [LOSSLESS, "with PipeFusion mode 'fast' has no effect"],
+        ),
+    ],
+)
+def test_the_start_says_once_per_engine_what_is_on(
+    world: int, values: dict, engine: dict, expected: str, words: list[str]
+) -> None:
+    degree = world // values.get("ring_degree", 1) // values.get("pipefusion_parallel_degree", 1)
+    results = ranks.run(state_after, world, {"ulysses_degree": degree, **values}, engine)
+    assert [mesh for mesh, _ in results] == [expected] * world
+    said = results[0][1]
+    for word in words:
+        assert [word in line for line in said].count(True) == 2
+    assert all(said == [] for _, said in results[1:])  # one rank speaks for all
+
+
+def test_a_compiled_ring_is_lossless_and_nothing_says_otherwise() -> None:
+    values = {"ulysses_degree": 2, "ring_degree": 2, "cocodiff_topology": "2x2", "cocodiff_mode": "fast"}
+    said = ranks.run(state_after, 4, values, {"use_torch_compile": True})[0][1]
+    assert not any("lossy" in line for line in said)
+    assert [NO_SLOW_AXIS in line for line in said].count(True) == 2
+    assert ["ring attention is xDiT's, and lossless" in line for line in said].count(True) == 2
+
+
+def test_groups_beside_data_cfg_and_ring_parallelism() -> None:
+    for values in (
+        {"ulysses_degree": 2, "data_parallel_degree": 2},
+        {"ulysses_degree": 2, "use_cfg_parallel": True},
+        {"ulysses_degree": 2, "ring_degree": 2},
+    ):
+        values |= {"cocodiff_topology": "gpu=2", "cocodiff_a2a": "hierarchical"}
+        assert [mesh for mesh, _ in ranks.run(state_after, 4, values, {})] == ["gpu=2"] * 4

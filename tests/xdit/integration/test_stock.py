@@ -1,0 +1,118 @@
+"""A process in which nobody asks for the plugin is stock xDiT, and none of the plugin's code runs in its steps."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import xfuser_cocodiff
+from tests import ranks
+
+PACKAGE = Path(xfuser_cocodiff.__file__).parent
+TOPOLOGY = {"topology": "node=2", "v_first": "on"}
+
+CHOICE = {"_get_attention_function"}
+"""Of a kernel that xDiT lacks on CPUs; it returns before attention begins."""
+
+
+def run(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, set[str]]:
+    """What a call returns, and the plugin's functions that it ran."""
+    ours: set[str] = set()
+
+    def note(frame: Any, *_: Any) -> None:
+        if PACKAGE in Path(frame.f_code.co_filename).parents:
+            ours.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        return call(), ours
+    finally:
+        sys.setprofile(None)
+
+
+def take_turns(rank: int) -> None:
+    from xfuser.core.distributed.group_coordinator import GroupCoordinator
+    from xfuser.model_executor.layers import usp
+
+    from tests.small_transformers import base as small
+    from tests.small_transformers.videos import Wan
+    from xfuser_cocodiff.xdit.session.session import active
+
+    script = sys.modules["script"] = ModuleType("script")
+    script.USP = original = usp.USP
+    assert [each.__code__.co_filename for each in (usp.USP, usp._ft_c_input_all_to_all)] == [usp.__file__] * 2
+    assert not hasattr(original, "__wrapped__") and not hasattr(GroupCoordinator.all_gather, "__wrapped__")
+    small.prepare_ranks(rank, 2)
+    transformer = Wan()
+    small.use(transformer, 2)
+    stock, ours = run(transformer.denoise)
+    assert ours <= CHOICE
+    small.use(transformer, 2, mode="exact", **TOPOLOGY)
+    exact, ours = run(transformer.denoise)
+    assert usp.USP is script.USP is not original
+    assert {"node"} == set(active().traffic.sent_bytes) and any("USP" in function for function in ours)
+    assert torch.equal(exact, stock)
+    small.use(transformer, 2, mode="balanced", **TOPOLOGY)
+    with xfuser_cocodiff.run(2) as steps:
+        coded = transformer.denoise(2, steps.step)
+    assert not torch.equal(coded, stock)
+    small.use(transformer, 2)
+    assert torch.equal(transformer.denoise(), stock)
+    modules = transformer.transformer.modules()
+    processors = [vars(module.processor) for module in modules if hasattr(module, "processor")]
+    kept = [values for values in processors if any(value is usp.USP for value in values.values())]
+    assert kept
+    xfuser_cocodiff.uninstall()
+    assert usp.USP is script.USP is original
+    assert all(any(value is original for value in values.values()) for values in kept)
+    assert active().mesh is None
+
+
+def test_stock_runs_without_the_plugin_before_it_is_asked_for() -> None:
+    """Also a transformer that was built by then, and keeps xDiT's attention as an attribute."""
+    ranks.run(take_turns, 2)
+
+
+def raise_in_attention(rank: int, **options: Any) -> bool:
+    """Whether the plugin stands in the traceback of an error inside attention."""
+    from xfuser.model_executor.layers import usp
+
+    from tests.small_transformers import base as small
+    from tests.small_transformers.videos import Wan
+
+    small.prepare_ranks(rank, 2)
+    transformer = Wan()
+    small.use(transformer, 2, **options)
+    usp._get_attention_function = lambda backend=None: 1 / 0
+    try:
+        transformer.denoise()
+    except ZeroDivisionError as error:
+        trace, files = error.__traceback__, []
+        while trace:
+            files.append(Path(trace.tb_frame.f_code.co_filename))
+            trace = trace.tb_next
+        return any(PACKAGE in file.parents for file in files)
+    raise AssertionError
+
+
+def test_a_traceback_of_stock_is_stocks() -> None:
+    assert ranks.run(raise_in_attention, 2) == [False] * 2
+
+
+def lose_a_function(rank: int) -> None:
+    from xfuser import xFuserArgs
+    from xfuser.model_executor.layers import usp
+
+    if rank == 1:
+        del usp._combined_qkv_all_to_all
+    xFuserArgs(model="small", ulysses_degree=2, use_cocodiff=True).create_config()
+
+
+def test_what_cannot_be_put_in_on_one_rank_is_an_error_on_all() -> None:
+    results = ranks.outcomes(lose_a_function, 2)
+    assert {str(result) for result in results} == {
+        "on rank 1: RuntimeError: CoCoDiff's patches of xDiT were taken back"
+    }

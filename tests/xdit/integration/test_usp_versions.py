@@ -1,0 +1,160 @@
+"""What the plugin knows of its hosts beyond what they promise: private names, and how USP is written."""
+
+import ast
+import importlib.util
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.quick import slow
+from xfuser_cocodiff.xdit.integration import activation, required_internals
+from xfuser_cocodiff.xdit.patching import symbol_lookup
+from xfuser_cocodiff.xdit.session import usp_versions
+
+PACKAGE = Path(activation.__file__).parents[2]
+HOSTS = ("xfuser", "yunchang", "torch", "diffusers", "transformers", "accelerate")
+OURS = ("_replace", "_exit", "_getframe")
+"""Of Python itself."""
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names that a file takes of hosts, or of objects that it did not define the name of."""
+    own, found = set(OURS), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and private(node.attr):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (own if of_self or isinstance(node.ctx, ast.Store) else found).add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in HOSTS:
+            found |= {
+                name for name in (*node.module.split("."), *(alias.name for alias in node.names)) if private(name)
+            }
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr"):
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and private(str(arg.value))}
+    return found - own
+
+
+def test_every_private_name_of_a_host_is_a_row() -> None:
+    rows = activation.table()
+    known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.mentions)}
+    known |= {
+        *required_internals.UNCHECKED,
+        *usp_versions.HELPERS,
+        *usp_versions.DIGESTS["0.7.0"],
+        "_sdpa_all_to_all_single",
+    }
+    found = {
+        f"{file.relative_to(PACKAGE)}: {name}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for name in private_names(ast.parse(file.read_text())) - known
+    }
+    assert not found
+    assert "_has_kv_cache" in known
+
+
+USP = "def USP(x):\n    '''Attention.'''\n    return x  # as it is\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (USP, True),
+        ('def USP( x ):\n    """Other words."""\n\n    return (x)\n', True),
+        ("def USP(x):\n    return x\n", True),
+        (USP.replace("return x", "return -x"), False),
+        (USP.replace("(x)", "(x=None)"), False),
+        (USP.replace("'''Attention.'''", "x += 1"), False),
+    ],
+)
+def test_a_digest_is_of_what_a_function_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, same: bool
+) -> None:
+    digests = []
+    for name, content in (("one", USP), ("other", text)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "usp.py").write_text(content)
+        (tmp_path / name / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        symbol_lookup._tree.cache_clear()
+        digests.append(symbol_lookup.digest(f"{name}.usp", ("USP",)))
+    assert (digests[0] == digests[1]) is same
+    assert symbol_lookup.digest("one.usp", ("USP", "ring_attn")) is None
+
+
+def changed(rank: int) -> tuple[bool, bool, list[str]]:
+    """Attention by the plugin against stock's, and whether its exchanges went by the plugin."""
+    from xfuser.model_executor.layers import usp
+
+    from tests.xdit.attention import test_sites
+    from xfuser_cocodiff.xdit.launching import bare_runtime
+    from xfuser_cocodiff.xdit.session.session import Engine, active
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("xfuser_cocodiff").addHandler(handler)
+    test_sites.start(rank)
+    test_sites.use("node=2", cocodiff_mode="fast")
+    tensors = [test_sites.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
+    engine = active()
+    engine.runs.begin(3)
+    found = []
+    for _ in range(3):
+        found.append(usp.USP(*tensors))
+        engine.runs.end_step()
+    moved = bool(engine.traffic.calls)
+    bare_runtime.use(Engine())
+    stock = usp.USP(*tensors)
+    return all(torch.equal(each, stock) for each in found), moved, said
+
+
+STEP = "    if combine_qkv_a2a is None:\n"
+
+
+def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """Have an xfuser imported in whose USP a text is another one."""
+    release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
+    shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "xfuser/model_executor/layers/usp.py"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (STEP, f"    query = query * 2\n{STEP}"),
+        slow("    kv_head_repeat: int = 1,\n", "    kv_head_repeat: int = 1,\n    scale: float = 1.0,\n"),
+        slow("_has_kv_cache", "_holds_kv_cache"),
+        slow("_sdpa_all_to_all_single", "_exchanged"),
+        # An exchange that does more than to move heads.
+        slow(".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
+    ],
+)
+def test_another_usp_runs_as_it_is_over_exact_exchanges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None
+) -> None:
+    other_xfuser(tmp_path, monkeypatch, old, new or old.replace("\n", " * 2\n"))
+    results = ranks.run(changed, 2, anew=True)
+    moved_by_us = old != "_sdpa_all_to_all_single"  # which all four exchanges call
+    assert [(same, moved) for same, moved, _ in results] == [(True, moved_by_us)] * 2
+    [line] = results[0][2]
+    assert "USP is not that of version 0.7.0" in line and "mode 'fast' has no effect" in line
+
+
+def test_the_installed_usp_is_the_known_one() -> None:
+    assert usp_versions.is_known()
+    assert activation.xdit_version() in usp_versions.DIGESTS

@@ -1,0 +1,246 @@
+"""Runs and steps as diffusers shows them, without ranks."""
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
+
+import xfuser_cocodiff
+from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.patching.patch import PatchSet
+from xfuser_cocodiff.xdit.run_tracking import run_tracker
+from xfuser_cocodiff.xdit.run_tracking.run_tracker import Clock
+from xfuser_cocodiff.xdit.session.session import Engine
+
+
+class Heard:
+    """What a listener heard."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+
+    def begin_run(self, total: int | None) -> None:
+        self.runs.append([total])
+
+    def end_step(self, latents: torch.Tensor | None) -> None:
+        self.runs[-1].append(None if latents is None else latents.tolist())
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine in force, without xDiT."""
+    engine = Engine()
+    monkeypatch.setattr(run_tracker, "active", lambda: engine)
+    return engine
+
+
+@pytest.fixture
+def heard(uninstalled: None, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+    """What a clock says that is in the place of the plugin's own."""
+    heard = Heard()
+    clock = Clock([heard])
+    rows = PatchSet(clock.patches(), "xfuser")
+    rows.install()
+    monkeypatch.setattr(activation, "_installed", SimpleNamespace(withdrawn=False))
+    monkeypatch.setattr(activation, "_clock", clock)
+    monkeypatch.setattr(activation, "PACKAGE", "diffusers")  # xDiT itself is not needed
+    yield heard
+    clock.close()
+    rows.uninstall()
+    monkeypatch.undo()
+
+
+class Derived(FlowMatchEulerDiscreteScheduler):
+    """Its step is its base's, and something more."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+def pipeline(scheduler: Any) -> Any:
+    return SimpleNamespace(scheduler=scheduler, _progress_bar_config={"disable": True})
+
+
+def denoise(scheduler: Any) -> None:
+    latents = torch.zeros(1)
+    for time in scheduler.timesteps:
+        latents = scheduler.step(torch.ones(1), time, latents).prev_sample
+
+
+def run(pipe: Any, *args: Any, steps: int = 3, **kwargs: Any) -> None:
+    pipe.scheduler.set_timesteps(steps)
+    with DiffusionPipeline.progress_bar(pipe, *args, **kwargs):
+        denoise(pipe.scheduler)
+
+
+def counts(heard: Heard) -> list[tuple[int | None, int]]:
+    """Steps that were announced, and that were made, of each run."""
+    return [(total, len(steps)) for total, *steps in heard.runs]
+
+
+def test_the_total_may_come_in_any_way(heard: Heard, engine: Engine) -> None:
+    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+    run(pipe, total=3)
+    run(pipe, None, 3)
+    assert counts(heard) == [(3, 3)] * 2
+    assert engine.runs.newest is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("disable", [True, False])
+def test_a_bar_may_go_over_an_iterable(heard: Heard, engine: Engine, known: bool, disable: bool) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    pipe, latents = pipeline(scheduler), torch.zeros(1)
+    pipe._progress_bar_config["disable"] = disable
+    for time in DiffusionPipeline.progress_bar(pipe, scheduler.timesteps if known else iter(scheduler.timesteps)):
+        assert engine.runs.newest
+        latents = scheduler.step(torch.ones(1), time, latents).prev_sample
+    assert counts(heard) == [(3 if known else None, 3)]
+    assert engine.runs.newest is None
+
+
+def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Engine) -> None:
+    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+    with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
+        raise InterruptedError
+    assert engine.runs.newest is None
+
+
+def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, engine: Engine) -> None:
+    """And not when the iterator goes, which is not at the same time on all ranks."""
+    for other in (False, True):
+        pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+        for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
+            left = engine.runs.newest
+            break
+        assert engine.runs.newest is left
+        run(pipeline(FlowMatchEulerDiscreteScheduler()) if other else pipe, total=3)
+        assert engine.runs.newest is None
+
+
+def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Engine) -> None:
+    run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # now the base class is watched too
+    run(pipeline(Derived()), total=9)
+    run(pipeline(Derived()), total=9)
+    assert counts(heard) == [(9, 3)] * 3
+
+
+def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Engine) -> None:
+    scheduler = Derived()
+    scheduler.set_timesteps(3)
+    with DiffusionPipeline.progress_bar(pipeline(scheduler), total=3):
+        denoise(copy.deepcopy(scheduler))
+        denoise(scheduler)
+    assert counts(heard) == [(3, 3)]
+
+
+def test_schedulers_may_change_and_step_twice(heard: Heard, engine: Engine) -> None:
+    pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+    run(pipe, total=3)
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    run(pipe, total=3)
+    assert counts(heard) == [(3, 3), (6, 5)]
+    assert engine.runs.newest is None
+
+
+@pytest.mark.usefixtures("engine", "uninstalled")
+def test_uninstalling_leaves_diffusers_as_it_was() -> None:
+    schedulers = FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, Derived
+
+    def sites() -> list[Any]:
+        loop = vars(LoopSequentialPipelineBlocks)
+        return [
+            vars(DiffusionPipeline)["progress_bar"],
+            *(loop[name] for name in ("progress_bar", "loop_step")),
+            *(vars(scheduler)["step"] for scheduler in schedulers),
+        ]
+
+    before = sites()
+    for _ in range(2):
+        assert activation.install()
+        activation.ask()
+        for scheduler in schedulers:
+            run(pipeline(scheduler()), total=3)
+        assert not any(now is then for now, then in zip(sites(), before, strict=True))
+        assert not hasattr(vars(FlowMatchEulerDiscreteScheduler)["step"].__wrapped__, "__wrapped__")
+        activation.uninstall()
+        assert all(now is then for now, then in zip(sites(), before, strict=True))
+
+
+class Loop(LoopSequentialPipelineBlocks):
+    """A modular pipeline's loop, as MiniMax-H3 has it: its schedulers are with its components."""
+
+    def __init__(self) -> None:
+        self.sub_blocks = {}
+        self._progress_bar_config = {"disable": True}
+
+    def __call__(self, components: Any, state: Any) -> Any:
+        with self.progress_bar(total=3) as bar:
+            for index in range(3):
+                state.latents = torch.full((1,), float(index))
+                components, state = self.loop_step(components, state, i=index)
+                bar.update()
+        return components, state
+
+
+def test_modular_pipelines_have_runs(heard: Heard, engine: Engine) -> None:
+    for _ in range(2):
+        Loop()(SimpleNamespace(), SimpleNamespace())
+    assert heard.runs == [[3, [0.0], [1.0], [2.0]]] * 2
+    assert engine.runs.newest is None
+
+
+def test_a_sampler_declares_its_runs(heard: Heard, engine: Engine) -> None:
+    for steps in (2, None):
+        with xfuser_cocodiff.run(steps=steps) as one:
+            assert engine.runs.newest
+            one.step()
+            one.step(torch.ones(1))
+            assert (engine.runs.newest is None) == (steps == 2)
+        assert engine.runs.newest is None
+    with pytest.raises(InterruptedError), xfuser_cocodiff.run(3):
+        raise InterruptedError
+    assert engine.runs.newest is None
+    assert heard.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
+
+
+def test_the_innermost_run_is_in_force(heard: Heard, engine: Engine) -> None:
+    with xfuser_cocodiff.run() as outer:
+        pipe = pipeline(FlowMatchEulerDiscreteScheduler())
+        pipe.scheduler.set_timesteps(3)
+        outer_run = engine.runs.newest
+        with DiffusionPipeline.progress_bar(pipe, total=3):
+            assert engine.runs.newest is not outer_run
+            outer.step()
+            denoise(pipe.scheduler)
+        assert engine.runs.newest is outer_run
+    assert counts(heard) == [(None, 0), (3, 3)]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])
+def test_what_is_no_number_of_steps(steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"steps=.*: valid are whole numbers from 1, or None"):
+        xfuser_cocodiff.run(steps)
+
+
+def test_steps_belong_inside_their_run() -> None:
+    one = xfuser_cocodiff.run(3)
+    with pytest.raises(RuntimeError, match="inside of its block"):
+        one.step()
+    with one, pytest.raises(RuntimeError, match="open already"), one:
+        pass
+    with pytest.raises(RuntimeError, match="inside of its block"):
+        one.step()
+
+
+def test_without_the_plugin_runs_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation, "_installed", None)
+    monkeypatch.setattr(run_tracker, "active", lambda: pytest.fail("asked for an engine"))
+    with xfuser_cocodiff.run(3) as one:
+        one.step()

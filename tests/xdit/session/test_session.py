@@ -1,0 +1,106 @@
+"""Engines in one process, one after the other and side by side: none of them sees what another one has."""
+
+from types import SimpleNamespace
+
+import torch
+
+from tests import ranks
+from tests.xdit.attention.test_overlap import in_force, start
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import startup as starting
+from xfuser_cocodiff.xdit.session.session import Engine, active
+
+STEPS = 4
+
+
+def config_of(mode: str, **options: object) -> CocoDiffConfig:
+    topology = Topology.parse("node=2", 2)
+    fixed = {"plan": Plan.flat(topology), "slow_axes": ("node",), "overlap": Overlap(True, 1)}
+    return CocoDiffConfig(topology=topology, mode=mode, **{**fixed, **options})
+
+
+def side_by_side(rank: int) -> None:
+    """Steps of runs by three engines, in turns, against the same runs alone."""
+    group, transformer, step = start(rank, depth=3)
+    at = [0]  # the step; what a run is given changes with it
+    transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"] * (1 + 0.2 * at[0])}),
+        with_kwargs=True,
+    )
+    configs = [config_of("balanced"), config_of("exact", kernels="torch"), config_of("balanced", schedule="bits=8")]
+
+    def run(engines: list) -> list[list[torch.Tensor]]:
+        found = [[] for _ in engines]
+        for at[0] in range(STEPS):
+            for engine, results in zip(engines, found, strict=True):
+                bare_runtime.use(engine)
+                if at[0] == 0:
+                    engine.runs.begin(STEPS)
+                results.append(step())
+                engine.runs.end_step()
+        return found
+
+    alone = []
+    for config in configs:
+        engine = starting.engine_over(group, config)
+        [results] = run([engine])
+        alone.append((results, dict(engine.traffic.sent_bytes)))
+        engine.close()
+    engines = [starting.engine_over(group, config) for config in configs]
+    for engine, together, (single, sent) in zip(engines, run(engines), alone, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(together, single, strict=True))
+        assert dict(engine.traffic.sent_bytes) == sent
+        assert engine.layers.kinds and all(kind.ready for kind in engine.layers.kinds)
+    encoded, exact, finer = (results for results, _ in alone)
+    assert torch.equal(encoded[0], finer[0])  # both begin alike
+    assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
+
+
+def test_schedules_are_kept_by_slow_axes() -> None:
+    kind = SimpleNamespace(signature="single")
+    configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
+    one, both = (Engine(config, runtime=object())._name(kind) for config in configs)
+    assert one != both
+
+
+def test_engines_side_by_side_do_not_see_each_other() -> None:
+    ranks.run(side_by_side, 2)
+
+
+def in_a_row(rank: int) -> None:
+    """A new runtime state of xDiT leaves nothing of the engine before it."""
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import initialize_runtime_state
+
+    group, transformer, step = start(rank, depth=3)
+    in_force(group, config_of("balanced"))
+    active().runs.begin(STEPS)
+    for _ in range(3):
+        step()
+        active().runs.end_step()
+    before = active()
+    assert before.runtime.reference_bytes > 0 and before.layers.kinds and before.traffic.calls
+    config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()
+    initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
+    assert active() is not before
+    assert not (active().mesh or active().runtime or active().layers.kinds or active().traffic.calls)
+    assert before.runtime.reference_bytes == 0 and not before.layers.kinds
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
+
+
+def test_an_engine_ends_with_its_runtime_state() -> None:
+    ranks.run(in_a_row, 2)
+
+
+def agreed(rank: int) -> tuple[list[float], list[float]]:
+    """What ranks that measure different things go by: a mean of times, the largest error."""
+    group, *_ = start(rank, depth=3)
+    engine = in_force(group, config_of("balanced"))
+    return engine._mean([float(rank)]), engine.runtime._agreed([float(rank), -float(rank)])
+
+
+def test_ranks_that_differ_go_by_the_mean_time_and_the_largest_error() -> None:
+    assert ranks.run(agreed, 2) == [([0.5], [1.0, 0.0])] * 2

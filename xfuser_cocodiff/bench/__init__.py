@@ -1,4 +1,0 @@
-"""Measurements of parts of the plugin: the all-to-all, steps of a model, and kernels.
-In: ranks under torchrun or on an emulated cluster, or one device.
-Out: `a2a.measure`, `model.measure`, `kernels.measure`, `suite.make`.
-"""

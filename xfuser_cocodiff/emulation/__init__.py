@@ -1,4 +1,0 @@
-"""A cluster on one machine: a network namespace for each rank, and links shaped to a machine's rates.
-In: a topology, rates of its axes, and the command to run on every rank.
-Out: `cluster.main`, `links.from_environment`, `links.Cluster`.
-"""

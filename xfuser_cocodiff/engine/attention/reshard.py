@@ -1,0 +1,195 @@
+"""The exchange: resharding tensors between sequence and heads. Layout here, movement in `mesh`.
+
+Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import coded_all_to_all
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.topology.plans import Plan
+
+HEADS, SEQUENCE = 1, 2
+"""Dims of attention's tensors, (B, H, S, D)."""
+
+
+_ANY = Label("any")
+
+
+def padded_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
+    """A tensor with as many heads more, of zeros, as a multiple takes.
+
+    Args:
+        tensor: (B, H, S, D), or of other dims in front of D.
+        multiple: of what.
+        dim: of heads.
+    """
+    missing = -tensor.shape[dim] % multiple
+    return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
+
+
+def reshard(
+    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _ANY
+) -> list[torch.Tensor]:
+    """Split one dim of each tensor over the ranks and collect another, all tensors in one message.
+
+    Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O the other way round.
+    Each element is copied once into the message, once between two stages, and once out of it.
+
+    Args:
+        tensors: of one dtype; sizes may differ, as for grouped-query attention.
+        scatter_dim: dim to split; its size must be a multiple of the number of ranks in every tensor.
+        gather_dim: dim to collect.
+        mesh: ranks and their topology.
+        label: what they are.
+
+    Returns:
+        The resharded tensors, contiguous.
+    """
+    plan = mesh.policy.plan_for(_nbytes(tensors))
+    pieces = [_by_destination(tensor, scatter_dim, plan, ALL_HEADS) for tensor in tensors]
+    message = _pack(pieces, plan)
+    if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
+        received = mesh.all_to_all(message, plan)
+    else:
+        span = mesh.traffic.span(label, tensors[0].device)
+        with span.holds():
+            received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
+    return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
+
+
+def send_to_heads(
+    tensors: Sequence[torch.Tensor],
+    mesh: Mesh,
+    label: Label,
+    head_group: HeadGroup = ALL_HEADS,
+    layer_codecs: LayerCodecs | None = None,
+    is_awaited: bool = False,
+) -> Handle[list[torch.Tensor]]:
+    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
+
+    Args:
+        tensors: of one dtype; they must not change before the handle was waited for.
+        mesh: ranks and their topology.
+        label: what they are; with an encoding, a letter for each.
+        head_group: of the heads that each rank gets.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
+    """
+    if layer_codecs:
+        plan = mesh.by_axes
+        pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
+        heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
+        results = [
+            tensor.new_empty(len(tensor), count, plan.topology.size * tensor.shape[SEQUENCE], tensor.shape[-1])
+            for tensor, count in zip(tensors, heads, strict=True)
+        ]
+        targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
+        return coded_all_to_all.send(pieces, targets, mesh, layer_codecs, label, head_group, results, is_awaited)
+    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
+    pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
+    message = _pack(pieces, plan)
+
+    def merge(received: torch.Tensor) -> list[torch.Tensor]:
+        return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
+
+    return mesh.post(message, plan, label, merge, is_awaited)
+
+
+def send_to_sequence(
+    tensor: torch.Tensor,
+    target: torch.Tensor,
+    mesh: Mesh,
+    label: Label,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs | None = None,
+    is_awaited: bool = False,
+) -> Handle[None]:
+    """Start to bring a head group back, from (B, H/P/head_group.count, S, D) to its place in `target`.
+
+    Args:
+        tensor: must not change before the handle was waited for.
+        target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
+        mesh: ranks and their topology.
+        label: what it is.
+        head_group: which one.
+        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
+    """
+    plan = mesh.by_axes if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
+    piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
+    if layer_codecs:
+        return coded_all_to_all.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_awaited)
+    message = _pack([piece], plan)
+
+    def place_it(received: torch.Tensor) -> None:
+        place.copy_(_unpack(received, [piece], plan)[0])
+
+    return mesh.post(message, plan, label, place_it, is_awaited)
+
+
+def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
+    """View (..., P * n, ...) as (..., *plan.shape, n, ...)."""
+    sizes = tensor.shape
+    return tensor.view(*sizes[:dim], *plan.shape, sizes[dim] // plan.topology.size, *sizes[dim + 1 :])
+
+
+def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, head_group: HeadGroup) -> torch.Tensor:
+    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a head group has."""
+    split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
+    if head_group.count > 1:
+        split = head_group.of(split, scatter_dim + levels)
+    return split.permute(_moved(split.ndim, scatter_dim, 0, levels))
+
+
+def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
+    """Copy pieces into one message (*plan.shape, payload), laid out in memory as the plan's first stage sends it."""
+    levels, first = len(plan.shape), plan.dims[0]
+    outermost = [piece.movedim(first, 0) for piece in pieces] if first else pieces
+    if len(pieces) == 1 and outermost[0].is_contiguous():
+        message = outermost[0].view(*outermost[0].shape[:levels], -1)
+    else:
+        sizes = _payload_sizes(pieces, levels)
+        message = outermost[0].new_empty(*outermost[0].shape[:levels], sum(sizes))
+        for piece, part in zip(outermost, message.split(sizes, -1), strict=True):
+            part.unflatten(-1, piece.shape[levels:]).copy_(piece)
+    return message.movedim(0, first) if first else message
+
+
+def _unpack(message: torch.Tensor, pieces: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+    levels = len(plan.shape)
+    parts = message.split(_payload_sizes(pieces, levels), -1) if len(pieces) > 1 else (message,)
+    return [part.unflatten(-1, piece.shape[levels:]) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of all tensors; in a graph, of the sizes that it is for, which tell their bytes in this way only."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
+    return [math.prod(piece.shape[levels:]) for piece in pieces]
+
+
+def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
+    """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
+    levels = len(plan.shape)
+    ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
+    return ordered.contiguous().flatten(gather_dim, gather_dim + levels)
+
+
+@functools.cache
+def _moved(ndim: int, source: int, target: int, count: int) -> tuple[int, ...]:
+    """The permutation that moves `count` neighbouring dims."""
+    moving = range(source, source + count)
+    order = [dim for dim in range(ndim) if dim not in moving]
+    return (*order[:target], *moving, *order[target:])

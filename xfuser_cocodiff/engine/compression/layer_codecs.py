@@ -1,0 +1,145 @@
+"""How the tensors of a layer travel at one step: their codecs, what both ends of its links hold, and the account.
+
+Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as codecs have them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Loss, Reference
+from xfuser_cocodiff.engine.kernels.rows import Active
+
+
+@dataclass
+class Wire:
+    """A head group of a tensor of one layer, as both ends of this rank's links know it."""
+
+    sent: Reference
+    received: Reference
+    under_way: bool = False
+    """Whether an exchange has begun and not ended: the ends do not agree until it has."""
+
+    @property
+    def nbytes(self) -> int:
+        """What is held."""
+        return self.sent.nbytes + self.received.nbytes
+
+    def squeeze(self, lane: Lane | None = None) -> None:
+        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
+
+        Args:
+            lane: in which, and on whose stream, values are encoded; None where their exchanges are started.
+        """
+        if lane:
+            lane.start("squeezing references", self.sent.squeeze).wait()
+        else:
+            self.sent.squeeze()
+        self.received.squeeze()
+
+
+@dataclass
+class Choice:
+    """Active tokens of one step: those that this rank sends, and those that it gets."""
+
+    sent: Active
+    received: Active | None = None
+
+
+@dataclass
+class Account:
+    """What codecs saved and what they left out."""
+
+    sent_bytes: int = 0
+    """Sent to other places on slow axes, by this rank as the first."""
+    exact_bytes: int = 0
+    """What that would have been without codecs."""
+    losses: list[Loss] = field(default_factory=list)
+    """What receivers lack, of each tensor that was not sent as it is. They stay on their device until somebody asks."""
+    repeated: int = 0
+    """Exchanges that were repeated exactly, since there were values that are not finite. On an accelerator the host
+    would have to wait to know; the next step is exact there instead."""
+
+
+@dataclass
+class LayerCodecs:
+    """How the tensors of a layer travel at one step."""
+
+    way: SlowWay | None
+    """None among virtual ranks."""
+    codecs: Mapping[str, Codec]
+    """For each of q, k, v and o; those of Q, K and V send as many tokens."""
+    wires: dict[tuple[str, HeadGroup], Wire]
+    """Of the layer; they outlive the step."""
+    account: Account
+    """Where it is all counted."""
+    seed: int = 0
+    """For choices by chance: another at each step."""
+    compact: bool = False
+    """Whether references are kept in 8 bits."""
+    anew: Codec = EXACT
+    """For what has no reference; needs none."""
+    at_once: bool = False
+    """How its exchanges go, see :mod:`exchange`; what is held fits one way only."""
+    choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
+    """Active tokens that V and O have chosen at this step."""
+
+    @property
+    def owes_nothing(self) -> bool:
+        """Whether nothing needs a reference, as at the first step."""
+        return all(codec.owes_nothing for codec in self.codecs.values())
+
+    def wire(self, name: str, head_group: HeadGroup) -> Wire:
+        """The wire of a head group of a tensor."""
+        if (name, head_group) not in self.wires:
+            self.wires[name, head_group] = Wire(Reference(self.compact), Reference(self.compact))
+        return self.wires[name, head_group]
+
+
+def codec_for(
+    layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int], dtype: torch.dtype
+) -> Codec:
+    """How a tensor (L, G, H, T, D) travels: anew while there is no reference, or where the last exchange never ended;
+    with all tokens where V has made no choice for it.
+
+    Depends on shapes and on what was sent before, which are the same on every rank.
+    """
+    codec, wire = layer_codecs.codecs[name], layer_codecs.wire(name, head_group)
+    if codec.begins:
+        return codec
+    if wire.under_way or not wire.sent.fits(shape, dtype):
+        return layer_codecs.anew  # nor is the change from what may be held now one that both ends know
+    if codec.chooses and name not in codecs.CHOOSING:
+        choice = layer_codecs.choices.get(("v", head_group))
+        if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
+            return replace(codec, share=1.0)
+    return codec
+
+
+def active_for(
+    layer_codecs: LayerCodecs,
+    name: str,
+    head_group: HeadGroup,
+    values: torch.Tensor,
+    codec: Codec,
+    here: range | None = None,
+) -> Active | None:
+    """The tokens that are sent: a choice made here, or V's; None where it is all of them, or none."""
+    if not codec.chooses:
+        return None
+    if name in codecs.CHOOSING:
+        chosen = codecs.choose(values, layer_codecs.wire(name, head_group).sent, codec, layer_codecs.seed, here)
+        layer_codecs.choices[name, head_group] = Choice(chosen)
+        return chosen
+    return layer_codecs.choices["v", head_group].sent
+
+
+def is_finite(loss: Loss) -> bool:
+    """Whether the values were: the difference of infinite values is not a number."""
+    return math.isfinite(loss.lacking.item())

@@ -1,0 +1,376 @@
+"""Runs, steps and branches, and the references that belong to them.
+
+References live from the first step of a run to its last, for one layer in one branch (of classifier-free guidance).
+Nothing of one run is ever read in another: a new run begins with none, however the one before it ended. Where a run
+goes on with another transformer, those of the one before it go.
+"""
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Loss
+from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs, Wire
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, Need, Share
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.topology import devices as devices
+
+_EXCHANGES = 2
+"""Of a layer: of Q, K and V, and of O. How they go is asked for one of a middle size."""
+
+
+@dataclass
+class _State:
+    """Of one layer in one branch."""
+
+    layer: str
+    transformer: Hashable
+    need: Need
+    is_exact: bool
+    """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
+    at_once: bool
+    """How its exchanges go, see :mod:`exchange`."""
+    wires: dict = field(default_factory=dict)
+    ring_wires: dict = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    """Of the step."""
+    step: int = 0
+    """At which it was met last."""
+
+
+def _numbers(losses: list[Loss]) -> list[tuple[float, float]]:
+    """What lacks, and of what: the host waits for a device once."""
+    together = torch.stack([each for loss in losses for each in loss]).tolist() if losses else []
+    return list(zip(together[::2], together[1::2], strict=True))
+
+
+@dataclass
+class StepReport:
+    """What codecs did at one step."""
+
+    step: int
+    errors: dict[str, float]
+    """Relative, of what receivers hold, for each layer."""
+    sent_bytes: int
+    """To other places on slow axes, by this rank as the first."""
+    exact_bytes: int
+    """What that would have been without codecs."""
+    repeated: int
+    """Exchanges that went exactly, since there were values that are not finite, or that were not and are followed by an
+    exact step, as on accelerators."""
+    unsound: int
+    """Those of them that were not."""
+    was_refresh: bool
+    """Whether it owed nothing to steps before it."""
+    reference_bytes: int
+    """What references take."""
+    exact_layers: int
+    """Layers, for each branch, that always travel exactly."""
+
+    @property
+    def error(self) -> float:
+        """The largest."""
+        return max(self.errors.values(), default=0.0)
+
+
+class Runtime:
+    """What codecs know of the run under way. All ranks must call its methods alike.
+
+    Args:
+        way: the slow axes of a Ulysses group; None where it has none, and where ranks are virtual.
+        mode: one of options.MODES that approximates.
+        changes: to its schedule, in its notation.
+        max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
+        agreed: given numbers, the largest of all ranks for each.
+        virtual: the ranks that this one stands for, in the place of slow axes.
+        budget: bytes that references may take on each rank.
+        say: tells the user what is normal.
+        warn: tells the user what to act on.
+        ring_way: the slow axes of a ring, if there are any.
+    """
+
+    def __init__(
+        self,
+        way: SlowWay | None,
+        mode: str,
+        changes: str | None,
+        max_error: float | None,
+        agreed: Callable[[list[float]], list[float]],
+        virtual: VirtualRanks | None = None,
+        budget: int | None = None,
+        say: Callable[[str], None] = lambda message: None,
+        warn: Callable[[str], None] = lambda message: None,
+        ring_way: SlowWay | None = None,
+    ) -> None:
+        self.virtual = virtual
+        self._budget, self._say, self._warn = budget, say, warn
+        self._compact = False
+        """Whether references are kept in 8 bits."""
+        self._said: set[str] = set()
+        """What need not be said again."""
+        self._told = 0
+        """Layers of this run, for each branch, that the user has been told of."""
+        self._transformers: set[Hashable] = set()
+        """Those that this run has called."""
+        self.has_acted = False
+        """Whether there was a layer in this run that it understood."""
+        self.refusal: str | None = None
+        """Why it has understood a layer of this run not."""
+        self._way, self._ring_way, self.mode, self._changes = way, ring_way, mode, changes
+        self._max_error, self._agreed = max_error, agreed
+        self._states: dict[tuple[Hashable, int], _State] = {}
+        self.is_running = False
+        self._refreshing = self._mends = False
+        self._is_certain = True
+        self.schedule = self._schedule(None)
+        self.step = 0
+        self.total: int | None = None
+        self.reports: list[StepReport] = []
+        """Of the run's steps so far."""
+
+    def _schedule(self, total: int | None) -> CodecSchedule:
+        usual = modes.usual(self.mode, total) or CodecSchedule()
+        return CodecSchedule.parse(self._changes, usual) if self._changes else usual
+
+    def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
+        """A run begins.
+
+        Args:
+            total: its steps, if that is known.
+            step: at which it goes on, with no references, where another one came between.
+            is_certain: whether it is one, and does not only look like it: what begins is sent exactly then.
+        """
+        self.end_run()
+        self.is_running, self._told = True, 0
+        self._refreshing = self._mends = False
+        self.refusal, self.has_acted = None, False
+        self.schedule, self._is_certain = self._schedule(total), is_certain
+        self.step, self.total = step, total
+        self._transformers.clear()
+        self._compact, self.reports = False, []
+
+    def end_run(self) -> None:
+        """The run is over, or broken off: its references go."""
+        self.is_running = False
+        self._states.clear()
+
+    def refuse(self, reason: str) -> None:
+        """A layer of this run is not understood, and travels exactly."""
+        self.refusal = reason
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if not self.is_running:
+            return
+        report = self._report()
+        self.reports.append(report)
+        self._tell(report)
+        if self._max_error is not None or self._defers:
+            largest, unsound = self._agreed([report.error, float(report.unsound)])
+            self._mends = unsound > 0
+            self._refreshing = self._mends or (self._max_error is not None and largest > self._max_error)
+        self.step += 1
+        if self.step == self.total:
+            self.end_run()
+
+    def _report(self) -> StepReport:
+        errors: dict[str, float] = {}
+        accounts = [state.account for state in self._states.values()]
+        figures, broken = iter(_numbers([loss for account in accounts for loss in account.losses])), 0
+        for state, account in zip(self._states.values(), accounts, strict=True):
+            losses = list(itertools.islice(figures, len(account.losses)))
+            finite = [loss for loss in losses if math.isfinite(loss[0])]
+            broken += len(losses) - len(finite)
+            lacking, wanted = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
+            error = math.sqrt(lacking / wanted) if wanted else 0.0
+            errors[state.layer] = max(error, errors.get(state.layer, 0.0))
+            state.account = Account()
+        unsound = broken if self._defers else 0  # elsewhere they were repeated
+        return StepReport(
+            self.step,
+            errors,
+            sum(account.sent_bytes for account in accounts),
+            sum(account.exact_bytes for account in accounts),
+            sum(account.repeated for account in accounts) + unsound,
+            unsound,
+            self._refreshing or self.schedule.is_refresh(self.step),
+            self.reference_bytes,
+            sum(state.is_exact for state in self._states.values()),
+        )
+
+    def layer_codecs(
+        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+    ) -> LayerCodecs | None:
+        """How the exchanges of a layer's Ulysses group travel in a call of its transformer; None where they travel
+        without codecs.
+
+        Args:
+            layer: its name.
+            key: tells it from the layers of other transformers.
+            branch: which call of the transformer within the step this is.
+            share: what this rank has of the layer.
+            transformer: tells its transformer from others.
+        """
+        state = self._met(layer, key, branch, share, transformer)
+        if state is None or not (self._way or self.virtual):
+            return None
+        return self._at_this_step(state, self._way, state.wires)
+
+    def ring_codecs(
+        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+    ) -> LayerCodecs | None:
+        """The same of the ring that the layer's K and V go round."""
+        state = self._met(layer, key, branch, share, transformer)
+        return self._at_this_step(state, self._ring_way, state.ring_wires) if state and self._ring_way else None
+
+    def _met(self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable) -> _State | None:
+        """What there is of a layer that is coded."""
+        if not self.is_running:
+            return None
+        if (key, branch) not in self._states:
+            self._states[key, branch] = self._state(layer, transformer, share)
+        state = self._states[key, branch]
+        state.step = self.step
+        if not state.is_exact:
+            return state
+        state.account.sent_bytes = state.account.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
+        return None
+
+    def _at_this_step(self, state: _State, way: SlowWay | None, wires: dict) -> LayerCodecs:
+        layer = state.layer
+        codecs = self.schedule.codecs(self.step, self.total, layer)
+        anew = self.schedule.anew if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
+        if self._refreshing:
+            # Where a reference is not finite, its change is not either: what is held now is all that is kept.
+            predictors = {name: 0.0 if self._mends else codec.predictor for name, codec in codecs.items()}
+            codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
+        else:
+            codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
+        return LayerCodecs(way, codecs, wires, state.account, self.step, self._compact, anew, state.at_once)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether what is not finite is only seen when a step has ended."""
+        way = self._way or self._ring_way
+        return way is not None and devices.of(way.slow.lane.device.type).queues
+
+    @property
+    def _places(self) -> int:
+        """On slow axes of a Ulysses group."""
+        found = self._way if self.virtual is None or self.virtual.goes_round else self.virtual
+        return found.places if found else 1
+
+    @property
+    def _ring_places(self) -> int:
+        """On those of a ring."""
+        found = self.virtual if self.virtual and self.virtual.goes_round else self._ring_way
+        return found.places if found else 1
+
+    def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
+        """Of a layer that is met in a branch for the first time in this run."""
+        self.has_acted = True
+        if self.schedule.allotment:
+            self.schedule.allotment.check_layer(layer)
+        if transformer not in self._transformers:
+            self._leave_others()
+            self._transformers.add(transformer)
+        need = Need.of(share, self.schedule, self._places, self._ring_places)
+        is_exact = self.schedule.leaves_out(layer)
+        if not is_exact and not self._has_room(need):
+            self._squeeze()
+            is_exact = not self._has_room(need)
+        at_once = self._way is not None and self._way.goes_at_once(share.values // _EXCHANGES * share.value_bytes)
+        return _State(layer, transformer, need, is_exact, at_once)
+
+    def _has_room(self, need: Need) -> bool:
+        """Whether the references of one more layer may be held."""
+        return self._budget is None or self.expected_bytes + need[self._compact] <= self._budget
+
+    def _leave_others(self) -> None:
+        """Another transformer is called for the first time. Those that had no call at this step have done their part;
+        one that comes back after all begins exactly. All ranks call alike."""
+        self._told = 0
+        current = {state.transformer for state in self._states.values() if state.step == self.step}
+        for key, state in list(self._states.items()):
+            if state.transformer not in current:
+                del self._states[key]
+
+    def _squeeze(self) -> None:
+        """Keep references in 8 bits from now on."""
+        if not self._compact:
+            self._compact = True
+            for state in self._states.values():
+                in_lane = self._way and self._way.fast and not state.at_once
+                for wire in state.wires.values():
+                    wire.squeeze(self._way.fast.lane if in_lane else None)
+                for wire in state.ring_wires.values():  # whose both ends are used in the lane
+                    self._ring_way.slow.lane.start("squeezing references", wire.squeeze).wait()
+
+    # What the user is told, once a step has shown it.
+
+    def _tell(self, report: StepReport) -> None:
+        if len(self._states) > self._told:
+            self._tell_references()
+            self._tell_unmatched()
+            self._told = len(self._states)
+        if not report.was_refresh and report.sent_bytes and report.exact_layers < len(self._states):
+            mode = f"{self.mode}@{self._changes}" if self._changes else self.mode
+            self._once(
+                self._say,
+                f"mode {self.mode} codes by {self.schedule}; the error depends on the model and its steps: measure it "
+                f"with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
+            )
+
+    def _tell_references(self) -> None:
+        wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
+        full, compact = (sum(state.need[kept] for state in wanting) for kept in (False, True))
+        kept = ", as they are kept" if self._compact else ""
+        bound = "; --cocodiff_memory_budget sets a bound" if self._budget is None else ""
+        layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
+        guided = f" in {branches} branches of guidance" if branches > 1 else ""
+        self._once(
+            self._say,
+            f"references of {layers} layers{guided} take {full / GIB:.3g} GiB per rank, "
+            f"{compact / GIB:.3g} in 8 bits{kept}{bound}",
+        )
+        exact = sum(state.is_exact for state in wanting)
+        if exact and self._budget is not None:
+            self._warn(  # in every run
+                f"{exact} of {len(wanting)} layers travel exactly: in {self._budget / GIB:.3g} GiB there is no room "
+                "for their references"
+            )
+
+    def _tell_unmatched(self) -> None:
+        layers = sorted({state.layer for state in self._states.values()})
+        for name in self.schedule.unmatched(layers):
+            begins = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
+            near = difflib.get_close_matches(name, sorted(begins), 3, 0.0)
+            self._once(self._warn, f"exact={name} names no layer; near are {', '.join(near)}")
+
+    def _once(self, say: Callable[[str], None], message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            say(message)
+
+    @property
+    def expected_bytes(self) -> int:
+        """What references are going to take, once all that is extrapolated from is held too."""
+        return sum(state.need[self._compact] for state in self._states.values() if not state.is_exact)
+
+    @property
+    def reference_bytes(self) -> int:
+        """What references take now."""
+        return sum(wire.nbytes for wire in self._wires)
+
+    @property
+    def _wires(self) -> list[Wire]:
+        """All that there are, in an order that is the same on every rank."""
+        every = [wires for state in self._states.values() for wires in (state.wires, state.ring_wires)]
+        return [wire for wires in every for wire in wires.values()]

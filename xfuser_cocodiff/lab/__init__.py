@@ -1,0 +1,5 @@
+"""Measurement and demonstration: small models, emulated and simulated clusters, comparisons, benchmarks.
+
+Packages, lowest level first; each imports only those before it:
+`reporting`, `models`, `emulation`, `probing`, `simulation`, `comparison`, `tuning`, `bench`.
+"""

@@ -1,0 +1,171 @@
+"""`cocodiff bench a2a`: the all-to-all alone, stock's call against every plan, over a range of sizes."""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.engine.attention.reshard import reshard
+from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, slowest
+from xfuser_cocodiff.engine.autotune.plan_selection import known_of
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import Plan, candidates
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting.progress import Teller
+
+SIZES = (*(4**power for power in range(6, 13)), 2**25)
+"""Bytes per rank: 4 KB to 32 MB."""
+_HEAD_DIM = 8
+_DTYPE = torch.bfloat16
+
+
+def measure(
+    group: dist.ProcessGroup,
+    topology: Topology,
+    device: torch.device,
+    stock: Callable[[torch.Tensor], torch.Tensor],
+    sizes: Sequence[int],
+    repeats: int,
+) -> dict[str, Any]:
+    """Time the exchange of a tensor from sequence to heads, by stock, :func:`fixed_plans` and the planner's choice.
+
+    Args:
+        group: all ranks.
+        topology: how they nest.
+        device: where the tensor lies.
+        stock: xDiT's own exchange of a tensor (B, H, S/P, D).
+        sizes: bytes of that tensor on a rank; rounded to what divides.
+        repeats: times that each is measured, taking turns.
+
+    Returns:
+        The record, the same on every rank.
+    """
+    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    told.say("probing the links")
+    mesh = Mesh.over(group, topology, candidates(topology), device=device)
+    started = time.perf_counter()
+    profile = known_of(link_probe.measure(mesh, device), device)
+    probe_seconds = slowest(time.perf_counter() - started, device)
+    cluster = links.from_environment()
+    plans = {str(plan): plan for plan in fixed_plans(topology, profile)}
+    rows = []
+    for size in sizes:
+        tensor = _tensor(size, topology, device)
+        told.say(f"{_bytes(tensor.nbytes)} per rank")
+        contenders = plans | {"auto": planner.choose(profile, tensor.nbytes)}
+        works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
+        works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
+        _check_bits(works, tensor.nbytes)
+        times = contest(works, repeats, device)
+        for name, seconds in times.items():
+            its = contenders.get(name)  # stock has none
+            rows.append(
+                {
+                    "bytes_per_rank": tensor.nbytes,
+                    "algorithm": name,
+                    "seconds": seconds,
+                    "ratio_to_stock": median(a / b for a, b in zip(seconds, times["stock"], strict=True)),
+                    "bound_seconds": _bound(tensor.nbytes, cluster, profile),
+                    "predicted_seconds": its and planner.seconds(profile, its, tensor.nbytes),
+                    "plan": its and str(its),
+                }
+            )
+    told.end()
+    return {
+        **host.header(),
+        "topology": str(topology),
+        "rates": cluster and {axis: cluster.rate(axis) for axis in cluster.rates},
+        "profile": profile.to_json(),
+        "probe_seconds": probe_seconds,
+        "rows": rows,
+    }
+
+
+def _check_bits(works: dict[str, Callable], size: int) -> None:
+    """Raise RuntimeError where a plan does not bring what stock brings."""
+    expected = works["stock"]()
+    for name, work in works.items():
+        if name != "stock" and not torch.equal(expected, work()[0]):
+            raise RuntimeError(f"the plan {name!r} does not bring what stock brings, at {size} bytes per rank")
+
+
+def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
+    """Plans that are worth a look: flat and every set of stages, innermost first and outermost first.
+
+    Those innermost first also by direct sends where these were probed.
+    """
+    plans: list[Plan] = []
+    for plan in candidates(topology):
+        inward = sorted(plan.stages)
+        if list(plan.stages) in (inward, inward[::-1]):
+            plans.append(plan)
+        if list(plan.stages) == inward[::-1] and profile.direct:
+            plans.append(replace(plan, direct=(True,) * len(plan.stages)))
+    return plans
+
+
+def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:
+    fixed = replace(mesh, policy=Policy(lambda message_bytes: plan))
+    return lambda: reshard([tensor], 1, 2, fixed)
+
+
+def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor:
+    """A rank's share (B, H, S/P, D) of a tensor, of about so many bytes."""
+    ranks = topology.size
+    tokens = max(1, round(size / (ranks * _HEAD_DIM * _DTYPE.itemsize)))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(1, ranks, tokens, _HEAD_DIM, generator=generator).to(_DTYPE).to(device)
+
+
+def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
+    """Seconds that the busiest link needs for what must cross it: at the rate asked of it, else as it was probed."""
+    if cluster is None:
+        return planner.bound_seconds(profile, size)
+    share = size / cluster.size
+    return max(
+        share * len(link.ranks) / (cluster.rate(link.axis) * 1e6 / 8)
+        for rank in range(cluster.size)
+        for link in cluster.links(rank)
+    )
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a table: one row per size, and per algorithm its time over stock's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
+    table = Table(box=None)
+    for column in ("per rank", "stock ms", "bound ms", "auto", "auto is", "best fixed", "it is", "flat"):
+        table.add_column(column, justify="right" if column != "auto is" else "left")
+    for size in dict.fromkeys(row["bytes_per_rank"] for row in record["rows"]):
+        rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
+        stock, auto = rows.pop("stock"), rows.pop("auto")
+        best = min(rows.values(), key=lambda row: median(row["seconds"]))
+        table.add_row(
+            _bytes(size),
+            f"{1000 * median(stock['seconds']):.2f}",
+            f"{1000 * stock['bound_seconds']:.2f}",
+            f"{auto['ratio_to_stock']:.2f}",
+            auto["plan"],
+            f"{best['ratio_to_stock']:.2f}",
+            best["algorithm"],
+            f"{rows['flat']['ratio_to_stock']:.2f}" if "flat" in rows else "-",
+        )
+    console.print(f"{record['topology']}, ratios are to stock's time in the same round (median of rounds)", table)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.3g} MB" if count >= 2**20 else f"{count / 2**10:.3g} KB"

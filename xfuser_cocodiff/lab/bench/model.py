@@ -1,0 +1,187 @@
+"""`cocodiff bench model`: steps of a FLUX transformer, stock against the plugin's modes, on links of several speeds.
+
+The links of an emulated cluster are scaled, so that the result is about the ratio of computation to communication, and
+not about one machine. Stock's communication share is what its all-to-alls add to a step that does not communicate: how
+long a rank is in them says less, since ranks that share a processor wait in them for each other's computation.
+"""
+
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, mean
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.settings.ring_placement import Split
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench import transformer, variant
+from xfuser_cocodiff.lab.bench.transformer import Shape, Step
+from xfuser_cocodiff.lab.bench.variant import Variant, without_sending
+from xfuser_cocodiff.lab.emulation import links
+from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.reporting.formatting import spread
+from xfuser_cocodiff.lab.reporting.progress import Teller
+from xfuser_cocodiff.xdit.launching import bare_runtime
+
+TIMED_STEPS = 3
+"""Steps of each variant in which its all-to-alls are timed."""
+_MOST_STEPS = 80
+_PACKET_SECONDS = 2e-3
+"""Messages are long, and packets of a quarter of a millisecond would take a fifth of the processor from the ranks."""
+_CPU = torch.device("cpu")
+
+
+def scales(text: str) -> list[float]:
+    """Read '1,0.25'.
+
+    Raises:
+        ValueError: not numbers above 0.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < scale < float("inf") for scale in found):
+        raise ValueError(f"--scale {text!r} is not valid; valid are numbers above 0, separated by commas")
+    return found
+
+
+def measure(
+    group: dist.ProcessGroup,
+    topology: Topology,
+    shape: Shape,
+    asked_scales: Sequence[float],
+    modes: Sequence[str],
+    repeats: int,
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Time steps of stock and of each mode at each speed of the links.
+
+    Args:
+        group: all ranks, on an emulated cluster.
+        topology: how they nest.
+        shape: of the transformer.
+        asked_scales: of the rates of the cluster's links.
+        modes: each MODE[/PLAN] and options of the plugin, such as 'exact/flat@head_groups=2@v_first=on'.
+        repeats: steps of each, in turns.
+        compiled: whether the transformer is, in all variants.
+
+    Raises:
+        ValueError: unknown modes, or no emulated cluster.
+    """
+    split = Split(*(part.size() for part in bare_runtime.groups()))
+    settings = {mode: variant.settings_of(mode, topology, split) for mode in modes}
+    cluster = links.from_environment()
+    if cluster is None:
+        raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
+    step = transformer.step(shape, compiled)
+    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    rows = []
+    for scale in asked_scales:
+        told.say(f"scale {scale:g}: probing the links")
+        cluster = links.shape(scale, _PACKET_SECONDS)
+        dist.barrier()
+        profile = link_probe.measure(Mesh.over(group, topology), _CPU)
+        variants = {"stock": Variant(), **{mode: variant.over(config, profile) for mode, config in settings.items()}}
+        known = {"scale": scale, "compiled": compiled, "ring": split.ring}
+        of_group = profile if split.ring == 1 else None
+        told.say(f"scale {scale:g}: measuring {', '.join(variants)}")
+        rows += [
+            {**known, **row} for row in _compare(variants, of_group, step, repeats, shape.message_bytes(topology.size))
+        ]
+    told.end()
+    sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
+    ranks = {"topology": str(topology), "ranks": topology.size}
+    return {**host.header(), **ranks, "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
+
+
+def _settled(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
+    """Run steps until nothing is tried any more; return whether all of them had the bits that are expected."""
+    equal = True
+    for _ in range(_MOST_STEPS):
+        equal &= torch.equal(tried.run(step), expected)
+        if tried.engine.trials is None or tried.engine.trials.settled:
+            break
+    return equal
+
+
+def _compare(
+    variants: dict[str, Variant], profile: Profile | None, step: Step, repeats: int, exact_bytes: Sequence[int]
+) -> list[dict[str, Any]]:
+    expected = variants["stock"].run(step)
+    equal = {mode: _settled(step, each, expected) for mode, each in variants.items()}
+    runs = {mode: lambda each=each: each.run(step) for mode, each in variants.items()}
+    # Keyframes are timed as the first step of a run, which drops all references.
+    first = {mode: lambda each=each: each.run(step, anew=True) for mode, each in variants.items() if each.runtime}
+    # A machine changes its pace: what computation takes is of the same minutes.
+    times = contest({**runs, "alone": without_sending(step)}, repeats, _CPU)
+    alone = median(times.pop("alone"))
+    keyframes = {**times, **(contest(first, repeats, _CPU) if first else {})}
+    for each in variants.values():
+        each.engine.traffic.timed = True
+    contest(runs, TIMED_STEPS, _CPU)  # timing costs time, so that these steps are not timed themselves
+    rows = []
+    for mode, each in variants.items():
+        each.engine.traffic.timed = False
+        share = each.refresh_share
+        seconds = [share * key + (1 - share) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
+        a2a, hidden = (mean(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds))
+        rows.append(
+            {
+                "share": 1 - alone / median(times["stock"]),
+                "mode": mode,
+                "step_seconds": seconds,
+                "alone_seconds": alone,
+                "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
+                "a2a_seconds": a2a or None,  # stock's in a graph are not seen
+                "hidden_share": min(1.0, hidden / a2a) if a2a else None,
+                "bit_equal": equal[mode],
+                "bytes_slow_fraction": each.bytes_slow_fraction,
+                "bound_seconds": _bound(exact_bytes, profile, each, alone),
+                "plans": list(each.plans),
+                "schedules": {kind.name: str(kind.trial.schedule) for kind in each.engine.layers.kinds if kind.trial},
+            }
+        )
+    return rows
+
+
+def _bound(exact_bytes: Sequence[int], profile: Profile | None, each: Variant, alone: float) -> float | None:
+    """Seconds of a step if calls and coding cost nothing: the longer of computation and the busiest link, or where
+    something is coded, computation and then what is left of its bytes. None where a ring is sent along too."""
+    if profile is None:
+        return None
+    moving = sum(planner.bound_seconds(profile, size) for size in exact_bytes)
+    return alone + each.bytes_slow_fraction * moving if each.runtime else max(alone, moving)
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a table: one row per scale and mode."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table, left = Table(box=None), ("mode", "bits", "schedules", "plans")
+    columns = ("scale", "share", "mode", "step", "speedup", "bound", "a2a ms", "hidden", "bytes", *left[1:])
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    stock: list[float] = []
+    for row in record["rows"]:
+        seconds = row["step_seconds"]
+        stock = seconds if row["mode"] == "stock" else stock
+        ratios = sorted(a / b for a, b in zip(stock, seconds, strict=True))
+        table.add_row(
+            *(f"{row['scale']:g}", f"{row['share']:.2f}", row["mode"], spread(seconds)),
+            f"{row['speedup']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            f"{median(stock) / row['bound_seconds']:.2f}" if row["bound_seconds"] else "-",
+            "-" if row["a2a_seconds"] is None else f"{1000 * row['a2a_seconds']:.0f}",
+            "-" if row["hidden_share"] is None else f"{row['hidden_share']:.2f}",
+            *(f"{row['bytes_slow_fraction']:.3f}", "equal" if row["bit_equal"] else "differ"),
+            *("; ".join(dict.fromkeys(row["schedules"].values())), ", ".join(row["plans"])),
+        )
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    console.print(f"{record['topology']}, {record['shape']}", table)

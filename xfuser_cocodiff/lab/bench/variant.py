@@ -1,0 +1,146 @@
+"""The variants that `bench model` compares: stock, and modes of the plugin, each within a run of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
+from xfuser_cocodiff.engine.settings.options import OFF
+from xfuser_cocodiff.engine.settings.ring_placement import Ranks, Split
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench.transformer import Step
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import startup
+from xfuser_cocodiff.xdit.session.session import Engine
+
+_RUN_STEPS = 50
+"""Of the runs that modes with a schedule are judged by."""
+_OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}
+_GOLDEN = 0.618
+"""Steps this share of a run apart cover it evenly, however many there are."""
+
+
+@dataclass
+class Variant:
+    """Stock, or a mode of the plugin."""
+
+    engine: Engine = field(default_factory=Engine)
+    """Stock's when not given."""
+    plans: dict[str, None] = field(default_factory=dict)
+    """Plans of the latest step's all-to-alls."""
+    a2a_seconds: list[float] = field(default_factory=list)
+    """Of each step so far."""
+    hidden_seconds: list[float] = field(default_factory=list)
+    """Of these, those behind which the rank computed."""
+    done: int = 0
+    """Steps so far."""
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """What codecs know of the run that its steps make."""
+        return self.engine.runtime
+
+    def run(self, step: Step, anew: bool = False) -> torch.Tensor:
+        """Run a step; if `anew`, the first one of a run."""
+        bare_runtime.use(self.engine)
+        self.plans.clear()
+        self.engine.traffic.reset()
+        if self.runtime:
+            self._begin() if anew else self._go_on()
+        result = step(self.position)
+        self.engine.runs.end_step()
+        self.a2a_seconds.append(sum(self.engine.traffic.seconds.values()))
+        self.hidden_seconds.append(self.engine.traffic.hidden_seconds)
+        return result
+
+    def _begin(self) -> None:
+        """Stand at the first step of a new run."""
+        self.engine.runs.begin(_RUN_STEPS)
+        self.runtime.step, self.done = 0, 1
+
+    def _go_on(self) -> None:
+        """Stand at another step of a run: first at those that refresh, then all over the others."""
+        if self.done == 0:
+            self._begin()
+            return
+        encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
+        past = self.done - encoded[0]
+        self.runtime.step = self.done if past < 0 else encoded[round(past * _GOLDEN * len(encoded)) % len(encoded)]
+        self.done += 1
+
+    @property
+    def position(self) -> float:
+        """Where in a run it stands, from 0 to 1; somewhere in the middle where nothing depends on it."""
+        return self.runtime.step / _RUN_STEPS if self.runtime else 0.5
+
+    @property
+    def refresh_share(self) -> float:
+        """Of the steps of a run."""
+        if self.runtime is None:
+            return 0.0
+        return sum(map(self.runtime.schedule.is_refresh, range(_RUN_STEPS))) / _RUN_STEPS
+
+    @property
+    def bytes_slow_fraction(self) -> float:
+        """Of what a run would send on slow axes without codecs."""
+        refreshed, encoded = (
+            _sent_share([one for one in self.runtime.reports if one.was_refresh == refreshed] if self.runtime else [])
+            for refreshed in (True, False)
+        )
+        return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
+
+
+def settings_of(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
+    """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
+    main, *fixed = mode.split("@")
+    name, _, plan = main.partition("/")
+    options = dict(option.partition("=")[::2] for option in fixed)
+    try:
+        if unknown := options.keys() - _OPTIONS:
+            raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
+        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
+        values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
+        return resolve(values, {}, Ranks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
+    except ValueError as error:
+        raise ValueError(f"--mode {mode!r}: {error}") from None
+
+
+def over(config: CocoDiffConfig, profile: Profile) -> Variant:
+    """Return a variant of the plugin, which notes its plans."""
+    group, around = bare_runtime.groups()
+    if around.size() > 1:
+        config = replace(config, ring_profile=profile.along(config.ring_topology))
+    ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
+    known = Findings({}, profile.along(ulysses) if group.size() > 1 else None)
+    engine = startup.engine_over(group, config, known, around=around if around.size() > 1 else None)
+    choose, plans = engine.mesh.policy.choose, dict[str, None]()
+
+    def noted(message_bytes: int) -> Plan:
+        plan = choose(message_bytes)
+        plans[str(plan)] = None
+        return plan
+
+    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=noted))
+    return Variant(engine, plans)
+
+
+def without_sending(step: Step) -> Callable[[], object]:
+    """Return a step of stock without communication, on all ranks at once."""
+    stock = Variant()
+
+    def run() -> None:
+        with bare_runtime.nothing_sent():
+            stock.run(step)
+
+    return run
+
+
+def _sent_share(reports: Sequence[StepReport]) -> float:
+    """Of what would be sent without codecs; all of it where nothing is known."""
+    exact = sum(report.exact_bytes for report in reports)
+    return sum(report.sent_bytes for report in reports) / exact if exact else 1.0

@@ -1,0 +1,82 @@
+"""A small HunyuanVideo 1.5: the real classes with 8 heads of 16, random weights, 9 frames of 128 px as 192 tokens."""
+
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from transformers import (
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+)
+
+from xfuser_cocodiff.lab.models import tokenizers, weights
+from xfuser_cocodiff.lab.models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens, t5_encoder
+
+LATENT_CHANNELS = 8
+# The pipeline cuts off what the real tokenizer makes of its system message: so many tokens stand for it here.
+OPENING = 108
+CHAT_TEMPLATE = (
+    """
+{%- for message in messages -%}
+{%- if message.role == "system" -%}{{ "<|im_start|>" * OPENING }}
+{%- else -%}{{ message.content }}<|im_end|>{%- endif -%}
+{%- endfor -%}
+""".strip()
+).replace("OPENING", str(OPENING))
+
+
+def transformer() -> HunyuanVideo15Transformer3DModel:
+    """2 double blocks; its input is latents, those of a first frame, and where there is one."""
+    return HunyuanVideo15Transformer3DModel(
+        in_channels=2 * LATENT_CHANNELS + 1,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=8,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=TEXT_WIDTH,
+        text_embed_2_dim=TEXT_WIDTH,
+        image_embed_dim=TEXT_WIDTH,
+        rope_axes_dim=(4, 6, 6),
+        target_size=128,
+        task_type="t2v",
+    )
+
+
+def autoencoder() -> AutoencoderKLHunyuanVideo15:
+    """16 x downsampling in space and 4 x in time, to 8 channels."""
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(16, 16, 32, 32, 32),
+        layers_per_block=1,
+        scaling_factor=1.0,
+    )
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLTextModel:
+    """A four-layer text model of a Qwen 2.5-VL over `tokenizer`, 64 wide: the prompt skips its last two layers."""
+    rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3])
+    sizes = decoder_sizes(tokenizer, TEXT_WIDTH, layers=4)
+    return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, rope_parameters=rope, **qwen_tokens(tokenizer)))
+
+
+def pipeline(seed: int = 0) -> HunyuanVideo15Pipeline:
+    """The whole pipeline from text, with random weights from a seed."""
+    tokenizer, letters = tokenizers.qwen2(CHAT_TEMPLATE), ByT5Tokenizer()
+    pipe = HunyuanVideo15Pipeline(
+        text_encoder=text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer(),
+        vae=autoencoder(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=t5_encoder(letters),  # reads only what a prompt has between quotation marks
+        tokenizer_2=letters,
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+    return weights.fill(pipe, seed)

@@ -1,0 +1,49 @@
+"""A small SD 3.5: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
+
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
+
+from xfuser_cocodiff.lab.models import flux1, parts, tokenizers, weights
+
+HEADS, HEAD_DIM = 24, 8
+# The two CLIP encoders side by side are as wide as T5: the pipeline pads the narrower of the two.
+TEXT_WIDTH = 2 * parts.TEXT_WIDTH
+
+
+def transformer() -> SD3Transformer2DModel:
+    """4 joint blocks, the last of which drops its text."""
+    return SD3Transformer2DModel(
+        sample_size=32,
+        in_channels=parts.LATENT_CHANNELS,
+        out_channels=parts.LATENT_CHANNELS,
+        num_layers=4,
+        attention_head_dim=HEAD_DIM,
+        num_attention_heads=HEADS,
+        joint_attention_dim=TEXT_WIDTH,
+        caption_projection_dim=HEADS * HEAD_DIM,
+        pooled_projection_dim=TEXT_WIDTH,
+        pos_embed_max_size=64,
+        qk_norm="rms_norm",
+    )
+
+
+def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
+    """A two-layer CLIP text encoder with a projection, 64 wide."""
+    return CLIPTextModelWithProjection(parts.clip_config(tokenizer))
+
+
+def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
+    """The whole pipeline, with random weights from a seed."""
+    clip, t5 = tokenizers.clip(), tokenizers.t5()
+    pipe = StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=flux1.autoencoder(),
+        text_encoder=clip_encoder(clip),
+        tokenizer=clip,
+        text_encoder_2=clip_encoder(clip),
+        tokenizer_2=clip,
+        text_encoder_3=parts.t5_encoder(t5, TEXT_WIDTH),
+        tokenizer_3=t5,
+        transformer=transformer(),
+    )
+    return weights.fill(pipe, seed)

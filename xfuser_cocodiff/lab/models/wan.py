@@ -1,0 +1,57 @@
+"""A small Wan 2.2 A14B: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
+
+from typing import Any
+
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from transformers import PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
+
+from xfuser_cocodiff.lab.models import tokenizers, weights
+from xfuser_cocodiff.lab.models.parts import LATENT_CHANNELS, TEXT_WIDTH, t5_sizes
+
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 24,
+    "attention_head_dim": 8,
+    "in_channels": LATENT_CHANNELS,
+    "out_channels": LATENT_CHANNELS,
+    "text_dim": TEXT_WIDTH,
+    "ffn_dim": 384,
+    "num_layers": 4,
+}
+"""Of its transformer."""
+
+
+def transformer() -> WanTransformer3DModel:
+    """4 blocks."""
+    return WanTransformer3DModel(**SIZES)
+
+
+def scheduler() -> UniPCMultistepScheduler:
+    """As all of Wan's have it."""
+    return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+
+
+def autoencoder(channels: int = LATENT_CHANNELS, **more: Any) -> AutoencoderKLWan:
+    """8 x downsampling in space and 4 x in time."""
+    mean, std = [0.0] * channels, [1.0] * channels
+    return AutoencoderKLWan(base_dim=8, z_dim=channels, num_res_blocks=1, latents_mean=mean, latents_std=std, **more)
+
+
+def text_encoder(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
+    """A two-layer UMT5 encoder over `tokenizer`, 64 wide."""
+    return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer)))
+
+
+def pipeline(seed: int = 0) -> WanPipeline:
+    """The whole pipeline with its two experts, with random weights from a seed."""
+    tokenizer = tokenizers.t5()
+    pipe = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder(tokenizer),
+        vae=autoencoder(),
+        scheduler=scheduler(),
+        transformer=transformer(),
+        transformer_2=transformer(),
+        # The share of the noise below which the second one goes on.
+        boundary_ratio=0.875,
+    )
+    return weights.fill(pipe, seed)

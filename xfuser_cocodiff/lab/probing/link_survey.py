@@ -1,0 +1,89 @@
+"""`cocodiff probe`: every pair of ranks and every axis under load, and the topology that the measurements suggest."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.engine.autotune import link_probe
+from xfuser_cocodiff.engine.autotune.interleaved_timing import slowest
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.probing import pairwise_links
+from xfuser_cocodiff.lab.probing.topology_inference import infer_topology
+from xfuser_cocodiff.lab.reporting import host
+
+
+def measure(
+    group: dist.ProcessGroup, topology: Topology | None, device: torch.device, timeout: float | None = None
+) -> dict[str, Any]:
+    """Measure the links between the ranks of a group. Every rank must call this.
+
+    Args:
+        group: all ranks.
+        topology: how they nest, to measure the axes of; the inferred one when not given.
+        device: where messages lie.
+        timeout: seconds after which a rank that does not answer is given up.
+
+    Returns:
+        The record, the same on every rank; its `profile` is what the planner reads.
+    """
+    started = time.perf_counter()
+    measured = pairwise_links.measure_pairs(group, device, timeout or pairwise_links.TIMEOUT_SECONDS)
+    inferred = infer_topology(measured, _ranks_per_node(group.size(), device))
+    topology = topology or inferred
+    halfway = time.perf_counter()
+    mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
+    profile = link_probe.measure(mesh, device)
+    ended = time.perf_counter()
+    fastest = profile.direct or profile
+    return {
+        **host.header(),
+        "topology_inferred": str(inferred),
+        "topology": str(topology),
+        "slow_axes": list(profile.slow_axes),
+        "axes": [
+            {
+                "name": axis.name,
+                "size": axis.size,
+                "latency_us": 1e6 * (fastest.launch_seconds + link.latency_seconds * (axis.size - 1)),
+                "bytes_per_second": link.bytes_per_second,
+            }
+            for axis, link in zip(topology.axes, fastest.links, strict=True)
+        ],
+        "pairs": measured.to_json(),
+        "profile": profile.to_json(),
+        "seconds": slowest(ended - started, device),
+        "profile_seconds": slowest(ended - halfway, device),
+    }
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the axes, and what was inferred."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in ("axis", "ranks", "latency us", "MB/s of a rank", ""):
+        table.add_column(column, justify="left" if column in ("axis", "") else "right")
+    for axis in record["axes"]:
+        speed, slow = f"{axis['bytes_per_second'] / 1e6:.4g}", "slow" if axis["name"] in record["slow_axes"] else ""
+        table.add_row(axis["name"], str(axis["size"]), f"{axis['latency_us']:.0f}", speed, slow)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+    console.print(f"inferred topology: {record['topology_inferred']}", table)
+    console.print(f"{record['seconds']:.1f} s, of which the planner's profile took {record['profile_seconds']:.1f} s")
+
+
+def _ranks_per_node(size: int, device: torch.device) -> int | None:
+    """Return how many ranks a node has, where the launchers of all ranks say the same; None elsewhere."""
+    # SLURM's variables stand in processes too that something else has started inside of its job.
+    own = launcher.ranks_per_node(os.environ) or 0
+    most_nodes = int(os.environ.get("SLURM_NNODES") or size)
+    own = own if own and size // own <= most_nodes else 0
+    largest, least = slowest(own, device), -slowest(-own, device)
+    return int(largest) if largest == least and largest else None

@@ -1,0 +1,38 @@
+"""What the planner expects of a machine, for `cocodiff plan`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.lab.reporting import host
+
+_RUNNERS_UP = 3
+
+
+def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
+    """The record: for each size the chosen plan, the flat one and the best others, with predicted seconds."""
+    rows = []
+    for size in sizes:
+        chosen, flat = planner.choose(profile, size), Plan.flat(profile.topology)
+        best = [plan for plan, _ in planner.ranking(profile, size)[:_RUNNERS_UP]]
+        for plan in dict.fromkeys((chosen, flat, *best)):
+            seconds = planner.seconds(profile, plan, size)
+            row = {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds, "chosen": plan == chosen}
+            rows.append(row)
+    return {**host.header(), "topology": str(profile.topology), "profile": profile.to_json(), "rows": rows}
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print the plans of each size, the chosen one first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column, justify in (("bytes per rank", "right"), ("plan", "left"), ("predicted ms", "right"), ("", "left")):
+        table.add_column(column, justify=justify)
+    for row in record["rows"]:
+        predicted = f"{1000 * row['predicted_seconds']:.3f}"
+        table.add_row(f"{row['bytes_per_rank']:,}", row["plan"], predicted, "chosen" if row["chosen"] else "")
+    Console(highlight=False, markup=False).print(f"topology {record['topology']}", table)

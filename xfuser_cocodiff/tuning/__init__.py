@@ -1,4 +1,0 @@
-"""Bits allotted to the layers of a user's own model, by what an error in each of them does to its pictures.
-In: a model, prompts, and a target of bytes or of fidelity.
-Out: `tune.Tuner`, `report.show`.
-"""

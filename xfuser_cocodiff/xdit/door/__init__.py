@@ -1,4 +1,0 @@
-"""How the plugin gets into xDiT and out again: options, settings that all ranks share, and the table of patches.
-In: xDiT's parsers and arguments, and the patches of every room above.
-Out: `activation.install`, `activation.uninstall`, `activation.run`, `environment.describe`.
-"""

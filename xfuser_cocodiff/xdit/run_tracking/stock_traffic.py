@@ -1,0 +1,65 @@
+"""Counts and times stock xDiT's collectives as the plugin's are, for whoever records or measures stock."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xfuser_cocodiff.engine.topology.topology import FLAT
+from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.session.session import active
+
+_USP = "xfuser.model_executor.layers.usp"
+_RING = "ring"
+"""What the account calls all axes of stock's."""
+
+
+def patches() -> list[Patch]:
+    """Return the rows that watch both."""
+    return [
+        Patch(_USP, "_sdpa_all_to_all_single", "stock's traffic", watch_all_to_all, ("x",)),
+        Patch(_USP, "ring_attn", "stock's traffic in a ring", watch_ring),
+    ]
+
+
+def watch_all_to_all(original: Callable) -> Callable:
+    """Count and time stock's collective as the plugin's are."""
+    from xfuser.core.distributed import get_ulysses_parallel_world_size
+
+    @functools.wraps(original)
+    def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(x)
+        traffic = active().traffic
+        traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
+        with traffic.time(FLAT, x.device):
+            began = traffic.begins(x.device)
+            exchanged = original(x)
+            traffic.ends(FLAT, began)
+        return exchanged
+
+    return _sdpa_all_to_all_single
+
+
+def watch_ring(original: Callable) -> Callable:
+    """Count what stock's ring sends, which is not timed: it hides behind attention."""
+    from xfuser.core.distributed import get_ring_parallel_world_size
+
+    @functools.wraps(original)
+    def ring_attn(
+        function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            active().traffic.count_block(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
+        return original(function, query, key, value, *args, **kwargs)
+
+    return ring_attn
+
+
+def ulysses_degree() -> int | None:
+    """Return the degree that xDiT was set to; None where it has no runtime state yet."""
+    from xfuser.core.distributed import runtime_state
+
+    parallel = getattr(runtime_state._RUNTIME, "parallel_config", None)
+    return parallel.ulysses_degree if parallel else None

@@ -1,0 +1,298 @@
+"""What one engine of xDiT has of the plugin. It lies on xDiT's runtime state, and ends with it: what one engine knows,
+counts and holds, another one in the same process never sees."""
+
+import zlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.attention.reshard import padded_heads, send_to_heads
+from xfuser_cocodiff.engine.attention.ring_attention import Ring
+from xfuser_cocodiff.engine.autotune.plan_selection import Planned
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
+from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.xdit.layers.layer import Layer
+from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
+from xfuser_cocodiff.xdit.layers.layer_signature import Kind
+from xfuser_cocodiff.xdit.layers.layers import Layers
+from xfuser_cocodiff.xdit.layers.root_module import Place
+from xfuser_cocodiff.xdit.patching.log import info, warn
+from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
+from xfuser_cocodiff.xdit.session import graph_order, replicated_text
+from xfuser_cocodiff.xdit.session.runs import Runs
+from xfuser_cocodiff.xdit.session.schedule_trials import Trials
+
+
+@dataclass(eq=False)
+class Engine:
+    """The plugin in one engine; by itself, one that leaves everything to stock xDiT."""
+
+    config: CocoDiffConfig | None = None
+    mesh: Mesh | None = None
+    """None where stock xDiT's exchanges run, and where one rank stands for many."""
+    planned: Planned | None = None
+    """What the mesh goes by."""
+    runtime: Runtime | None = None
+    """What codecs know of the run under way; None where nothing is to be approximated."""
+    exact_because: str | None = None
+    """Why nothing is to be approximated although a mode that does was asked for."""
+    ring: Ring | None = None
+    """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
+    planned_ring: Planned | None = None
+    """What the ring goes by."""
+    keeps_usp: bool = False
+    """Whether xDiT's USP runs as it is, since it is not the one that is known here."""
+    model: str = ""
+    """The class of its transformer."""
+    padding: int = 0
+    """Tokens at the end of the sequence, in the call that is under way, which are there to make it divide."""
+    overlap: Overlap = field(default_factory=Overlap)
+    """What is fixed of how exchanges overlap with computation."""
+    layers: Layers = field(init=False)
+    """The attention layers that are followed."""
+    runs: Runs = field(init=False)
+    """The runs that were declared, or are recognised."""
+    traffic: Traffic = field(init=False)
+    """What exchanges moved, stock's too where somebody watches them."""
+    traced_call: TracedCall | None = field(init=False, default=None)
+    """The call of a layer that a graph has begun and not ended."""
+    trials: Trials | None = field(init=False, default=None)
+    """What is tried of schedules; None without a mesh."""
+    _has_told_of_text: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, info, self._counts, self.runs.called)
+        self.traffic = self.mesh.traffic if self.mesh else Traffic()
+        # Found here, since PyTorch cannot trace what is cached.
+        self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
+        if self.mesh:
+            self.planned = self.planned or Planned(self.mesh, None)
+            self.trials = Trials(self._schedules, self._mean, self.all_agree, compute_device(), self.keep)
+
+    @property
+    def virtual(self) -> VirtualRanks | None:
+        """The ranks that this one stands for; None where it stands for itself."""
+        return self.runtime.virtual if self.runtime else None
+
+    @property
+    def calls_operators(self) -> bool:
+        """Whether a graph calls the exchanges of eager mode. What approximates is nothing else, and on a CPU they are
+        the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
+        return self.runtime is not None or self._sends_directly
+
+    def mesh_of(self, schedule: Schedule) -> Mesh:
+        """The mesh by which a schedule has its exchanges."""
+        return (self.planned.flat or self.mesh) if schedule.flat else self.mesh
+
+    def sends_value_ahead(self, value: torch.Tensor) -> bool:
+        """Whether V goes first in a graph that calls none of them."""
+        wanted = self.overlap.v_first
+        return self.mesh.policy.goes_ahead(value.numel() * value.element_size()) if wanted is None else wanted
+
+    def enter(self) -> None:
+        """Have what is below engines do as this one is set."""
+        kernels.use(self.config.kernels if self.config else AUTO)
+
+    def close(self) -> None:
+        """Leave modules as they were, and drop what is held of a run."""
+        self.abandon_traced()
+        self.layers.clear()
+        self.runs.clear()
+        graph_order.restore()
+
+    def _schedules(self) -> list[Trial]:
+        return [kind.trial for kind in self.layers.kinds if kind.trial]
+
+    def known_schedule(self, kind: Kind) -> Schedule | None:
+        """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
+        rank."""
+        if self.planned.known is None or self.overlap != Overlap():
+            return None
+        found = self.planned.known.schedules.get(self._name(kind))
+        return found if found and (kind.ready or not found.v_first) else None
+
+    def _name(self, kind: Kind) -> str:
+        """Of a kind, with what its schedule depends on beside the layer."""
+        config, mode = self.config, EXACT
+        if self.runtime:
+            mode = f"{config.mode} {config.schedule or ''} {','.join(config.slow_axes)}"
+        return f"{mode} {config.plan or AUTO} {kind.signature}"
+
+    def keep(self) -> None:
+        """Something was found: keep it for the next process. One rank of each group does."""
+        if self.planned.known is None:
+            return
+        kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
+        if self.overlap == Overlap():
+            self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
+        found = [self.planned.known, self.planned_ring.known if self.planned_ring else None]
+        try:
+            for known in found:
+                if known:
+                    known.keep()
+        except OSError as error:
+            warn(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+
+    def _counts(self) -> bool:
+        return self is active() and not torch.compiler.is_compiling()
+
+    def _new_step(self) -> None:
+        self.abandon_traced()
+        self.layers.end_step()
+
+    def _run_begins(self, total: int | None) -> None:
+        self.layers.begin_run()
+        if self.trials:
+            self.trials.begin_run()
+
+    def _step_ends(self) -> None:
+        if self.mesh and not self._has_told_of_text:
+            self._has_told_of_text = replicated_text.tell_if_replicated(self.model)
+        if self.trials and self._counts() and not is_captured():
+            self.trials.end_step()
+
+    def _follows(self) -> bool:
+        return self.mesh is not None and not self.keeps_usp and self.mesh.topology.size > 1 and self._counts()
+
+    def all_agree(self, value: object) -> bool:
+        """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
+        if self.mesh is None:
+            return True
+        number = zlib.crc32(repr(value).encode())
+        least, negated = self.reduced([number, -number], "min")
+        return least == -negated
+
+    def reduced(self, values: list[float], operation: str) -> list[float]:
+        """As the function of this name, within the time that an exchange may take."""
+        return reduced(values, operation, self.config.timeout if self.config else None)
+
+    def _mean(self, values: list[float]) -> list[float]:
+        *sums, ranks = self.reduced([*values, 1.0], "sum")
+        return [value / ranks for value in sums]
+
+    # What travels.
+
+    def begin_traced(self, call: TracedCall) -> None:
+        """Begin a call in a graph."""
+        self.abandon_traced()
+        self.traced_call = call
+        if call.layer:
+            call.layer.call = call
+
+    def end_traced(self) -> torch.Tensor:
+        """End it; return O."""
+        call = self.traced_call
+        result = call.exchanges.end()
+        call.ended()
+        self.abandon_traced()  # which would hold O
+        return result
+
+    def abandon_traced(self) -> None:
+        """Bring to its end what an error has left under way: peers take part in it."""
+        call, self.traced_call = self.traced_call, None
+        if call:
+            if call.layer:
+                call.layer.call = None
+            call.exchanges.abandon()
+
+    def layer_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
+        """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
+
+        def found() -> LayerCodecs | None:
+            return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
+
+        if not self._codes(layer):
+            return None
+        if layer.call is None:  # its first call ever, which is not followed yet
+            return found()
+        if layer.call.layer_codecs is None:
+            layer.call.layer_codecs = found()
+        return layer.call.layer_codecs
+
+    def ring_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
+        """The same of a layer's ring."""
+        if not self._codes(layer):
+            return None
+        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
+
+    def _codes(self, layer: Place | None) -> bool:
+        """Whether a layer is to be encoded in this call."""
+        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
+            return False
+        if is_captured():
+            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
+            return False
+        return True
+
+    def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
+        """Start the exchange of a layer's V, or of its first part where the call has several."""
+        self.enter()
+        head_group = HeadGroup(0, layer.call.schedule.groups)
+        value = padded_heads(value, self.mesh.topology.size)
+        return send_to_heads(
+            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
+        )
+
+
+def reduced(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
+    """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
+    decide alike too. All of these ranks must call this.
+
+    It goes by xDiT's group for values of the host, which is gloo's: no device is waited for, and an exchange that is
+    under way is not in its way.
+
+    Args:
+        values: of this rank.
+        operation: how they are reduced.
+        timeout: seconds that it may take; torch's default when not given, as xDiT's group has it.
+
+    Raises:
+        LostRankError: a rank is gone or does not answer.
+    """
+    from xfuser.core.distributed import get_sp_group
+
+    group, patience = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
+    found = torch.tensor(values, dtype=torch.float64)
+    with failure_detection.naming_the_lost(group, "agreement"):
+        dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
+    return found.tolist()
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+UNGROUPED = "--cocodiff_head_groups is ignored in compiled graphs: all heads attend at once"
+"""Warning of a setting that graphs leave out."""
+_NONE = Engine()
+"""In force while xDiT has no runtime state."""
+
+
+def leave() -> None:
+    """Have the runtime state in force run without an engine's settings: its exchanges are stock's."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    if _RUNTIME is not None:
+        _RUNTIME.cocodiff = None
+
+
+def active() -> Engine:
+    """The engine of the runtime state in force."""
+    from xfuser.core.distributed.runtime_state import _RUNTIME
+
+    return getattr(_RUNTIME, "cocodiff", None) or _NONE

@@ -1,0 +1,271 @@
+"""An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.attention.ring_attention import Ring
+from xfuser_cocodiff.engine.autotune import tuning_cache
+from xfuser_cocodiff.engine.autotune.plan_selection import Planned, planned_mesh
+from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
+from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
+from xfuser_cocodiff.engine.settings.ring_placement import INNER
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
+from xfuser_cocodiff.xdit.patching.patch import Patch
+from xfuser_cocodiff.xdit.platforms.platform import compute_device
+from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session.session import UNGROUPED, Engine, active, reduced
+
+_NO_SLOW_AXIS = (
+    "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
+    "--cocodiff_slow_axes"
+)
+
+
+def patches(ask: Callable[[Any], None]) -> list[Patch]:
+    """The row that has an engine start with xDiT's own.
+
+    Args:
+        ask: told of the pipeline of an engine with the plugin.
+    """
+    return [
+        Patch(
+            "xfuser.core.distributed.runtime_state",
+            "initialize_runtime_state",
+            "groups of each axis are made once all ranks are there",
+            functools.partial(_with_engine, ask),
+            ("pipeline", "engine_config"),
+        ),
+    ]
+
+
+def _with_engine(ask: Callable[[Any], None], original: Callable) -> Callable:
+    @functools.wraps(original)
+    def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
+        active().close()
+        if engine_config is not None and _config_of(engine_config):
+            ask(pipeline)  # once more: a worker of Ray's makes no config
+        original(pipeline, engine_config)
+        from xfuser.core.distributed.runtime_state import _RUNTIME
+
+        begin_engine()
+        if engine_config is not None and _RUNTIME is not None:
+            _RUNTIME.cocodiff = started(pipeline, engine_config)
+            _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
+            _RUNTIME.cocodiff.enter()
+
+    return initialize_runtime_state
+
+
+def started(pipeline: Any, engine_config: Any) -> Engine:
+    """The plugin as an engine's settings have it. Every rank must call this."""
+    parallel, config = engine_config.parallel_config, _config_of(engine_config)
+    if config is None:
+        _warn_of_other_groups(parallel)
+        return Engine()
+    keeps_usp = not usp_versions.is_known()
+    if config.virtual and keeps_usp:
+        because = f"xfuser's USP is not that of version {', '.join(usp_versions.DIGESTS)}: virtual ranks have no effect"
+        warn(because)
+        return Engine(config, exact_because=because)
+    if config.virtual:
+        if engine_config.runtime_config.use_torch_compile:
+            warn("--use_torch_compile: virtual ranks are lossless in compiled graphs")
+        runtime = _virtual_runtime(config)
+        if runtime:
+            _lead_through_usp(pipeline)
+        lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
+        return Engine(config, runtime=runtime, exact_because=None if runtime else lossless)
+    if parallel.sp_degree == 1:
+        warn("--use_cocodiff has no effect with --ulysses_degree 1")
+        return Engine(config)
+    from yunchang.globals import PROCESS_GROUP
+
+    group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
+    if around and ring_groups.found(group, around) != config.ring:
+        warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
+        return Engine(config)
+    if keeps_usp:
+        lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
+        versions = ", ".join(usp_versions.DIGESTS)
+        because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
+        warn(because)
+        config, around = replace(config, mode=EXACT), None
+    if around and engine_config.runtime_config.use_torch_compile:
+        info("--use_torch_compile: ring attention is xDiT's, and lossless")
+        around = None
+    if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
+        warn(UNGROUPED)
+    if parallel.pp_degree > 1 and config.mode != EXACT:
+        engine = engine_over(group, replace(config, mode=EXACT), around=around)
+        engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
+        warn(engine.exact_because)
+        return engine
+    engine = engine_over(group, config, around=around)
+    engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
+    return engine
+
+
+def _config_of(engine_config: Any) -> CocoDiffConfig | None:
+    return getattr(engine_config.parallel_config.sp_config, "cocodiff", None)
+
+
+def _warn_of_other_groups(parallel: Any) -> None:
+    """Say where an engine without the plugin has a ring that an earlier one has placed."""
+    from yunchang.globals import PROCESS_GROUP
+
+    if parallel.ring_degree > 1 and ring_groups.found(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
+        warn(
+            f"this engine's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
+            "bits: xDiT makes its groups once; start a new process"
+        )
+
+
+def engine_over(
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    known: Findings | None = None,
+    around: dist.ProcessGroup | None = None,
+) -> Engine:
+    """An engine over the ranks of a group, every one of which must call this.
+
+    Args:
+        group: a Ulysses group.
+        config: the settings.
+        known: what was found of the machine; when not given, what the settings' folder keeps.
+        around: a ring, if there is one.
+    """
+    planned = _planned(group, config, known)
+    of_ring = _planned_ring(around, config, planned) if around else None
+    engine = Engine(
+        config,
+        planned.mesh,
+        planned,
+        ring=Ring(of_ring.mesh, dist.get_rank(around), of_ring.way) if of_ring else None,
+        planned_ring=of_ring,
+        overlap=config.overlap,
+    )
+    engine.keep()
+    engine.runtime = _runtime_over(engine)
+    return engine
+
+
+def _planned(
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    known: Findings | None,
+    beside: Mesh | None = None,
+) -> Planned:
+    if known is None:
+        known = _shared(group, config, config.topology, host_description.RING if beside else {})
+    largest = functools.partial(reduced, operation="max", timeout=config.timeout)
+    return planned_mesh(group, config, compute_device(), known, largest, beside)
+
+
+def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> Findings:
+    """What is known of the links of a group. It is that of all Ulysses groups beside a ring: they try things together,
+    and must begin alike."""
+    from xfuser.core.distributed import get_sp_group
+
+    common = {**host_description.described(topology, config.kernels, dist.get_backend(group)), **part}
+    if get_sp_group().world_size > dist.get_world_size(group):
+        common["ring"] = config.ring  # by which ranks are neighbours in it
+    # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
+    return tuning_cache.shared(get_sp_group().cpu_group, common, host_description.this_rank(), config.cache)
+
+
+def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned) -> Planned:
+    """What a ring goes by, whose exchanges wait for those of the Ulysses group as these do for each other."""
+    of_ring = replace(config, topology=_ring_topology(config, around.size()), profile=config.ring_profile, plan=None)
+    return _planned(around, of_ring, None, planned.mesh)
+
+
+def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
+    return config.ring_topology or Topology.flat(degree)
+
+
+def _runtime_over(engine: Engine) -> Runtime | None:
+    """What codecs are to know of runs; None where nothing is to be approximated."""
+    config, way, ring_way = engine.config, engine.planned.way, engine.ring.way if engine.ring else None
+    around = f", ring {config.ring} {engine.ring.mesh.topology}" if engine.ring else ""
+    if config.mode == EXACT:
+        plan = config.plan or AUTO
+        info(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
+        return None
+    if way is None and ring_way is None:
+        engine.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
+        warn(engine.exact_because)
+        return None
+    where = [_slow(way, config.topology)] if way else []
+    where += [f"{_slow(ring_way, engine.ring.mesh.topology)} of the ring"] if ring_way else []
+    _tell(config, f"{' and '.join(where)} (topology {config.topology}{around})")
+    return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None, ring_way)
+
+
+def _slow(way: SlowWay, topology: Topology) -> str:
+    """Its slow axes."""
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    return ", ".join(moving[dim] for dim in way.slow_dims)
+
+
+def _lead_through_usp(pipeline: Any) -> None:
+    """Give attention to xDiT where a rank that is alone leaves it to diffusers, as in SD3.5."""
+    from xfuser.model_executor.layers import attention_processor as xdit
+
+    processors = xdit.xFuserAttentionProcessorRegister._XFUSER_ATTENTION_PROCESSOR_MAPPING
+    for transformer in (getattr(pipeline, name, None) for name in ("transformer", "transformer_2")):
+        for module in transformer.modules() if transformer is not None else ():
+            ours = processors.get(type(getattr(module, "processor", None)))
+            if ours:
+                module.processor = ours()
+                module.processor.use_long_ctx_attn_kvcache = True  # K and V are not to go to PipeFusion's cache
+
+
+def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
+    if config.mode == EXACT:
+        warn(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}")
+        return None
+    slow = config.profile.slow_axes if config.slow_axes == MEASURED else config.slow_axes
+    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
+    if virtual.places == 1:
+        warn(_NO_SLOW_AXIS.format(config.virtual, config.mode))
+        return None
+    kind = "a virtual ring" if config.virtual_ring else "virtual ranks"
+    _tell(config, f"{', '.join(slow)} ({kind} {config.virtual})")
+    return _runtime(config, None, list, virtual)
+
+
+def _tell(config: CocoDiffConfig, where: str) -> None:
+    warn(f"lossy: mode {config.mode!r} approximates what crosses {where}; --cocodiff_mode {EXACT} has stock's bits")
+
+
+def _runtime(
+    config: CocoDiffConfig,
+    way: SlowWay | None,
+    agreed: Callable[[list[float]], list[float]],
+    virtual: VirtualRanks | None,
+    ring_way: SlowWay | None = None,
+) -> Runtime:
+    kernels.prepare(config.kernels, compute_device().type)
+    return Runtime(
+        way,
+        config.mode,
+        config.schedule,
+        config.max_error,
+        agreed,
+        virtual,
+        budget=config.memory_budget,
+        say=info,
+        warn=warn_again,
+        ring_way=ring_way,
+    )

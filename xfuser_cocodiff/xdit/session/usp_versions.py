@@ -1,0 +1,54 @@
+"""xDiT's USP as `attention.usp` does it again. Another one runs as it is, over the plugin's collectives where it calls
+functions that are known here, else over its own."""
+
+import hashlib
+
+from xfuser_cocodiff.xdit.patching import symbol_lookup
+
+MODULE = "xfuser.model_executor.layers.usp"
+DIGESTS = {
+    "0.7.0": {
+        "USP": "93b7350d966bea62",
+        "ring_attn": "d1e1a08bd38e3f86",
+        "_ft_c_input_all_to_all": "7b746e2209225837",
+        "_ft_c_output_all_to_all": "8c6666b9a4f1e696",
+        "_combined_qkv_all_to_all": "e031dbfcbf4f37cf",
+        "_combined_gqa_qkv_all_to_all": "1781b0b4722eb9af",
+    }
+}
+"""Of the functions that are done again, by version of xfuser."""
+HELPERS = {
+    "_HEAD_BALANCE_BACKENDS": (),
+    "_concat_joint_tensor": ("tensor", "joint_tensor", "joint_strategy", "dim"),
+    "_get_attention_function": ("backend",),
+    "_has_kv_cache": ("attn_layer",),
+    "_preprocess_joint_tensors": ("joint_key", "joint_value"),
+    "_repeat_kv_heads": ("key", "value", "repeats"),
+    "_trim_trailing_kv_padding": ("key", "value", "attention_kwargs"),
+    "_ulysses_extra_inputs": ("attention_kwargs", "query"),
+    "_update_and_get_kv_cache": ("key", "value", "attn_layer"),
+    "_validate_gqa_params": ("query", "key", "value", "kv_head_repeat", "joint_strategy"),
+    "concat_joint_tensors_decorator": ("func",),
+}
+"""Parameters of the functions that are called as they are."""
+
+
+def digest() -> str:
+    """Return the hash of the installed functions, and of what helpers take."""
+    helpers = {name: symbol_lookup.parameters(MODULE, name) for name in HELPERS}
+    return hashlib.sha256(repr((_digests(), helpers)).encode()).hexdigest()[:16]
+
+
+def is_known() -> bool:
+    """Return whether the installed USP is one that is done again here. All ranks have the same one."""
+    helpers = all(symbol_lookup.parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
+    return helpers and _digests() in DIGESTS.values()
+
+
+def has(function: str) -> bool:
+    """Return whether an installed function is one that is done again here."""
+    return _digests()[function] in [known[function] for known in DIGESTS.values()]
+
+
+def _digests() -> dict[str, str | None]:
+    return {name: symbol_lookup.digest(MODULE, (name,)) for name in DIGESTS["0.7.0"]}
