@@ -98,7 +98,8 @@ def test_only_xdit_imports_the_host() -> None:
 
 
 def test_every_package_is_listed_and_described() -> None:
-    folders = {path.stem for path in FOLDER.iterdir()} - {"__pycache__", "__init__", *ENTRY_POINTS}
+    present = {path.relative_to(FOLDER).parts[0].removesuffix(".py") for path in FOLDER.rglob("*.py")}
+    folders = present - {"__init__", *ENTRY_POINTS}
     assert folders == {*FLOORS, "cli"}
     assert {module for module in FILES if package_of(module) is None} == {*ENTRY_POINTS, *FLOORS}
     for each in (*FLOORS, *PACKAGES):

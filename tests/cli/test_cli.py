@@ -85,7 +85,7 @@ def test_what_libraries_say_of_themselves_is_said_once() -> None:
 
 def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def work(*_: object) -> dict:
-        with failure_detection.naming_the_lost([], "probe"):
+        with failure_detection.report_failed_ranks([], "probe"):
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
     monkeypatch.setattr(bare_runtime, "start", lambda *_: None)

@@ -27,16 +27,16 @@ class Approximating(Run):
         super().__init__(rank, world_size, arguments, dtype)
         del self.runner.model.pipe.scheduler.__dict__["step"]
         from xfuser_cocodiff.xdit.integration import activation
-        from xfuser_cocodiff.xdit.run_tracking.run_tracker import Clock
+        from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 
         activation.ask()
-        end_step = Clock.end_step
+        end_step = RunTracker.end_step
 
         def keep(clock: Any, run: Any, latents: torch.Tensor) -> None:
             self.latents = latents
             end_step(clock, run, latents)
 
-        Clock.end_step = keep
+        RunTracker.end_step = keep
 
     @property
     def runtime(self) -> Any:

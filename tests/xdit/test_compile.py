@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> CocoDiffConfig:
@@ -38,7 +38,7 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     from torch._dynamo.utils import counters
 
     group, transformer, step = start(rank, depth=2)
-    engines = [Engine(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
+    engines = [Session(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
     expected, figures = None, []
     for engine in engines:
         bare_runtime.use(engine)
@@ -87,7 +87,7 @@ def trace_as_for_devices(rank: int) -> None:
     group, transformer, step = start(rank, depth=2)
     expected = None
     for v_first in (None, True, False):
-        engine = Engine() if v_first is None else starting.engine_over(group, config_of(2, "flat"))
+        engine = Session() if v_first is None else starting.engine_over(group, config_of(2, "flat"))
         engine._sends_directly = False
         engine.overlap = dataclasses.replace(engine.overlap, v_first=v_first)
         bare_runtime.use(engine)
@@ -185,7 +185,7 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     group, transformer, step = start(rank, depth=3)
     config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
     results, events = [], []
-    for make in (Engine, lambda: starting.engine_over(group, config)):
+    for make in (Session, lambda: starting.engine_over(group, config)):
         bare_runtime.use(make())
         if others:
             xFuserModel._enable_compute_comm_overlap(None)

@@ -16,7 +16,7 @@ from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES
 from xfuser_cocodiff.engine.compression import codecs, modes
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.options import MODES
@@ -201,7 +201,9 @@ def code_by_features(rank: int, model: str, cases: list[tuple[str, str | None]],
     layers = sorted(coding.runtime.reports[0].errors)
     file = Path(folder, "tuned.json")
     if rank == 0:
-        file.write_text(json.dumps(Allotment((0.0, 0.5), dict.fromkeys(layers, FIGURES), 8.0, steps=STEPS).to_json()))
+        file.write_text(
+            json.dumps(BitAllocation((0.0, 0.5), dict.fromkeys(layers, FIGURES), 8.0, steps=STEPS).to_json())
+        )
     dist.barrier()
     messages.seen.clear()
     for mode, feature in cases:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
 
 STEPS = 4
 
@@ -97,7 +97,7 @@ def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
     rough = {**rough, "q": (NOTHING,)}
     for name, layers in (("whole", [first, *others]), ("lacking", others)):
         bits = {layer: fine if layer == first else rough for layer in layers}
-        Path(folder, f"{name}_{rank}.json").write_text(json.dumps(Allotment((0.0,), bits, 8.0).to_json()))
+        Path(folder, f"{name}_{rank}.json").write_text(json.dumps(BitAllocation((0.0,), bits, 8.0).to_json()))
     held.use(cocodiff_mode=None, cocodiff_schedule=f"@{_same(folder, 'whole', rank)}")
     held.run()
     errors = [report.errors for report in held.runtime.reports]

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     _quiet()
     import torch.distributed as dist
 
-    from xfuser_cocodiff.engine.comm.failure_detection import LostRankError
+    from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
     from xfuser_cocodiff.xdit.launching import bare_runtime
 
     try:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))
-    except LostRankError as error:  # on every rank that is left; a traceback of each would hide who is missing
+    except UnresponsiveRankError as error:  # on every rank that is left; a traceback of each would hide who is missing
         print(f"cocodiff: {error}", file=sys.stderr, flush=True)
         return LOST_STATUS
     first = dist.get_rank() == 0

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from xfuser_cocodiff.lab.comparison import inpainting, quality
-    from xfuser_cocodiff.lab.reporting.progress import Teller
+    from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
     try:
         config, rows = config_of(options), quality.rows(options.mode.split(","), options.sweep)
@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     dtype = quality.DTYPES[options.dtype]
-    told = Teller(sys.stderr)
+    told = ProgressReporter(sys.stderr)
     told.say(f"loading {options.model}")
-    judge = quality.Judge(
+    judge = quality.QualityEvaluator(
         *(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance), frames=options.frames
     )
     masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     from xfuser_cocodiff.lab.comparison import quality
     from xfuser_cocodiff.lab.reporting import host
-    from xfuser_cocodiff.lab.reporting.progress import Teller
+    from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
     from xfuser_cocodiff.lab.tuning import report, tune
     from xfuser_cocodiff.lab.tuning.trials import FIRST_SEEDS, Trials
 
@@ -60,10 +60,10 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    told = Teller(sys.stderr)
+    told = ProgressReporter(sys.stderr)
     told.say(f"loading {options.model}")
     logging.getLogger("xfuser_cocodiff").setLevel(logging.ERROR)  # what it would say of each run
-    judge = quality.Judge(
+    judge = quality.QualityEvaluator(
         *(options.model, config, options.seeds, options.steps, options.size),
         *(quality.DTYPES[options.dtype], told.advance, options.frames),
     )

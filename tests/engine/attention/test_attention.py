@@ -16,7 +16,7 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import send_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.stages import Stages
@@ -74,7 +74,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
     mesh, late = mesh_of(text, device), random.Random(rank)
     if staged:
         stages = dataclasses.replace(mesh.stages, staged=staged)
-        mesh = dataclasses.replace(mesh, stages=stages, lane=Lane(device, staged))
+        mesh = dataclasses.replace(mesh, stages=stages, lane=CommStream(device, staged))
 
     def lag() -> None:
         if late.random() < 0.3:

@@ -14,7 +14,7 @@ from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
 from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
@@ -40,7 +40,7 @@ def part(name: str, rank: int, step: int = 0) -> torch.Tensor:
 
 def ring_over(topology: Topology, slow: tuple[str, ...] = ()) -> Ring:
     mesh = Mesh.over(dist.group.WORLD, topology, timeout=timedelta(seconds=60))
-    return Ring(mesh, dist.get_rank(), SlowWay.over(dist.group.WORLD, mesh, slow, Mesh.over))
+    return Ring(mesh, dist.get_rank(), AxisPartition.over(dist.group.WORLD, mesh, slow, Mesh.over))
 
 
 def meet_all(rank: int, sizes: str) -> None:

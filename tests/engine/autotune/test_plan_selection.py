@@ -11,7 +11,7 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import plan_selection
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
@@ -94,7 +94,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    way = plan_selection.planned_mesh(halves[rank // 4], config, CPU, Findings({}, profile), largest).way
+    way = plan_selection.planned_mesh(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).way
     return list(profile.slow_axes), [way.slow_dims, way.places]
 
 
@@ -111,8 +111,8 @@ def ways(rank: int) -> list[list[bool]]:
     found = []
     for plan in (None, Plan.hierarchical(profile.topology)):
         config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
-        way = plan_selection.planned_mesh(dist.group.WORLD, config, CPU, Findings({}, profile)).way
-        found.append([way.goes_at_once(size) for size in (1000, 1_000_000)])
+        way = plan_selection.planned_mesh(dist.group.WORLD, config, CPU, TuningCache({}, profile)).way
+        found.append([way.is_single_stage(size) for size in (1000, 1_000_000)])
     return found
 
 

@@ -13,16 +13,16 @@ from tests.quick import slow
 from tests.xdit.attention.test_overlap import start
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
 from xfuser_cocodiff.engine.autotune import tuning_cache
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 TOPOLOGY = Topology.parse("2x2", 4)
 
 
-def some(folder: Path, **machine: str) -> Findings:
+def some(folder: Path, **machine: str) -> TuningCache:
     known = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
     machine = {"torch": "1", "degree": 4, **machine}
-    return Findings(machine, known, {"exact auto A 1": Schedule(True, 4, flat=True)}, folder)
+    return TuningCache(machine, known, {"exact auto A 1": Schedule(True, 4, flat=True)}, folder)
 
 
 def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     found = tuning_cache.read(kept.file(tmp_path))
     assert found == replace(kept, folder=None)
     unknown = replace(kept, profile=None)
-    assert Findings.from_json(json.loads(json.dumps(unknown.to_json()))) == replace(unknown, folder=None)
+    assert TuningCache.from_json(json.loads(json.dumps(unknown.to_json()))) == replace(unknown, folder=None)
     assert [file.name for file in tmp_path.iterdir()] == [kept.file(tmp_path).name]
 
 
@@ -66,7 +66,7 @@ def test_all_ranks_go_by_what_the_first_one_keeps(tmp_path: Path) -> None:
     again = ranks.run(share, 4, folders, {"torch": "1"})
     assert [known for known, _ in again] == [{"of rank 0": Schedule()}] * 4
     assert not (tmp_path / "1").exists()
-    other = Findings({"torch": "1", "ranks": [{"host": host} for host in "aabb"]})
+    other = TuningCache({"torch": "1", "ranks": [{"host": host} for host in "aabb"]})
     other.schedules, other.folder = {"of another host": Schedule(True, 2)}, tmp_path / "1"
     other.keep()  # the other host's folder knows the same machine differently
     assert [known for known, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [{"of rank 0": Schedule()}] * 4

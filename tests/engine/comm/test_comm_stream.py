@@ -8,11 +8,11 @@ import weakref
 import pytest
 import torch
 
-from xfuser_cocodiff.engine.comm.comm_stream import Handle, Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 
 
 def test_work_runs_in_order_behind_the_caller() -> None:
-    lane, order, gate = Lane(), [], threading.Event()
+    lane, order, gate = CommStream(), [], threading.Event()
 
     def slow() -> str:
         gate.wait()
@@ -29,7 +29,7 @@ def test_work_runs_in_order_behind_the_caller() -> None:
 
 
 def test_work_that_is_run_waits_for_what_was_started() -> None:
-    lane, order = Lane(), []
+    lane, order = CommStream(), []
     handle = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
     lane.run(lambda: order.append("second"))
     handle.wait()
@@ -38,7 +38,7 @@ def test_work_that_is_run_waits_for_what_was_started() -> None:
 
 
 def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
-    lane, order = Lane(), []
+    lane, order = CommStream(), []
     first = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
     lane.start("second", lambda: order.append("second"), is_awaited=True).wait()
     first.wait()
@@ -49,19 +49,19 @@ def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
 
 
 def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
-    handle = Lane().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
+    handle = CommStream().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
     assert handle.wait() == (3, threading.get_ident())
 
 
 def test_a_handle_is_waited_for_once() -> None:
-    handle = Lane().start("the exchange", lambda: 1)
+    handle = CommStream().start("the exchange", lambda: 1)
     assert handle.wait() == 1
     with pytest.raises(RuntimeError, match="the exchange was waited for twice"):
         handle.wait()
 
 
 def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
-    lane, done = Lane(), []
+    lane, done = CommStream(), []
     handle = lane.start("the exchange", lambda: done.append(1))
     with pytest.warns(ResourceWarning, match="the exchange was dropped"):
         del handle
@@ -76,7 +76,7 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
         raise MemoryError
 
     def handle_of_failure() -> Handle:
-        return Lane().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
+        return CommStream().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
 
     with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
         handle_of_failure().abandon()
@@ -92,7 +92,7 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
         with pytest.raises(MemoryError):
             handle_of_failure().abandon()
     assert done == [1, 1, 1]
-    handle = Lane().start("the exchange", lambda: 1, done.append)
+    handle = CommStream().start("the exchange", lambda: 1, done.append)
     handle.abandon()
     assert done == [1, 1, 1, 1]
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
 
 
 def test_errors_reach_who_waits() -> None:
-    lane = Lane()
+    lane = CommStream()
     handle = lane.start("work", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         handle.wait()
@@ -111,7 +111,7 @@ def test_errors_reach_who_waits() -> None:
 
 
 def test_what_work_returned_is_not_kept() -> None:
-    lane = Lane()
+    lane = CommStream()
     handle = lane.start("work", lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
     del handle
@@ -130,7 +130,7 @@ def test_what_work_returned_is_not_kept() -> None:
 def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
     given = []
     monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
-    Lane(torch.device(kind))
+    CommStream(torch.device(kind))
     assert given == [expected]
 
 
@@ -140,4 +140,4 @@ def test_work_has_its_callers_modes(mode: type) -> None:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     with mode():
-        assert Lane().start("work", modes).wait() == modes()
+        assert CommStream().start("work", modes).wait() == modes()

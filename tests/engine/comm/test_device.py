@@ -17,16 +17,16 @@ from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.engine.attention.reshard import send_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -69,12 +69,12 @@ def make_tables() -> None:
     codecs._odd_numbers = lambda heads, dim, _: numbers[:heads, :dim]
 
 
-def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: Lane | None = None) -> Mesh:
+def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: CommStream | None = None) -> Mesh:
     """A mesh among ranks that are not there either."""
     made = Plan.parse(plan, topology)
     groups = {stage: SimpleNamespace(size=lambda: topology.size, rank=lambda: 0) for stage in made.stages}
     stages = Stages(groups, device(), staged)
-    return Mesh(topology, stages, Policy(lambda nbytes: made), lane or Lane(device(), staged))
+    return Mesh(topology, stages, Policy(lambda nbytes: made), lane or CommStream(device(), staged))
 
 
 ONCE = "node, at once"
@@ -82,13 +82,13 @@ SLOW = ["node", "all", ONCE]
 """Which axes are slow, and how coded exchanges go."""
 
 
-def way_of(slow: str, staged: bool) -> tuple[Mesh, SlowWay]:
+def way_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     """A mesh, parted."""
     mesh = mesh_of("hierarchical", staged)
     if slow == "all":
-        return mesh, SlowWay((0, 1), (2, 2), 0, mesh, None)
+        return mesh, AxisPartition((0, 1), (2, 2), 0, mesh, None)
     parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.lane) for name in ("node", "gpu")]
-    return mesh, SlowWay((0,), (2, 2), 0, *parts)
+    return mesh, AxisPartition((0,), (2, 2), 0, *parts)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
@@ -127,9 +127,9 @@ def encoded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
         assert (made.recorded > 0) is staged
 
 
-def steps_of(way: SlowWay, codec: Codec, at_once: bool) -> Iterator[LayerCodecs]:
+def steps_of(way: AxisPartition, codec: Codec, at_once: bool) -> Iterator[LayerCodecs]:
     """Of one layer, step by step."""
-    wires, account = {}, Account()
+    wires, account = {}, CodecStats()
     for step in range(STEPS):
         codecs_of = dict.fromkeys("qkvo", codec if step else EXACT)
         yield LayerCodecs(way, codecs_of, wires, account, step, at_once=at_once)
@@ -259,7 +259,7 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
         wires: dict = {}
         for step in range(4):
             now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
-            layer_codecs = LayerCodecs(way, now, wires, Account(), step, at_once=slow == ONCE)
+            layer_codecs = LayerCodecs(way, now, wires, CodecStats(), step, at_once=slow == ONCE)
             made.launched.clear()
             early = send_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
             ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
@@ -293,11 +293,11 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             mesh = mesh_of("flat", False, topology)
             node = mesh_of("flat", False, Topology.named(node=2), mesh.lane) if degree > 2 else mesh
             fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.lane) if degree > 2 else None
-            way = SlowWay((0,), tuple(names.values()), 0, node, fast)
+            way = AxisPartition((0,), tuple(names.values()), 0, node, fast)
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
             wires: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
-                layer_codecs = codecs_of and LayerCodecs(way, codecs_of, wires, Account())
+                layer_codecs = codecs_of and LayerCodecs(way, codecs_of, wires, CodecStats())
                 ulysses_attention(query, query, query, lambda query, *_: query, mesh, layer_codecs=layer_codecs)
             found += made.grids
     return found

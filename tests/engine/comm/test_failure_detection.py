@@ -18,7 +18,7 @@ from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.failure_detection import LostRankError
+from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -92,14 +92,16 @@ def test_every_rank_names_the_one_that_was_lost(what: str, end: int) -> None:
     results = ranks.outcomes(until_lost, 4, what, end, lost=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
-            assert isinstance(result, LostRankError), result
+            assert isinstance(result, UnresponsiveRankError), result
             assert f"rank {CULPRIT} is gone or not answering" in str(result)
 
 
 def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
     results = ranks.outcomes(until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
     said = [str(result) for rank, result in enumerate(results) if rank != CULPRIT]
-    assert all(isinstance(result, LostRankError) for rank, result in enumerate(results) if rank != CULPRIT), results
+    assert all(isinstance(result, UnresponsiveRankError) for rank, result in enumerate(results) if rank != CULPRIT), (
+        results
+    )
     # Who waits for it in the same stage can tell; the others know that nobody is gone.
     assert any(f"rank {CULPRIT} is alive but did not come to it" in text for text in said), said
     assert not any("gone" in text for text in said), said
@@ -123,7 +125,7 @@ def come_late_then_never(rank: int, text: str) -> str:
     def exchange() -> None:
         try:
             mesh.all_to_all(sent, plan)
-        except LostRankError as error:
+        except UnresponsiveRankError as error:
             said.append(error)
 
     waiting = threading.Thread(target=exchange, daemon=True)
@@ -136,7 +138,7 @@ def come_late_then_never(rank: int, text: str) -> str:
 def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
     results = ranks.outcomes(come_late_then_never, 3, plan, lost=CULPRIT)
     for result in results[:CULPRIT]:
-        assert isinstance(result, LostRankError), result
+        assert isinstance(result, UnresponsiveRankError), result
         assert f"rank {CULPRIT} is alive but did not come to it" in str(result)
 
 
@@ -154,7 +156,7 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
     monkeypatch.setattr(failure_detection, "_stages", {})  # where a rank fails stays known
     monkeypatch.setattr(failure_detection, "is_attended", lambda: True)
     monkeypatch.setattr(failure_detection, "_explained", lambda group, stage, failure: f"{group} {stage} {failure}")
-    with pytest.raises(LostRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
+    with pytest.raises(UnresponsiveRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
         collective_failures._in_a_group(fail)(group)
 
 
@@ -171,7 +173,7 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
 )
 def test_other_errors_stay_what_they_are_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detection, "_call", lambda *_: pytest.fail("the roll was called"))
-    with pytest.raises(type(error)) as caught, failure_detection.naming_the_lost([0], "node"):
+    with pytest.raises(type(error)) as caught, failure_detection.report_failed_ranks([0], "node"):
         raise error
     assert caught.value is error
     assert failure_detection._now() == ""
@@ -196,15 +198,15 @@ def test_threads_communicate_beside_each_other() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def lane() -> None:
-        with failure_detection.naming_the_lost([0], "node"):
+        with failure_detection.report_failed_ranks([0], "node"):
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=lane)
     thread.start()
     inside.wait(60)
-    with failure_detection.naming_the_lost([0], "outer"):
-        with failure_detection.naming_the_lost([0], "flat"):
+    with failure_detection.report_failed_ranks([0], "outer"):
+        with failure_detection.report_failed_ranks([0], "flat"):
             assert failure_detection._now() == "node, flat"
         assert failure_detection._now() == "node, outer"
     assert failure_detection._now() == "node"
@@ -235,7 +237,7 @@ def alarm_twice(rank: int, end: int) -> None:
     elif end != ABSENT:
         os.kill(os.getpid(), end)
     time.sleep(8)
-    raise LostRankError(*said)  # no barrier then, to which one rank would not come
+    raise UnresponsiveRankError(*said)  # no barrier then, to which one rank would not come
 
 
 @pytest.mark.slow  # a rank that communicates again after a failure is quick
@@ -259,7 +261,7 @@ def recover(rank: int) -> tuple[str, list[str | None]]:
     world, other, said, known = dist.group.WORLD, [0, 1], "", []
 
     def communicates(group: object) -> None:
-        with failure_detection.naming_the_lost(group, "node"):
+        with failure_detection.report_failed_ranks(group, "node"):
             dist.barrier()
         time.sleep(4 * failure_detection._LISTEN_SECONDS)
         dist.barrier()
@@ -268,7 +270,7 @@ def recover(rank: int) -> tuple[str, list[str | None]]:
 
     if rank == 0:
         dist.distributed_c10d._get_default_store().add(failure_detection._CALLS, 1)  # by the one that was lost
-        with pytest.raises(LostRankError) as raised, failure_detection.naming_the_lost(world, "node"):
+        with pytest.raises(UnresponsiveRankError) as raised, failure_detection.report_failed_ranks(world, "node"):
             raise RuntimeError("gloo: timed out")
         said = str(raised.value)
     dist.barrier()

@@ -15,7 +15,7 @@ from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 
@@ -161,7 +161,7 @@ def make_meshes(rank: int) -> tuple[list[tuple[int, ...]], list[object]]:
         for _ in range(2):
             mesh = Mesh.over(world, topology)
             for slow in (("node",), ("node", "gpu"), ("tile",)):
-                SlowWay.over(world, mesh, slow, Mesh.over)
+                AxisPartition.over(world, mesh, slow, Mesh.over)
     bound.append(world.bound_device_id)
     world.bound_device_id = None  # there is none: the rank's last barrier would ask for it
     return made, bound
@@ -179,7 +179,7 @@ def timeouts(rank: int) -> tuple[list[timedelta], set[timedelta]]:
     its slow axes use."""
     world, topology = dist.group.WORLD, Topology.parse("2x2", 4)
     mesh = Mesh.over(world, topology, timeout=timedelta(seconds=7))
-    way = SlowWay.over(world, mesh, ("node",), functools.partial(Mesh.over, timeout=timedelta(seconds=7)))
+    way = AxisPartition.over(world, mesh, ("node",), functools.partial(Mesh.over, timeout=timedelta(seconds=7)))
     again = Mesh.over(world, topology, timeout=timedelta(seconds=7))
     assert again.stages.groups == mesh.stages.groups
     made = [group for each in (mesh, way.slow, way.fast) for group in each.stages.groups.values()]

@@ -9,7 +9,7 @@ import pytest
 from tests import ranks
 from tests.engine.compression.test_runtime import SHARE, runtime
 from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import ADAPTS
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.config import resolve
@@ -18,8 +18,10 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 
 STARTS = (0.0, 0.5)
 BITS = {"q": (2, NOTHING), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
-OTHERS = {letter: (2, 2) for letter in LETTERS}
-BOTH = Allotment(STARTS, {"blocks.0": BITS, "blocks.1": OTHERS, "blocks.2": OTHERS}, 8, ADAPTS, 11, "FLUX.1-dev")
+OTHER_BITS = {letter: (2, 2) for letter in LETTERS}
+BOTH = BitAllocation(
+    STARTS, {"blocks.0": BITS, "blocks.1": OTHER_BITS, "blocks.2": OTHER_BITS}, 8, ADAPTS, 11, "FLUX.1-dev"
+)
 
 
 @pytest.fixture

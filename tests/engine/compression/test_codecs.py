@@ -7,7 +7,7 @@ import torch
 
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import ADAPTS, EXACT, Codec, Reference
+from xfuser_cocodiff.engine.compression.codecs import ADAPTS, EXACT, Codec, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
@@ -36,7 +36,7 @@ class Link:
     """Both ends of a link."""
 
     def __init__(self, compact: bool = False) -> None:
-        self.sent, self.received = Reference(compact), Reference(compact)
+        self.sent, self.received = LinkReference(compact), LinkReference(compact)
 
     def carry(self, values: torch.Tensor, codec: Codec, seed: int = 0) -> torch.Tensor:
         """What arrives of values; only what an exchange would send goes from one end to the other."""
@@ -190,11 +190,11 @@ def test_scores_differ_as_they_say() -> None:
 def test_chance_is_fair_and_repeats_itself() -> None:
     values = torch.zeros(1, 1, 1, 50, 8)
     codec = Codec(share=0.2, score=codecs.RANDOM)
-    picks = [codecs.choose(values, Reference(), codec, seed).indices for seed in range(200)]
+    picks = [codecs.choose(values, LinkReference(), codec, seed).indices for seed in range(200)]
     counts = torch.bincount(torch.cat(picks, -1).flatten(), minlength=50)
     assert counts.sum() == 2000
     assert counts.min() >= 20 and counts.max() <= 62
-    assert torch.equal(codecs.choose(values, Reference(), codec, 3).indices, picks[3])
+    assert torch.equal(codecs.choose(values, LinkReference(), codec, 3).indices, picks[3])
 
 
 @pytest.mark.parametrize("values", [{"bits": 3}, {"begins": True}, {"share": 1.5}, {"share": -0.1}, {"score": "mood"}])
@@ -254,7 +254,7 @@ def test_an_adaptive_predictor_follows_straight_lines_better_and_noise_no_worse(
 
 def test_nothing_is_extrapolated_from_values_of_another_shape_or_type() -> None:
     for first, second in ((torch.zeros(1, 1, 1, 8, 16), torch.float32), (torch.zeros(1, 1, 1, 16, 16), torch.bfloat16)):
-        reference = Reference()
+        reference = LinkReference()
         reference.advance(first, keeps_change=True)
         values = torch.ones(1, 1, 1, 16, 16, dtype=second)
         for has_change in (False, True):

@@ -17,9 +17,9 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs, modes
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Reference
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs, active_for, codec_for
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_for, codec_for
 from xfuser_cocodiff.engine.compression.reference_memory import Share
 from xfuser_cocodiff.engine.compression.runtime import Runtime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
@@ -55,7 +55,7 @@ class Pairs:
         places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
         if places[0] == places[1]:
             return values
-        reference = self.references.setdefault((name, source, target), Reference())
+        reference = self.references.setdefault((name, source, target), LinkReference())
         values = values.unsqueeze(0).contiguous()
         if not reference.fits(values.shape, values.dtype):
             codec = dataclasses.replace(EXACT, predictor=codec.predictor)
@@ -100,7 +100,7 @@ def expected_sequence(
     return torch.cat(parts, 1)
 
 
-def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> tuple[Mesh, SlowWay | None]:
+def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> tuple[Mesh, AxisPartition | None]:
     """A mesh whose messages go by one plan and another in turn, and its slow way. The last stage of one plan is among
     the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it. All stages may
     be direct sends."""
@@ -117,7 +117,7 @@ def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> t
         return dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
 
     mesh = over(dist.group.WORLD, topology, plans)
-    return mesh, SlowWay.over(dist.group.WORLD, mesh, slow, over)
+    return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, over)
 
 
 def carry(
@@ -133,7 +133,7 @@ def carry(
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
     mesh, way = way_of(topology, slow, direct)
-    pairs, wires, account = Pairs(topology, slow), {}, Account()
+    pairs, wires, account = Pairs(topology, slow), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
             way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step, at_once=at_once
@@ -200,7 +200,7 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, at_once: bool) -> tuple[lis
     mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
     pairs, wires, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
     for step in range(STEPS):
-        account, wholes = Account(), {name: whole(name, step) for name in "vqk"}
+        account, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
             wholes["v"][0, 15, 3, 1] = torch.nan  # of rank 0, for rank 3, to which rank 1 sends it in stages
         layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=at_once)
@@ -238,7 +238,7 @@ def give_up(rank: int, how: str) -> None:
     """One exchange has no taker: on one rank, or on all, whose attention fails."""
     topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
     mesh, way = way_of(topology, ("node",))
-    pairs, wires, account = Pairs(topology, ("node",)), {}, Account()
+    pairs, wires, account = Pairs(topology, ("node",)), {}, CodecStats()
 
     def fail(*_: object) -> torch.Tensor:
         raise InterruptedError
@@ -274,7 +274,7 @@ def test_values_of_another_shape_begin_anew(codec: Codec, anew: Codec) -> None:
     """Nothing is expected of them by what was held of others."""
     wires: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        layer_codecs = LayerCodecs(None, {"v": codec}, wires, Account(), step, anew=anew)
+        layer_codecs = LayerCodecs(None, {"v": codec}, wires, CodecStats(), step, anew=anew)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
         used, wire = (
             codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
@@ -331,7 +331,7 @@ def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
 ) -> None:
     size = 8 if topology == "2x2x2" else 4
     virtual, pairs = VirtualRanks(Topology.parse(topology, size), slow), Pairs(Topology.parse(topology, size), slow)
-    wires, account, sent = {}, Account(), 0
+    wires, account, sent = {}, CodecStats(), 0
 
     def dealt(tensor: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of real ranks: by rank, and then by segment."""

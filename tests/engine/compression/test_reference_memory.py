@@ -7,7 +7,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.layer_codecs import Wire
+from xfuser_cocodiff.engine.compression.layer_codecs import LinkState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, usual
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, Need, Share
 from xfuser_cocodiff.engine.compression.runtime import Runtime
@@ -28,7 +28,9 @@ def hold(wires: dict, schedule: CodecSchedule, dtype: torch.dtype, compact: bool
     """Go through some steps as an exchange would."""
     generator = torch.Generator().manual_seed(0)
     for name in "vqko":
-        wire = wires.setdefault((name, ALL_HEADS), Wire(codecs.Reference(compact), codecs.Reference(compact)))
+        wire = wires.setdefault(
+            (name, ALL_HEADS), LinkState(codecs.LinkReference(compact), codecs.LinkReference(compact))
+        )
         for step in range(steps):
             codec = schedule.codecs(step, 9)[name]
             values = torch.randn(SHAPE, generator=generator).to(dtype)
@@ -58,7 +60,7 @@ class Run:
         self.said: list[str] = []
         lane = SimpleNamespace(device=torch.device("cpu"))
         way = SimpleNamespace(
-            places=PLACES, slow=SimpleNamespace(lane=lane), fast=None, goes_at_once=lambda message_bytes: False
+            places=PLACES, slow=SimpleNamespace(lane=lane), fast=None, is_single_stage=lambda message_bytes: False
         )
         self.runtime = Runtime(
             way, "balanced", None, None, list, budget=budget, say=self.said.append, warn=self.said.append

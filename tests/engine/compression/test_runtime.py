@@ -8,8 +8,8 @@ import torch
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import Loss, Reference
-from xfuser_cocodiff.engine.compression.layer_codecs import Wire, codec_for
+from xfuser_cocodiff.engine.compression.codecs import LinkReference, QuantError
+from xfuser_cocodiff.engine.compression.layer_codecs import LinkState, codec_for
 from xfuser_cocodiff.engine.compression.modes import usual
 from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
 from xfuser_cocodiff.engine.compression.runtime import Runtime
@@ -21,7 +21,7 @@ def way_on(device: str) -> SimpleNamespace:
     """Slow axes with two places, which messages of more than 128 bytes take at once."""
     lane = SimpleNamespace(device=torch.device(device))
     return SimpleNamespace(
-        places=2, slow=SimpleNamespace(lane=lane), goes_at_once=lambda message_bytes: message_bytes > 128
+        places=2, slow=SimpleNamespace(lane=lane), is_single_stage=lambda message_bytes: message_bytes > 128
     )
 
 
@@ -29,13 +29,13 @@ def runtime(mode: str = "balanced", changes: str | None = None, max_error: float
     return Runtime(way_on("cpu"), mode, changes, max_error, lambda values: values)
 
 
-def loss(lacking: float, wanted: float) -> Loss:
-    return Loss(torch.tensor(lacking), torch.tensor(wanted))
+def loss(lacking: float, wanted: float) -> QuantError:
+    return QuantError(torch.tensor(lacking), torch.tensor(wanted))
 
 
 def hold(layer_codecs: object, value: float) -> None:
     """As an exchange would leave a reference."""
-    wire = Wire(Reference(), Reference())
+    wire = LinkState(LinkReference(), LinkReference())
     wire.sent.advance(torch.full((4,), float(value)), keeps_change=False)
     layer_codecs.wires["v", ALL_HEADS] = wire
 
@@ -96,7 +96,7 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     for step in range(6):
         one.layer_codecs("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
-        exact.append(layer_codecs.owes_nothing)
+        exact.append(layer_codecs.is_stateless)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
         layer_codecs.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
         one.end_step()
@@ -126,7 +126,7 @@ def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> 
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
         layer_codecs.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
-        return layer_codecs.owes_nothing
+        return layer_codecs.is_stateless
 
     assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
     of_another_rank[0] = 1.0

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -19,7 +19,7 @@ def tensor(seed: int) -> torch.Tensor:
 
 
 def codecs_of(codec: Codec) -> LayerCodecs:
-    return LayerCodecs(None, {"q": EXACT, "k": codec, "v": codec, "o": EXACT}, {}, Account())
+    return LayerCodecs(None, {"q": EXACT, "k": codec, "v": codec, "o": EXACT}, {}, CodecStats())
 
 
 @pytest.mark.parametrize(("sizes", "slow", "places"), [("2x2", "node", [0, 0, 1, 1]), ("2x2", "gpu", [0, 1, 0, 1])])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, dequantise, quantise, restored, row_bytes
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, dequantize, quantize, restored, row_bytes
 
 BITS = sorted(GRIDS)
 
@@ -30,9 +30,9 @@ def test_every_value_gets_its_level(bits: float, dtype: torch.dtype) -> None:
     values = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(int(10 * bits))).mul(0.3).to(dtype)
     values[1, 1] = 0
     values[2] *= 1e-3
-    packed, scales, made = quantise(values, bits)
+    packed, scales, made = quantize(values, bits)
     assert (packed.shape, scales.shape) == ((5, 3, row_bytes(bits, 24)), (5, 3, 1))
-    found = dequantise(packed, scales, bits, 24).view(-1, 24)
+    found = dequantize(packed, scales, bits, 24).view(-1, 24)
     assert torch.equal(made.view(-1, 24), found)
     for row, expected in zip(found, values.float().view(-1, 24), strict=True):
         torch.testing.assert_close(row, torch.tensor(slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
@@ -45,7 +45,7 @@ def test_a_normal_distribution_keeps_what_theory_says(bits: float, decibels: flo
     """Of uniform levels: J. Max, 1960, table II; the scale's steps of a sixth of an octave cost a little, and so do
     levels that are wider for the sake of other distributions. A row's maximum goes less far out than that of all."""
     values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
-    error = values - dequantise(*quantise(values, bits)[:2], bits, 128)
+    error = values - dequantize(*quantize(values, bits)[:2], bits, 128)
     found = 10 * math.log10(values.square().mean() / error.square().mean())
     assert found == pytest.approx(decibels, abs=0.5) or (bits == 8 and found > decibels)
 
@@ -53,7 +53,7 @@ def test_a_normal_distribution_keeps_what_theory_says(bits: float, decibels: flo
 def test_an_outlier_is_not_cut_off_in_8_bits() -> None:
     values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     values[:, 7] = 300.0
-    found = dequantise(*quantise(values, 8)[:2], 8, 64)
+    found = dequantize(*quantize(values, 8)[:2], 8, 64)
     torch.testing.assert_close(found[:, 7], values[:, 7], rtol=0.005, atol=0)
 
 
@@ -61,9 +61,9 @@ def test_an_outlier_is_not_cut_off_in_8_bits() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_that_is_not_finite_is_none_and_spoils_no_other(bits: int, bad: float) -> None:
     values = torch.randn(4, 16)
-    expected = dequantise(*quantise(values, bits)[:2], bits, 16)
+    expected = dequantize(*quantize(values, bits)[:2], bits, 16)
     values[2, 5] = bad
-    found = dequantise(*quantise(values, bits)[:2], bits, 16)
+    found = dequantize(*quantize(values, bits)[:2], bits, 16)
     assert found[2].isnan().all()
     assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])
 
@@ -71,7 +71,7 @@ def test_a_row_that_is_not_finite_is_none_and_spoils_no_other(bits: int, bad: fl
 @pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
 def test_scales_end_somewhere(size: float) -> None:
     """Rows beyond the range of scales are off, but finite."""
-    found = dequantise(*quantise(torch.full((1, 8), size), 8)[:2], 8, 8)
+    found = dequantize(*quantize(torch.full((1, 8), size), 8)[:2], 8, 8)
     assert found.isfinite().all() and (found >= 0).all()
 
 

@@ -124,15 +124,15 @@ def test_coded_exchanges_take_all_axes_at_once_where_that_saves_more_than_its_me
             assert took == pytest.approx(by_hand, rel=0.01)
         else:  # where messages are dear, what is coded goes along one axis after the other, in fewer
             assert took[0] == pytest.approx(by_hand[0], rel=0.01) and took[1] < by_hand[1]
-        assert planner.goes_at_once(machine, MESSAGE, ["node"]) == at_once
-        assert not planner.goes_at_once(machine, MESSAGE, []) and not planner.goes_at_once(machine, 0, ["node"])
-        assert not planner.goes_at_once(machine, MESSAGE, ["node", "gpu"])  # both are the same then
+        assert planner.is_single_stage(machine, MESSAGE, ["node"]) == at_once
+        assert not planner.is_single_stage(machine, MESSAGE, []) and not planner.is_single_stage(machine, 0, ["node"])
+        assert not planner.is_single_stage(machine, MESSAGE, ["node", "gpu"])  # both are the same then
 
 
 @given(machines, st.integers(2**24, 2**30))
 def test_both_ways_of_a_coded_exchange_send_as_much_along_slow_axes(machine: Profile, message: int) -> None:
     *slow, fast = (axis.name for axis in machine.topology.axes)
-    ways = [planner.legs(machine, message, 0.1 * message, at_once, slow) for at_once in (False, True)]
+    ways = [planner.comm_stages(machine, message, 0.1 * message, at_once, slow) for at_once in (False, True)]
     assume(all(leg.plan.is_flat for way in ways for leg in way))  # else axes hand on what others brought
     in_stages, at_once = (
         sum((Counter(leg.plan.sent_bytes(leg.message_bytes)) for leg in way), Counter()) for way in ways

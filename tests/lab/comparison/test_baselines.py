@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from xfuser_cocodiff.engine.compression.codecs import EXACT
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison import baselines
 
@@ -24,7 +24,7 @@ def test_a_rotation_keeps_scores_and_is_its_own_inverse(dim: int) -> None:
 
 def test_fp8_leaves_three_bits_of_a_mantissa() -> None:
     ranks = baselines.Fp8(Topology.parse("2x2"), ("node",))
-    account = Account()
+    account = CodecStats()
     given = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     found = ranks.send("qkv", given, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, account))
     assert account.sent_bytes * 4 == account.exact_bytes == 3 * given[0].nbytes

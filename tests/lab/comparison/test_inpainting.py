@@ -8,13 +8,13 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.lab.comparison import inpainting
 from xfuser_cocodiff.lab.models import slices
-from xfuser_cocodiff.xdit.launching.single_rank import Solo
+from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
 SIZE, STEPS = 128, 3
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
 
 
-def run(solo: Solo, latents: list[torch.Tensor] | None = None, **more: object) -> np.ndarray:
+def run(solo: SingleRankPipeline, latents: list[torch.Tensor] | None = None, **more: object) -> np.ndarray:
     """Pictures of two seeds, and the latents that the callback leaves at each step."""
     if latents is not None:
         keep = more["callback_on_step_end"]
@@ -31,7 +31,7 @@ def run(solo: Solo, latents: list[torch.Tensor] | None = None, **more: object) -
 
 
 @torch.no_grad()
-def through_autoencoder(solo: Solo, pictures: np.ndarray) -> np.ndarray:
+def through_autoencoder(solo: SingleRankPipeline, pictures: np.ndarray) -> np.ndarray:
     """What its autoencoder makes of pictures, in neither a pipeline's scale nor its layout."""
     pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
     pixels = pixels[:, :, None] if "Qwen" in type(solo.pipe).__name__ else pixels
@@ -41,7 +41,7 @@ def through_autoencoder(solo: Solo, pictures: np.ndarray) -> np.ndarray:
 
 
 def inpaint(rank: int, model: str) -> None:
-    solo = Solo(model, torch.float32)
+    solo = SingleRankPipeline(model, torch.float32)
     solo.use(None)
     if model == "Qwen-Image":  # the small one has no scale
         channels = len(solo.pipe.vae.config.latents_mean)

@@ -20,7 +20,7 @@ CONFIG = CocoDiffConfig(topology=Topology.flat(1), virtual=Topology.parse("2x2")
 
 
 def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
-    one = quality.Judge("FLUX.1-dev", CONFIG, seeds=2, steps=6, size=128, dtype=torch.float32)
+    one = quality.QualityEvaluator("FLUX.1-dev", CONFIG, seeds=2, steps=6, size=128, dtype=torch.float32)
     rows = quality.rows(["balanced@bits=8;bits_o=8", "balanced@bits=2;bits_o=2", "paper"], sweep=False)
     record, gallery = quality.measure(one, rows, ["center"], lambda what: None)
     others = [
@@ -114,7 +114,7 @@ def test_bad_usage(arguments: list[str], words: str, capsys) -> None:
 
 
 def judge_others(rank: int, model: str, dtype: torch.dtype, *asked: str) -> tuple[dict, quality.Gallery]:
-    one = quality.Judge(model, CONFIG, seeds=2, steps=4, size=64, dtype=dtype)
+    one = quality.QualityEvaluator(model, CONFIG, seeds=2, steps=4, size=64, dtype=dtype)
     return quality.measure(one, quality.rows(asked, sweep=False), [], lambda what: None)
 
 

@@ -19,8 +19,8 @@ from xfuser_cocodiff.lab.comparison import recorder
 from xfuser_cocodiff.lab.comparison.image_grid import strip
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.run_tracking import run_tracker, stock_traffic
-from xfuser_cocodiff.xdit.run_tracking.run_tracker import Clock
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -
 def test_only_the_pipelines_own_scheduler_ends_steps(
     watched: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine()
+    engine = Session()
     for module in (recorder, run_tracker):
         monkeypatch.setattr(module, "active", lambda: engine)
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
-    clock, pipeline = Clock([watched]), SimpleNamespace(scheduler=scheduler)
+    clock, pipeline = RunTracker([watched]), SimpleNamespace(scheduler=scheduler)
     progress_bar = clock._watch_bar(lambda owner, total: tqdm(total=total, disable=True))
     for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
         progress_bar(pipeline, None, 3)
@@ -101,7 +101,7 @@ def test_what_was_coded_is_recorded(mode: str | None, sent: tuple | None, becaus
     config = mode and SimpleNamespace(mode=mode, kernels="torch")
     reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
     runtime = reports and SimpleNamespace(reports=reports, refusal=None)
-    found = recorder._coded(Engine(config, runtime=runtime, exact_because=because))
+    found = recorder._coded(Session(config, runtime=runtime, exact_because=because))
     assert (found["coded_fraction"], found["coded_reason"] and found["coded_reason"].partition(";")[0]) == expected
 
 
@@ -135,7 +135,7 @@ def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, t
 
 
 def test_what_stocks_ring_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, tensors = Engine(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
+    engine, tensors = Session(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
     monkeypatch.setattr(stock_traffic, "active", lambda: engine)
     monkeypatch.setattr("xfuser.core.distributed.get_ring_parallel_world_size", lambda: 4)
     attend = stock_traffic.watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))

@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from xfuser_cocodiff.lab.reporting.progress import Teller, duration
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, duration
 
 
-class Clock:
+class RunTracker:
     """Seconds that pass when a test says so."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_a_log_has_what_begins() -> None:
     output = io.StringIO()
-    told = Teller(output)
+    told = ProgressReporter(output)
     told.say("loading")
     told.say("loading still", begins=False)
     told.end()
@@ -40,8 +40,8 @@ def test_a_log_has_what_begins() -> None:
 
 
 def test_a_terminal_has_one_line() -> None:
-    output, clock = Terminal(), Clock()
-    told = Teller(output, clock)
+    output, clock = Terminal(), RunTracker()
+    told = ProgressReporter(output, clock)
     told.say("loading")
     clock.now += 1000  # which is none of the work
     told.expect(10)

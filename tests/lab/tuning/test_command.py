@@ -38,11 +38,11 @@ def test_poor_quality_on_held_out_prompts_is_said(decibels: float, is_poor: bool
 
 def broken_off_and_resumed(rank: int, folder: str) -> list[int]:
     """The status of each call, and how many runs had been made by then."""
-    from xfuser_cocodiff.lab.comparison.quality import Judge
+    from xfuser_cocodiff.lab.comparison.quality import QualityEvaluator
 
-    generate, made = Judge.generate, []
+    generate, made = QualityEvaluator.generate, []
 
-    def counted(judge: Judge, *given: object) -> object:
+    def counted(judge: QualityEvaluator, *given: object) -> object:
         made.append(given)
         if len(made) == 6:
             raise KeyboardInterrupt
@@ -54,7 +54,7 @@ def broken_off_and_resumed(rank: int, folder: str) -> list[int]:
     command = ["tune", "--steps", "4", "--seeds", "1", "--bytes", "0.35", "--prompts", str(prompts), "--out", str(out)]
     command += ["--sheet", str(Path(folder, "sheet.png"))]
     found = []
-    with mock.patch.object(Judge, "generate", counted):
+    with mock.patch.object(QualityEvaluator, "generate", counted):
         for _ in range(3):
             found.append((cli.main(command), len(made)))
     return found

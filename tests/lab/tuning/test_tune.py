@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.lab.tuning.rates import bits_of
 from xfuser_cocodiff.lab.tuning.trials import Trial
@@ -40,7 +40,7 @@ class Known:
         bits = float(schedule.rpartition("=")[2]) if schedule else 2
         return self._trial(f"{mode} {bits}", lambda *_: bits, 8, held_out)
 
-    def allotted(self, name: str, bits: Allotment, held_out: bool = False) -> Trial:
+    def allotted(self, name: str, bits: BitAllocation, held_out: bool = False) -> Trial:
         off = self._off if name.startswith(("try", "tuned")) else 0.0
         return self._trial(name, lambda layer, letter, done: bits.bits(layer, done)[letter], bits.first, held_out, off)
 

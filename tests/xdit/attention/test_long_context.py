@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 HEADS, HEAD_DIM, TOKENS, TEXT, STEPS = 8, 16, 24, 5, 4
 WIDTH = HEADS * HEAD_DIM
@@ -69,7 +69,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     def step(number: int) -> torch.Tensor:
         return transformer(hidden_states * (1 + 0.02 * number), text)
 
-    bare_runtime.use(Engine())
+    bare_runtime.use(Session())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
         engine = in_force(group, config_of("exact", overlap=Overlap(v_first)))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests import ranks
 from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.comm.traffic import Label
@@ -25,7 +25,7 @@ from xfuser_cocodiff.lab.bench import transformer as model
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import session as engines
 from xfuser_cocodiff.xdit.session import startup as starting
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
@@ -49,7 +49,7 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
     return given
 
 
-def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings | None = None) -> Engine:
+def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
     """Go on with an engine by these settings."""
     engine = starting.engine_over(group, config, known)
     bare_runtime.use(engine)
@@ -59,7 +59,7 @@ def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: Findings |
 def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = None, policy: Any = None) -> Any:
     """Go on with an engine on two ranks by flat collectives, and by a policy if there is one."""
     mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
-    engine = Engine(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
+    engine = Session(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
     bare_runtime.use(engine)
     return engine
 

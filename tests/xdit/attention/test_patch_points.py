@@ -10,7 +10,7 @@ import torch
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.xdit.platforms import platform
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4"]}
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
 
 def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would repeat what codecs did at one step."""
-    engine = Engine(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", refuse=lambda _: None))
+    engine = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
     layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert engine.layer_codecs(layer, "share") == "coded"
     monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))

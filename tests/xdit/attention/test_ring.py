@@ -313,7 +313,7 @@ def test_pipelines_in_a_ring(model: str) -> None:
                 assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
 
 
-OTHERS = {
+BASELINES = {
     "guidance": ("SD3.5", "--use_cfg_parallel"),
     "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
 }
@@ -322,7 +322,7 @@ OTHERS = {
 
 def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     """Latents where twice as many ranks share the work in one more way: the plugin's are stock's."""
-    (model, *more), degrees = OTHERS[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
+    (model, *more), degrees = BASELINES[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
     flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
     arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
     run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
@@ -340,7 +340,7 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
 
 @pytest.mark.slow  # test_pipelines_in_a_ring, and test_pipelines each without a ring
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", BASELINES)
 def test_a_ring_beside(other: str) -> None:
     outer, inner = (ranks.run(beside, 2 * WORLD, other, placement) for placement in PLACEMENTS)
     assert all(decibels(there, here) > 90 for here, there in zip(outer, inner, strict=True))

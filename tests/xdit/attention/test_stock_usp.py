@@ -11,7 +11,7 @@ from torch import nn
 from tests import ranks
 from tests.xdit.attention.test_overlap import in_force, start
 from tests.xdit.test_compile import config_of
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 HEADS, HEAD_DIM, TOKENS, STEPS, LAYERS = 8, 16, 12, 4, 2
 WIDTH = HEADS * HEAD_DIM
@@ -83,7 +83,7 @@ class World:
 
     def use(self, mode: str | None) -> Any:
         """Go on with the plugin, or as stock; returns the engine."""
-        return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Engine()
+        return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Session()
 
     def by_fp8(self, scale: float | None) -> Any:
         """Send in FP8 from now on, by a fixed scale or by those that are to be seen."""

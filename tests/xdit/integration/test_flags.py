@@ -228,7 +228,7 @@ def go_without(rank: int) -> str:
 
     agreement.PATIENCE_OF_THE_UNTOLD = timedelta(seconds=2)
     if rank == 0:  # where rank 1 is, the plugin is missing
-        agreement.meet(told=False)
+        agreement.check_all(told=False)
     return "went on"
 
 

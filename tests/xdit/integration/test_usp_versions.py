@@ -98,7 +98,7 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
 
     from tests.xdit.attention import test_sites
     from xfuser_cocodiff.xdit.launching import bare_runtime
-    from xfuser_cocodiff.xdit.session.session import Engine, active
+    from xfuser_cocodiff.xdit.session.session import Session, active
 
     said: list[str] = []
     handler = logging.Handler()
@@ -114,7 +114,7 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
         found.append(usp.USP(*tensors))
         engine.runs.end_step()
     moved = bool(engine.traffic.calls)
-    bare_runtime.use(Engine())
+    bare_runtime.use(Session())
     stock = usp.USP(*tensors)
     return all(torch.equal(each, stock) for each in found), moved, said
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.xdit.layers.deferred import Later, has_parallel_mlp
+from xfuser_cocodiff.xdit.layers.deferred import Deferred, has_parallel_mlp
 
 ONE, OTHER = torch.randn(2, 3), torch.randn(2, 3)
 
@@ -30,7 +30,7 @@ ONE, OTHER = torch.randn(2, 3), torch.randn(2, 3)
 )
 def test_whatever_needs_a_tensor_makes_it_once(use: Callable) -> None:
     calls: list[int] = []
-    later = Later(lambda: calls.append(1) or ONE)
+    later = Deferred(lambda: calls.append(1) or ONE)
     assert not calls
     for _ in range(2):
         assert torch.equal(use(later), use(ONE))
@@ -38,7 +38,7 @@ def test_whatever_needs_a_tensor_makes_it_once(use: Callable) -> None:
 
 
 def test_what_fails_fails_again() -> None:
-    later = Later(lambda: ONE @ OTHER)
+    later = Deferred(lambda: ONE @ OTHER)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             later + 1

@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.settings.config import Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 ODD_RANK = 1
 """The one that sees something else than the others."""
@@ -49,7 +49,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
         overlap, policy = Overlap(), dataclasses.replace(policy, ahead=lambda *_: not is_odd)
     with attention:
         expected = step()
-        engine = Engine(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
+        engine = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
         bare_runtime.use(engine)
         if is_odd and what == "hooks from the start":
             watch(transformer)
@@ -62,7 +62,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
     return all(torch.equal(result, expected) for result in results), decided
 
 
-def run(engine: Engine, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def run(engine: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     """Make a declared run of a few steps."""
     engine.runs.begin(4)
     results = []

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
-from xfuser_cocodiff.xdit.layers.forward_wrapper import Around
+from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.root_module import Root
+from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.layers.v_source import find_recipes
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
@@ -416,9 +416,9 @@ def test_a_module_at_the_address_of_one_that_has_gone_is_another_one(world: Worl
 def test_a_copy_of_a_followed_module_computes_by_itself() -> None:
     """Whatever the one that follows holds, which may not be copied."""
     module, lock = nn.Linear(2, 2), threading.Lock()
-    Around(module, lambda forward, given: lock and forward(given))
-    Around(module, lambda forward, given: lock and forward(given))
-    Root(module, lambda: bool(lock), lambda *_: None).watch(module, (), {})
+    ForwardWrapper(module, lambda forward, given: lock and forward(given))
+    ForwardWrapper(module, lambda forward, given: lock and forward(given))
+    RootModule(module, lambda: bool(lock), lambda *_: None).watch(module, (), {})
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         given = torch.ones(1, 2)
         assert torch.equal(copied(given), module(given))
@@ -475,7 +475,7 @@ def test_weights_go_with_their_transformer(world: World, cleared: bool) -> None:
 
 def test_forwards_may_be_left_in_any_order() -> None:
     module, seen = nn.Linear(2, 2), []
-    arounds = [Around(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
+    arounds = [ForwardWrapper(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
     for index, left in ((1, [2, 0]), (2, [0]), (0, [])):
         arounds[index].remove()
         seen.clear()

@@ -8,8 +8,8 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
 from xfuser_cocodiff.engine.attention.ulysses import Exchanges
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
-from xfuser_cocodiff.xdit.layers.root_module import Root
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.layers.root_module import RootModule
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 class Attention(nn.Module):
@@ -45,8 +45,8 @@ class Wrapper(nn.Module):
         return self._orig_mod(*args)
 
 
-def root_of(transformer: nn.Module) -> Root:
-    return Root(transformer, lambda: True, lambda *_: None)
+def root_of(transformer: nn.Module) -> RootModule:
+    return RootModule(transformer, lambda: True, lambda *_: None)
 
 
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
@@ -73,7 +73,7 @@ def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
 def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> None:
     transformer = Transformer()
     called: list[tuple] = []
-    root = Root(transformer, lambda: True, lambda root, args, kwargs: called.append(args))
+    root = RootModule(transformer, lambda: True, lambda root, args, kwargs: called.append(args))
     outer = Wrapper(transformer) if how == "whole" else transformer
     if how == "in place":
         transformer._compiled_call_impl = lambda *args: args[0]
@@ -89,7 +89,7 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 
 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
-    engine, ended, exchanges = Engine(), [], Exchanges(None)
+    engine, ended, exchanges = Session(), [], Exchanges(None)
     exchanges._coming.append(Handle("the exchange", lambda: ended.append(True)))
     engine.begin_traced(TracedCall(Schedule(), layer=None, exchanges=exchanges))
     engine.close()

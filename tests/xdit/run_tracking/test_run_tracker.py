@@ -14,8 +14,8 @@ import xfuser_cocodiff
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching.patch import PatchSet
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
-from xfuser_cocodiff.xdit.run_tracking.run_tracker import Clock
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 class Heard:
@@ -32,18 +32,18 @@ class Heard:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Session:
     """The engine in force, without xDiT."""
-    engine = Engine()
+    engine = Session()
     monkeypatch.setattr(run_tracker, "active", lambda: engine)
     return engine
 
 
 @pytest.fixture
-def heard(uninstalled: None, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+def heard(uninstalled: None, engine: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     """What a clock says that is in the place of the plugin's own."""
     heard = Heard()
-    clock = Clock([heard])
+    clock = RunTracker([heard])
     rows = PatchSet(clock.patches(), "xfuser")
     rows.install()
     monkeypatch.setattr(activation, "_installed", SimpleNamespace(withdrawn=False))
@@ -83,7 +83,7 @@ def counts(heard: Heard) -> list[tuple[int | None, int]]:
     return [(total, len(steps)) for total, *steps in heard.runs]
 
 
-def test_the_total_may_come_in_any_way(heard: Heard, engine: Engine) -> None:
+def test_the_total_may_come_in_any_way(heard: Heard, engine: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     run(pipe, None, 3)
@@ -93,7 +93,7 @@ def test_the_total_may_come_in_any_way(heard: Heard, engine: Engine) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("disable", [True, False])
-def test_a_bar_may_go_over_an_iterable(heard: Heard, engine: Engine, known: bool, disable: bool) -> None:
+def test_a_bar_may_go_over_an_iterable(heard: Heard, engine: Session, known: bool, disable: bool) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     pipe, latents = pipeline(scheduler), torch.zeros(1)
@@ -105,14 +105,14 @@ def test_a_bar_may_go_over_an_iterable(heard: Heard, engine: Engine, known: bool
     assert engine.runs.newest is None
 
 
-def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Engine) -> None:
+def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
         raise InterruptedError
     assert engine.runs.newest is None
 
 
-def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, engine: Engine) -> None:
+def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, engine: Session) -> None:
     """And not when the iterator goes, which is not at the same time on all ranks."""
     for other in (False, True):
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
@@ -124,14 +124,14 @@ def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: 
         assert engine.runs.newest is None
 
 
-def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Engine) -> None:
+def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Session) -> None:
     run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # now the base class is watched too
     run(pipeline(Derived()), total=9)
     run(pipeline(Derived()), total=9)
     assert counts(heard) == [(9, 3)] * 3
 
 
-def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Engine) -> None:
+def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Session) -> None:
     scheduler = Derived()
     scheduler.set_timesteps(3)
     with DiffusionPipeline.progress_bar(pipeline(scheduler), total=3):
@@ -140,7 +140,7 @@ def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Engine) -> Non
     assert counts(heard) == [(3, 3)]
 
 
-def test_schedulers_may_change_and_step_twice(heard: Heard, engine: Engine) -> None:
+def test_schedulers_may_change_and_step_twice(heard: Heard, engine: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
@@ -189,14 +189,14 @@ class Loop(LoopSequentialPipelineBlocks):
         return components, state
 
 
-def test_modular_pipelines_have_runs(heard: Heard, engine: Engine) -> None:
+def test_modular_pipelines_have_runs(heard: Heard, engine: Session) -> None:
     for _ in range(2):
         Loop()(SimpleNamespace(), SimpleNamespace())
     assert heard.runs == [[3, [0.0], [1.0], [2.0]]] * 2
     assert engine.runs.newest is None
 
 
-def test_a_sampler_declares_its_runs(heard: Heard, engine: Engine) -> None:
+def test_a_sampler_declares_its_runs(heard: Heard, engine: Session) -> None:
     for steps in (2, None):
         with xfuser_cocodiff.run(steps=steps) as one:
             assert engine.runs.newest
@@ -210,7 +210,7 @@ def test_a_sampler_declares_its_runs(heard: Heard, engine: Engine) -> None:
     assert heard.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
 
 
-def test_the_innermost_run_is_in_force(heard: Heard, engine: Engine) -> None:
+def test_the_innermost_run_is_in_force(heard: Heard, engine: Session) -> None:
     with xfuser_cocodiff.run() as outer:
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
         pipe.scheduler.set_timesteps(3)

@@ -7,7 +7,7 @@ import pytest
 
 from xfuser_cocodiff.xdit.session import graph_order
 from xfuser_cocodiff.xdit.session.graph_order import early_sends
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def test_inductor_has_its_settings_back_when_an_engine_ends(before: tuple[bool, 
         for _ in range(2):
             graph_order.order_exchanges()
         assert getattr(config, names[0]) and getattr(config, names[1])[-1] is early_sends
-        Engine().close()
+        Session().close()
         assert tuple(getattr(config, name) for name in names) == before
         graph_order.order_exchanges()
         config.reorder_for_compute_comm_overlap_passes = ["raise_comms"]
-        Engine().close()
+        Session().close()
         assert config.reorder_for_compute_comm_overlap_passes == ["raise_comms"]  # others' settings stay

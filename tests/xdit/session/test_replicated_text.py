@@ -23,7 +23,7 @@ def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
     found = []
     for _ in range(2):
         notes: list[str] = []
-        engine = engines.Engine(mesh=Mesh.over(group, Topology.flat(2)), model=model)
+        engine = engines.Session(mesh=Mesh.over(group, Topology.flat(2)), model=model)
         bare_runtime.use(engine)
         engine.runs.begin(3)
         with mock.patch.object(replicated_text, "info", notes.append):

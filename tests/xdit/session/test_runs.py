@@ -15,7 +15,7 @@ from tests.engine.compression.test_runtime import SHARE, held, hold, runtime
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import in_force, inputs_of, start
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.xdit.layers.root_module import Root
+from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import runs, step_key
 from xfuser_cocodiff.xdit.session.runs import MAX_BRANCHES, Runs
 
@@ -30,12 +30,12 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-class Engine:
+class Session:
     """As much of an engine as runs need, with transformers of one layer that hold whose call they were in last."""
 
     def __init__(self) -> None:
         self.runtime = runtime()
-        self.roots: list[Root] = []
+        self.roots: list[RootModule] = []
         self.runs = Runs(lambda: self.runtime, self._new_step)
 
     def _new_step(self) -> None:
@@ -53,14 +53,14 @@ class Engine:
 class Transformer(nn.Module):
     """Each call names its request; says whether it found something of that one, and fails where it is another's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Session) -> None:
         super().__init__()
         self.engine, self.root = engine, None
 
     def forward(self, request: float, timestep: object, encoder_hidden_states: torch.Tensor) -> bool:
         kwargs = {"timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         if self.root is None:
-            self.root = Root(self, lambda: True, self.engine.runs.called)
+            self.root = RootModule(self, lambda: True, self.engine.runs.called)
             self.root.watch(self, (request,), kwargs)
             self.engine.roots.append(self.root)
         root = self.root
@@ -90,7 +90,7 @@ def loop(one: Transformer, request: float, text: torch.Tensor, times: tuple = TI
 @pytest.mark.parametrize("times", [TIMES, TIMES[::-1]], ids=["down", "up"])
 @pytest.mark.parametrize("same_prompt", [False, True])
 def test_a_run_is_recognised_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
-    engine, text = Engine(), prompt()
+    engine, text = Session(), prompt()
     one = engine.transformer()
     for request in range(3):
         assert loop(one, request, text if same_prompt else prompt(), times) == [False, True, True, True]
@@ -101,19 +101,19 @@ def test_a_run_is_recognised_from_its_timesteps(times: tuple, same_prompt: bool)
 
 @pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
 def test_another_prompt_is_another_run_wherever_its_times_begin(second: tuple) -> None:
-    one = Engine().transformer()
+    one = Session().transformer()
     loop(one, 1, prompt(), (1.0, 0.75, 0.5))
     assert not loop(one, 2, prompt(), second)[0]
 
 
 def test_the_same_prompt_at_the_last_time_is_another_run() -> None:
-    one, text = Engine().transformer(), prompt()
+    one, text = Session().transformer(), prompt()
     loop(one, 1, text, (1.0, 0.5))
     assert loop(one, 2, text, (0.5, 0.25)) == [False, True]
 
 
 def test_runs_of_one_step_never_meet() -> None:
-    engine, text = Engine(), prompt()
+    engine, text = Session(), prompt()
     one = engine.transformer()
     for request in range(3 * MAX_BRANCHES):
         assert loop(one, request, text if request % 2 else prompt(), (1.0,)) == [False]
@@ -121,7 +121,7 @@ def test_runs_of_one_step_never_meet() -> None:
 
 
 def test_calls_at_one_time_are_branches() -> None:
-    engine, texts = Engine(), [prompt(), prompt()]
+    engine, texts = Session(), [prompt(), prompt()]
     one = engine.transformer()
     for request in (0, 10):
         for number, time in enumerate(TIMES):
@@ -131,7 +131,7 @@ def test_calls_at_one_time_are_branches() -> None:
 
 
 def test_guidance_that_begins_in_mid_run_costs_steps_but_mixes_nothing() -> None:
-    engine, texts = Engine(), [prompt(), prompt()]
+    engine, texts = Session(), [prompt(), prompt()]
     one = engine.transformer()
     found = []
     for number, time in enumerate((1.0, 0.9, 0.8, 0.7, 0.6, 0.5)):
@@ -141,14 +141,14 @@ def test_guidance_that_begins_in_mid_run_costs_steps_but_mixes_nothing() -> None
 
 
 def test_a_prompt_that_is_written_over_is_another_one() -> None:
-    one, text = Engine().transformer(), prompt()
+    one, text = Session().transformer(), prompt()
     loop(one, 1, text, (1.0, 0.75))
     text.fill_(1)
     assert not loop(one, 2, text, (0.5,))[0]
 
 
 def test_a_second_transformer_may_take_over() -> None:
-    engine = Engine()
+    engine = Session()
     first, second = engine.transformer(), engine.transformer()
     for request in range(2):
         texts = [prompt(), prompt()]
@@ -169,7 +169,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.usefixtures("on_a_device")
 def test_timesteps_on_a_device_are_known_by_their_place(inference: bool) -> None:
-    engine, times = Engine(), torch.tensor(TIMES)
+    engine, times = Session(), torch.tensor(TIMES)
     one = engine.transformer()
     with torch.inference_mode(inference):
         for request in range(3):
@@ -182,7 +182,7 @@ def test_timesteps_on_a_device_are_known_by_their_place(inference: bool) -> None
 
 @pytest.mark.usefixtures("on_a_device")
 def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
-    one, text = Engine().transformer(), prompt()
+    one, text = Session().transformer(), prompt()
     for request in range(2):
         assert loop(one, request, text) == [False] * 4
     [message] = said
@@ -192,8 +192,8 @@ def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
 
 @pytest.mark.parametrize("missing", ["timestep", "encoder_hidden_states"])
 def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> None:
-    engine, transformer = Engine(), nn.Identity()
-    root = Root(transformer, lambda: True, engine.runs.called)
+    engine, transformer = Session(), nn.Identity()
+    root = RootModule(transformer, lambda: True, engine.runs.called)
     given = {"timestep": 1.0, "encoder_hidden_states": prompt()}
     del given[missing]
     for _ in range(6):
@@ -204,7 +204,7 @@ def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> Non
 
 
 def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
-    engine = Engine()
+    engine = Session()
     one, text = engine.transformer(), prompt()
     for _ in range(3):
         engine.runs.begin(3)
@@ -223,7 +223,7 @@ def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
 
 @pytest.mark.parametrize("total", [4, None])
 def test_a_declared_run_goes_by_its_steps_alone(total: int | None) -> None:
-    engine = Engine()
+    engine = Session()
     one, text = engine.transformer(), prompt()
     for request in range(2):
         run = engine.runs.begin(total)
@@ -237,7 +237,7 @@ def test_a_declared_run_goes_by_its_steps_alone(total: int | None) -> None:
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], changes: bool) -> None:
     """Another prompt is another run's: the loop was left, and nobody said so."""
-    engine = Engine()
+    engine = Session()
     one = engine.transformer()
     engine.runs.begin(4, by=object()).may_be_left = True
     found = []
@@ -249,7 +249,7 @@ def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], c
 
 
 def test_a_run_of_unknown_length_goes_on() -> None:
-    engine = Engine()
+    engine = Session()
     engine.runtime = runtime(changes="bits=8->4,cached=0->0.5")
     engine.runs.begin(None)
     found = []
@@ -262,7 +262,7 @@ def test_a_run_of_unknown_length_goes_on() -> None:
     assert found[49] == found[69] == (4, 0.5)
 
 
-def interleaved(engine: Engine, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
+def interleaved(engine: Session, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
     """Two pipelines that take turns."""
     both, texts = [engine.runs.begin(steps, by=object()) for _ in range(2)], [prompt(), prompt()]
     found: list[list[bool]] = [[], []]
@@ -278,7 +278,7 @@ def interleaved(engine: Engine, first: Transformer, second: Transformer, steps: 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_pipelines_that_take_turns_travel_exactly(said: list[str], shared: bool) -> None:
-    engine = Engine()
+    engine = Session()
     one = engine.transformer()
     older, newer = interleaved(engine, one, one if shared else engine.transformer())
     assert older == newer == [False] * 12
@@ -286,7 +286,7 @@ def test_two_pipelines_that_take_turns_travel_exactly(said: list[str], shared: b
 
 
 def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
-    engine = Engine()
+    engine = Session()
     outer, inner = engine.transformer(), engine.transformer()
     for shared in (False, True):
         one = outer if shared else inner
@@ -305,7 +305,7 @@ def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
 
 
 def test_two_pipelines_may_share_a_transformer_in_turns_of_several_steps(said: list[str]) -> None:
-    engine = Engine()
+    engine = Session()
     one = engine.transformer()
     both, texts = [engine.runs.begin(9, by=object()) for _ in range(2)], [prompt(), prompt()]
     for request in (1, 1, 1, 0, 0, 1, 0, 1, 1):
@@ -315,7 +315,7 @@ def test_two_pipelines_may_share_a_transformer_in_turns_of_several_steps(said: l
 
 
 def test_steps_that_nobody_sees_do_not_fill_the_memory(said: list[str]) -> None:
-    engine = Engine()
+    engine = Session()
     one, text = engine.transformer(), prompt()
     engine.runs.begin(50)
     for number in range(3 * MAX_BRANCHES):
@@ -326,10 +326,10 @@ def test_steps_that_nobody_sees_do_not_fill_the_memory(said: list[str]) -> None:
 
 
 def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
-    engine = Engine()
+    engine = Session()
     engine.runs.begin(3)
     for _ in range(3):
-        engine.runtime.refuse("K is odd")
+        engine.runtime.disable("K is odd")
         engine.runs.end_step()
     assert said == ["mode balanced does nothing so far, everything travels exactly: K is odd"]
     engine.runs.begin(3)

@@ -10,7 +10,7 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import in_force, start
 from xfuser_cocodiff.engine.attention.overlap_schedule import OURS, STOCKS, Schedule, Trial
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 TOGETHER, AHEAD = Schedule(flat=True), Schedule(True)
 
 
-class Clock:
+class RunTracker:
     """The time, in seconds."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> RunTracker:
+    made = RunTracker()
     monkeypatch.setattr(schedule_trials, "time", made)
     return made
 
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Steps:
     """Steps of an engine in which kinds of layers run, each by its schedule."""
 
-    def __init__(self, clock: Clock, *kinds: Trial, stocks: float = 1.0, ours: float = 1.0) -> None:
+    def __init__(self, clock: RunTracker, *kinds: Trial, stocks: float = 1.0, ours: float = 1.0) -> None:
         self._clock, self.kinds = clock, list(kinds)
         self.seconds = {TOGETHER: stocks, AHEAD: ours}
         self.found = 0
@@ -69,7 +69,7 @@ class Steps:
 
 @pytest.mark.parametrize(("stocks", "expected"), [(0.95, TOGETHER), (0.985, TOGETHER), (0.995, AHEAD), (1.05, AHEAD)])
 def test_stock_s_way_is_taken_where_it_saves_more_than_a_hundredth(
-    clock: Clock, stocks: float, expected: Schedule
+    clock: RunTracker, stocks: float, expected: Schedule
 ) -> None:
     kinds = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=stocks)
@@ -83,7 +83,7 @@ def test_stock_s_way_is_taken_where_it_saves_more_than_a_hundredth(
     assert len(steps.asked) == 1
 
 
-def test_one_disturbed_step_decides_nothing(clock: Clock) -> None:
+def test_one_disturbed_step_decides_nothing(clock: RunTracker) -> None:
     kind = Trial([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=1.1)
     for number in range(1 + len(TURNS)):
@@ -91,7 +91,7 @@ def test_one_disturbed_step_decides_nothing(clock: Clock) -> None:
     assert kind.chosen == AHEAD
 
 
-def test_trials_go_on_from_run_to_run(clock: Clock) -> None:
+def test_trials_go_on_from_run_to_run(clock: RunTracker) -> None:
     kind = Trial([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(len(TURNS) // 2):
@@ -103,7 +103,7 @@ def test_trials_go_on_from_run_to_run(clock: Clock) -> None:
     assert kind.chosen == TOGETHER
 
 
-def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: Clock) -> None:
+def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: RunTracker) -> None:
     kind = Trial([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(6):
@@ -116,7 +116,7 @@ def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: Clock)
     assert kind.chosen == AHEAD
 
 
-def test_cached_steps_and_refreshes_do_not_count(clock: Clock) -> None:
+def test_cached_steps_and_refreshes_do_not_count(clock: RunTracker) -> None:
     kinds = one, _ = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(*kinds)
@@ -131,7 +131,7 @@ def test_cached_steps_and_refreshes_do_not_count(clock: Clock) -> None:
     assert [kind.chosen for kind in kinds] == [TOGETHER] * 2
 
 
-def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: Clock) -> None:
+def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: RunTracker) -> None:
     first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, first, second, stocks=0.5)
     for _ in range(1 + len(TURNS)):
@@ -142,7 +142,7 @@ def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: Clock) -> No
     assert second.chosen == TOGETHER
 
 
-def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clock: Clock) -> None:
+def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clock: RunTracker) -> None:
     kinds = cached, always = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(always)
@@ -153,7 +153,7 @@ def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clo
     assert [kind.chosen for kind in kinds] == [TOGETHER] * 2 and len(steps.asked) == 1
 
 
-def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: Clock) -> None:
+def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: RunTracker) -> None:
     kinds = first, both, second = [Trial([TOGETHER, AHEAD]) for _ in range(3)]
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(both, second)
@@ -166,7 +166,7 @@ def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: Clock) ->
     assert second.chosen == TOGETHER
 
 
-def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: Clock) -> None:
+def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: RunTracker) -> None:
     kinds = small, large = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: Clock)
     assert [kind.chosen for kind in kinds] == [None, TOGETHER]
 
 
-def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: Clock) -> None:
+def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: RunTracker) -> None:
     kinds = first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     for _ in range(2 * len(TURNS) + 2):
@@ -185,7 +185,7 @@ def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: Clo
     assert [kind.chosen for kind in kinds] == [TOGETHER] * 2
 
 
-def test_a_step_that_was_broken_off_does_not_count(clock: Clock) -> None:
+def test_a_step_that_was_broken_off_does_not_count(clock: RunTracker) -> None:
     kind = Trial([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(5):
@@ -197,7 +197,7 @@ def test_a_step_that_was_broken_off_does_not_count(clock: Clock) -> None:
     assert kind.chosen == TOGETHER
 
 
-def test_what_is_fixed_is_not_tried(clock: Clock) -> None:
+def test_what_is_fixed_is_not_tried(clock: RunTracker) -> None:
     assert Trial([AHEAD]).chosen == Trial([AHEAD, AHEAD]).chosen == AHEAD
     steps = Steps(clock, Trial([AHEAD]))
     for _ in range(12):
@@ -207,7 +207,7 @@ def test_what_is_fixed_is_not_tried(clock: Clock) -> None:
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    engine = engines.Engine()
+    engine = engines.Session()
     engine.trials = SimpleNamespace(end_step=lambda: tries.append(1), begin_run=lambda: None)
     monkeypatch.setattr(engines, "active", lambda: engine)
     engine.runs.begin(3)
@@ -227,9 +227,9 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], list[float]]:
     """The schedules that are chosen where steps with V first, and without, take each rank so long; and its mean."""
     group, _, step = start(rank, depth=3)
-    expected, clock = step(), Clock()
+    expected, clock = step(), RunTracker()
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V surely goes first
-    engine = in_force(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
+    engine = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     engine.runs.begin(20)
     with mock.patch.object(schedule_trials, "time", clock):
         for _ in range(2 + len(TURNS)):
@@ -282,7 +282,7 @@ def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     after so many; and whether a schedule was chosen at last."""
     group, _, step = start(rank, depth=3)
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)
-    engine = in_force(group, CocoDiffConfig(topology=links.topology), Findings({}, links))
+    engine = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     engine.runs.begin(20)
     for _ in range(ended):
         step()

@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup as starting
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 STEPS = 4
 
@@ -62,7 +62,7 @@ def side_by_side(rank: int) -> None:
 def test_schedules_are_kept_by_slow_axes() -> None:
     kind = SimpleNamespace(signature="single")
     configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
-    one, both = (Engine(config, runtime=object())._name(kind) for config in configs)
+    one, both = (Session(config, runtime=object())._name(kind) for config in configs)
     assert one != both
 
 

@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import coded_all_gather
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.coded_all_gather import Block, Blocks
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
@@ -33,7 +33,7 @@ class Ring:
     mesh: Mesh
     here: int
     """This rank's place."""
-    way: SlowWay | None = None
+    way: AxisPartition | None = None
     """Its slow axes, where something is to be approximated."""
 
     @property

@@ -111,7 +111,7 @@ def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     size = group.size()
     if dist.get_backend(group) == dist.Backend.GLOO:
         values = values.cpu()
-    with failure_detection.naming_the_lost(group, "stopwatch"):
+    with failure_detection.report_failed_ranks(group, "stopwatch"):
         found = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
         if isinstance(found, functional.AsyncCollectiveTensor):
             found = found.wait()

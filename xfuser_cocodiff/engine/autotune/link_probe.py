@@ -12,7 +12,7 @@ import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import in_a_row, pace
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.codecs import Codec, Reference, decode, encode
+from xfuser_cocodiff.engine.compression.codecs import Codec, LinkReference, decode, encode
 from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost
@@ -115,7 +115,7 @@ class Probe:
         values = values.to(torch.bfloat16) if queues else values
         target = torch.empty_like(values)
         payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        sent, received = Reference(), Reference()
+        sent, received = LinkReference(), LinkReference()
         for reference in (sent, received):
             reference.advance(torch.zeros_like(values), keeps_change=False)
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices as devices
@@ -60,9 +60,9 @@ class Planned:
     """What the exchanges of a group go by."""
 
     mesh: Mesh
-    way: SlowWay | None
+    way: AxisPartition | None
     """Its slow axes, where the mode of the settings approximates; their exchanges go by plans of their own."""
-    known: Findings | None = None
+    known: TuningCache | None = None
     """What is found of the machine."""
     synchronous: bool = False
     """Whether it runs collectives one by one."""
@@ -74,7 +74,7 @@ def planned_mesh(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     device: torch.device,
-    known: Findings | None = None,
+    known: TuningCache | None = None,
     largest: Callable[[list[float]], list[float]] = list,
     beside: Mesh | None = None,
 ) -> Planned:
@@ -98,7 +98,7 @@ def planned_mesh(
     mesh = over(group, config.topology, [config.plan] if config.plan else None)
     if beside:
         mesh = mesh.within(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
-    known = known or Findings({})
+    known = known or TuningCache({})
     if group.size() == 1:
         return Planned(mesh, None, known, config.synchronous)
     if _needs_links(config) and not (config.profile or known.profile):
@@ -115,9 +115,9 @@ def planned_mesh(
     way = None
     if config.mode != EXACT:
         slow = _measured_slow_axes(profile, largest) if _measures_slow_axes(config) else config.slow_axes
-        way = SlowWay.over(group, mesh, slow, lambda *part: _choosing(over(*part), profile))
+        way = AxisPartition.over(group, mesh, slow, lambda *part: _choosing(over(*part), profile))
         if way and profile and plan is None:  # a plan of the settings is for exact exchanges; coded ones keep to stages
-            way = replace(way, goes_at_once=functools.partial(planner.goes_at_once, profile, slow_axes=slow))
+            way = replace(way, is_single_stage=functools.partial(planner.is_single_stage, profile, slow_axes=slow))
     return Planned(mesh, way, known, config.synchronous, flat)
 
 

@@ -22,7 +22,7 @@ _SCHEMA = 4
 
 
 @dataclass
-class Findings:
+class TuningCache:
     """What is known of one machine."""
 
     machine: dict[str, Any]
@@ -43,7 +43,7 @@ class Findings:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Findings":
+    def from_json(cls, values: dict[str, Any]) -> "TuningCache":
         """Read what :meth:`to_json` made.
 
         Raises:
@@ -80,15 +80,15 @@ class Findings:
             partial.replace(file)
 
 
-def read(file: Path) -> Findings | None:
+def read(file: Path) -> TuningCache | None:
     """What a file keeps; None where there is none, or it cannot be read: then all is found anew."""
     try:
-        return Findings.from_json(json.loads(file.read_text()))
+        return TuningCache.from_json(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
 
 
-def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> Findings:
+def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> TuningCache:
     """Return what is known of the machine that ranks are on. Each of a group must call this, and gets the same: what
     the first one has kept, since folders of other hosts may hold something else.
 
@@ -105,10 +105,10 @@ def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any]
         return values
 
     is_first = group.rank() == 0
-    with failure_detection.naming_the_lost(group, "findings"):
-        fresh = Findings({**common, "ranks": gather(own)})
+    with failure_detection.report_failed_ranks(group, "findings"):
+        fresh = TuningCache({**common, "ranks": gather(own)})
         kept = read(fresh.file(folder)) if is_first and folder else None
         found = gather(kept.to_json() if kept and kept.machine == fresh.machine else None)[0]
-    known = Findings.from_json(found) if found else fresh
+    known = TuningCache.from_json(found) if found else fresh
     known.folder = folder if is_first else None
     return known

@@ -91,7 +91,7 @@ class Handle(Generic[T]):
             warnings.warn(f"{self.name} was dropped without being waited for", ResourceWarning, stacklevel=2)
 
 
-class Lane:
+class CommStream:
     """Runs work in the order in which it is handed in.
 
     Args:

@@ -55,11 +55,11 @@ def _note_failure(group: dist.ProcessGroup | list[int] | None) -> None:
     _recovered.clear()
 
 
-class LostRankError(RuntimeError):
+class UnresponsiveRankError(RuntimeError):
     """Ranks failed to communicate because one of them is gone or does not answer."""
 
 
-class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a third of a generator)
+class report_failed_ranks:  # noqa: N801 (reads as what it does; a class costs a third of a generator)
     """Context in which a failure to communicate becomes an error that names the ranks to blame.
 
     Args:
@@ -79,11 +79,11 @@ class naming_the_lost:  # noqa: N801 (reads as what it does; a class costs a thi
         _stages[thread] = self.stage
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, LostRankError):
+        if isinstance(error, UnresponsiveRankError):
             return  # it stays known where this rank was
         if error is not None and is_backends(error):
             _note_failure(self.group)
-            raise LostRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
+            raise UnresponsiveRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
         if error is None and self.failed is self.group is _failed:
             _recovered.set()  # in a stage that began after the failure, with the same ranks
         if self.before is None:

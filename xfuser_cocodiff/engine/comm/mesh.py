@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.comm.comm_stream import Handle, Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 from xfuser_cocodiff.engine.comm.groups import subgroup
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.comm.stages import Stages
@@ -34,7 +34,7 @@ class Mesh:
     """How messages move."""
     policy: Policy
     """By which plans."""
-    lane: Lane = field(default_factory=Lane, compare=False)
+    lane: CommStream = field(default_factory=CommStream, compare=False)
     """Where exchanges run that somebody has to carry on."""
 
     @classmethod
@@ -67,7 +67,7 @@ class Mesh:
             groups[stage] = subgroup(group, members, timeout)
         staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
         stages = Stages(groups, device, staged, timeout)
-        return cls(topology, stages, Policy(lambda message_bytes: plans[0]), Lane(device, staged))
+        return cls(topology, stages, Policy(lambda message_bytes: plans[0]), CommStream(device, staged))
 
     @functools.cached_property
     def by_axes(self) -> Plan:

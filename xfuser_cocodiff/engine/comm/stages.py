@@ -73,7 +73,7 @@ class Stages:
     ) -> UnderWay:
         group = self.groups[plan.stages[number]]
         label = self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
-        with self.traffic.time(label, sent.device), failure_detection.naming_the_lost(group, label):
+        with self.traffic.time(label, sent.device), failure_detection.report_failed_ranks(group, label):
             outgoing = _on_host(sent) if self.staged else sent
             self.traffic.count_block(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
             began = self.traffic.begins(sent.device)
@@ -81,7 +81,7 @@ class Stages:
             received, works = begin(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
-            with self.traffic.time(label, outgoing.device), failure_detection.naming_the_lost(group, label):
+            with self.traffic.time(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
                 for work in works:  # as long as its group's timeout; on a device, one given here stops the host
                     work.wait()
                 arrived = _wait(received)

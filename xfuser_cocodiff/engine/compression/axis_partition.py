@@ -77,7 +77,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class SlowWay(Axes):
+class AxisPartition(Axes):
     """The axes of a mesh that have more than one place."""
 
     here: int
@@ -85,7 +85,7 @@ class SlowWay(Axes):
     slow: Mesh
     fast: Mesh | None
     """None where all axes are slow."""
-    goes_at_once: Callable[[int], bool] = lambda message_bytes: False
+    is_single_stage: Callable[[int], bool] = lambda message_bytes: False
     """Whether a message of so many bytes goes everywhere at once, rather than in stages, see :mod:`exchange`."""
 
     @classmethod
@@ -95,7 +95,7 @@ class SlowWay(Axes):
         mesh: Mesh,
         slow_axes: Sequence[str],
         make: Callable[[dist.ProcessGroup, Topology], Mesh],
-    ) -> "SlowWay | None":
+    ) -> "AxisPartition | None":
         """Part a mesh. Every rank of `group` must call this; None where no slow axis has more than one place.
 
         Args:

@@ -21,7 +21,7 @@ Bits = float | None
 
 
 @dataclass(frozen=True)
-class Allotment:
+class BitAllocation:
     """Bits by layer, tensor and phase of a run."""
 
     starts: tuple[float, ...]
@@ -100,7 +100,7 @@ class Allotment:
         return [(first, following - 1) for first, following in itertools.pairwise(edges)]
 
 
-def read(text: str) -> Allotment:
+def read(text: str) -> BitAllocation:
     """Read the file that a flag names as `@FILE`, or as :func:`signed` has it.
 
     Raises:
@@ -110,11 +110,11 @@ def read(text: str) -> Allotment:
 
 
 @functools.cache
-def _read_signed(text: str) -> Allotment:
+def _read_signed(text: str) -> BitAllocation:
     return _read(text)
 
 
-def _read(text: str) -> Allotment:
+def _read(text: str) -> BitAllocation:
     path, _, signature = text.removeprefix("@").partition("#")
     try:
         content = Path(path).read_bytes()
@@ -142,7 +142,7 @@ def _signature(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-def _parsed(given: Any, source: str) -> Allotment:
+def _parsed(given: Any, source: str) -> BitAllocation:
     if given["format"] != FORMAT:
         raise ValueError(f"of the format {given['format']!r} instead of {FORMAT!r}")
     starts = tuple(float(start) for start in given["starts"])
@@ -162,7 +162,7 @@ def _parsed(given: Any, source: str) -> Allotment:
     if not layers or any(len(bits) != len(starts) for of in layers.values() for bits in of.values()):
         raise ValueError(f"of {len(layers)} layers, not all with bits for {len(starts)} phases")
     first, predictor = _bits(given["first"]), given["predictor"]
-    return Allotment(starts, layers, first, predictor, int(given["steps"]), given["model"], source)
+    return BitAllocation(starts, layers, first, predictor, int(given["steps"]), given["model"], source)
 
 
 _EXACT, _NOT_SENT = "exact", "nothing"

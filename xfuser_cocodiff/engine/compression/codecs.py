@@ -98,7 +98,7 @@ class Codec:
         return self.predictor == ADAPTS and not (self.is_exact or self.is_silent or self.begins)
 
     @property
-    def owes_nothing(self) -> bool:
+    def is_stateless(self) -> bool:
         """Whether it needs no reference."""
         return self.is_exact or self.begins
 
@@ -113,7 +113,7 @@ class Codec:
 EXACT = Codec()
 
 
-class Reference:
+class LinkReference:
     """What one end of some links holds of a tensor. The other end holds the same, bit for bit.
 
     Args:
@@ -180,7 +180,9 @@ class Reference:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, here: range | None = None) -> Active:
+def choose(
+    values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, here: range | None = None
+) -> Active:
     """The active tokens of each group.
 
     Args:
@@ -209,7 +211,7 @@ def choose(values: torch.Tensor, reference: Reference, codec: Codec, seed: int, 
     return Active(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
 
 
-class Loss(NamedTuple):
+class QuantError(NamedTuple):
     """What a receiver lacks of values: sums of squares, float32, each a tensor of one element."""
 
     lacking: torch.Tensor
@@ -220,12 +222,12 @@ class Loss(NamedTuple):
 
 def encode(
     values: torch.Tensor,
-    reference: Reference,
+    reference: LinkReference,
     codec: Codec,
     active: Active | None,
     payload: torch.Tensor,
     here: range | None = None,
-) -> Loss | None:
+) -> QuantError | None:
     """Write what is sent for values, and bring the sender's reference to what the receiver makes of it.
 
     Args:
@@ -242,23 +244,23 @@ def encode(
     if codec.is_silent:
         reference.stay(codec)
         others = rows.away(values, here)
-        return Loss(square(others - reference.expected()), square(others))
+        return QuantError(square(others - reference.expected()), square(others))
     known = _known(codec, reference, values, here)
     held, lacking, wanted, again = kernels.encode(values, known, codec.bits, active, payload, here, codec.adapts)
     reference.advance(held, bool(codec.predictor))
     reference.again = reference.again if again is None else again
-    if codec.owes_nothing:
+    if codec.is_stateless:
         reference.seen = None  # all that is held is of this step
     if lacking is None:
         return None
     if reference.is_compact:  # which loses a little more
         lacking = square(rows.away(values, here) - reference.expected())
-    return Loss(lacking, wanted)
+    return QuantError(lacking, wanted)
 
 
 def decode(
     payload: torch.Tensor,
-    reference: Reference,
+    reference: LinkReference,
     codec: Codec,
     active: Active | None,
     target: torch.Tensor,
@@ -283,7 +285,7 @@ def decode(
     reference.advance(held, bool(codec.predictor))
 
 
-def _known(codec: Codec, reference: Reference, like: torch.Tensor, here: range | None) -> Known | None:
+def _known(codec: Codec, reference: LinkReference, like: torch.Tensor, here: range | None) -> Known | None:
     """What both ends know before values like these."""
     if codec.begins:
         return Known(like.new_zeros(rows.others(len(like), here), *like.shape[1:]))

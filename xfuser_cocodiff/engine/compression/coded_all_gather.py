@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.kernels import rows
@@ -76,7 +76,7 @@ def _blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]
 def _far(
     tensors: Sequence[torch.Tensor],
     shapes: list[torch.Size],
-    way: SlowWay,
+    way: AxisPartition,
     label: Label,
     head_group: HeadGroup,
     layer_codecs: LayerCodecs,

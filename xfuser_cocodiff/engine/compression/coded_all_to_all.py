@@ -24,7 +24,7 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -43,7 +43,7 @@ class _Exchange(NamedTuple):
     is_awaited: bool
 
     @property
-    def way(self) -> SlowWay:
+    def way(self) -> AxisPartition:
         """The axes, as the layer's codecs know them."""
         return self.layer_codecs.way
 
@@ -133,14 +133,14 @@ def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handl
     return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_awaited)
 
 
-def _to_all(message: torch.Tensor, way: SlowWay, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+def _to_all(message: torch.Tensor, way: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
     """Messages (S * F, bytes) as they go to their ranks, and how."""
     plan = mesh.policy.choose(message.nbytes)
     by_rank = way.joined(message.unflatten(0, (way.places, way.near)))
     return by_rank.reshape(*plan.shape, -1), plan
 
 
-def _by_place(received: torch.Tensor, way: SlowWay) -> torch.Tensor:
+def _by_place(received: torch.Tensor, way: AxisPartition) -> torch.Tensor:
     """The inverse."""
     return way.split(received.reshape(*way.shape, -1)).flatten(0, 1)
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Loss, Reference
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference, QuantError
 from xfuser_cocodiff.engine.kernels.rows import Active
 
 
 @dataclass
-class Wire:
+class LinkState:
     """A head group of a tensor of one layer, as both ends of this rank's links know it."""
 
-    sent: Reference
-    received: Reference
+    sent: LinkReference
+    received: LinkReference
     under_way: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
 
@@ -31,7 +31,7 @@ class Wire:
         """What is held."""
         return self.sent.nbytes + self.received.nbytes
 
-    def squeeze(self, lane: Lane | None = None) -> None:
+    def squeeze(self, lane: CommStream | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
 
         Args:
@@ -53,14 +53,14 @@ class Choice:
 
 
 @dataclass
-class Account:
+class CodecStats:
     """What codecs saved and what they left out."""
 
     sent_bytes: int = 0
     """Sent to other places on slow axes, by this rank as the first."""
     exact_bytes: int = 0
     """What that would have been without codecs."""
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[QuantError] = field(default_factory=list)
     """What receivers lack, of each tensor that was not sent as it is. They stay on their device until somebody asks."""
     repeated: int = 0
     """Exchanges that were repeated exactly, since there were values that are not finite. On an accelerator the host
@@ -71,13 +71,13 @@ class Account:
 class LayerCodecs:
     """How the tensors of a layer travel at one step."""
 
-    way: SlowWay | None
+    way: AxisPartition | None
     """None among virtual ranks."""
     codecs: Mapping[str, Codec]
     """For each of q, k, v and o; those of Q, K and V send as many tokens."""
-    wires: dict[tuple[str, HeadGroup], Wire]
+    wires: dict[tuple[str, HeadGroup], LinkState]
     """Of the layer; they outlive the step."""
-    account: Account
+    account: CodecStats
     """Where it is all counted."""
     seed: int = 0
     """For choices by chance: another at each step."""
@@ -91,14 +91,14 @@ class LayerCodecs:
     """Active tokens that V and O have chosen at this step."""
 
     @property
-    def owes_nothing(self) -> bool:
+    def is_stateless(self) -> bool:
         """Whether nothing needs a reference, as at the first step."""
-        return all(codec.owes_nothing for codec in self.codecs.values())
+        return all(codec.is_stateless for codec in self.codecs.values())
 
-    def wire(self, name: str, head_group: HeadGroup) -> Wire:
+    def wire(self, name: str, head_group: HeadGroup) -> LinkState:
         """The wire of a head group of a tensor."""
         if (name, head_group) not in self.wires:
-            self.wires[name, head_group] = Wire(Reference(self.compact), Reference(self.compact))
+            self.wires[name, head_group] = LinkState(LinkReference(self.compact), LinkReference(self.compact))
         return self.wires[name, head_group]
 
 
@@ -140,6 +140,6 @@ def active_for(
     return layer_codecs.choices["v", head_group].sent
 
 
-def is_finite(loss: Loss) -> bool:
+def is_finite(loss: QuantError) -> bool:
     """Whether the values were: the difference of infinite values is not a number."""
     return math.isfinite(loss.lacking.item())

@@ -10,7 +10,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, Loss
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import Active
@@ -67,7 +67,7 @@ class Message:
         sizes, account = self._sizes, self._layer_codecs.account
         buffer = self.values[0].new_empty(len(self.values[0]), sum(sizes), dtype=torch.uint8)
         account.sent_bytes += self._copies * self._links * buffer.shape[1]
-        losses: list[Loss] = []
+        losses: list[QuantError] = []
         for name, choice, payload in self._sections(buffer, sizes):
             reference, active = self._layer_codecs.wire(name, self._head_group).sent, chosen.get(name)
             if choice.nbytes and active:

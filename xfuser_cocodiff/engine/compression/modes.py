@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import (
     ADAPTS,
     CHANGE,
@@ -55,7 +55,7 @@ class CodecSchedule:
     predictor: float | str = 0.0
     exact: tuple[str, ...] = ()
     """Layers that always travel exactly, by the beginning of their names."""
-    allotment: Allotment | None = None
+    allotment: BitAllocation | None = None
     """In the place of all `bits`."""
 
     def is_refresh(self, step: int) -> bool:
@@ -149,7 +149,7 @@ class CodecSchedule:
         return replace(usual, **found)
 
     @classmethod
-    def of(cls, allotted: Allotment) -> "CodecSchedule":
+    def of(cls, allotted: BitAllocation) -> "CodecSchedule":
         """By which a run goes that has such bits."""
         return cls(first=allotted.first, predictor=allotted.predictor, allotment=allotted)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Loss
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs, Wire
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.codecs import EXACT, QuantError
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, Need, Share
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
@@ -39,13 +39,13 @@ class _State:
     """How its exchanges go, see :mod:`exchange`."""
     wires: dict = field(default_factory=dict)
     ring_wires: dict = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
+    account: CodecStats = field(default_factory=CodecStats)
     """Of the step."""
     step: int = 0
     """At which it was met last."""
 
 
-def _numbers(losses: list[Loss]) -> list[tuple[float, float]]:
+def _numbers(losses: list[QuantError]) -> list[tuple[float, float]]:
     """What lacks, and of what: the host waits for a device once."""
     together = torch.stack([each for loss in losses for each in loss]).tolist() if losses else []
     return list(zip(together[::2], together[1::2], strict=True))
@@ -98,7 +98,7 @@ class Runtime:
 
     def __init__(
         self,
-        way: SlowWay | None,
+        way: AxisPartition | None,
         mode: str,
         changes: str | None,
         max_error: float | None,
@@ -107,7 +107,7 @@ class Runtime:
         budget: int | None = None,
         say: Callable[[str], None] = lambda message: None,
         warn: Callable[[str], None] = lambda message: None,
-        ring_way: SlowWay | None = None,
+        ring_way: AxisPartition | None = None,
     ) -> None:
         self.virtual = virtual
         self._budget, self._say, self._warn = budget, say, warn
@@ -161,7 +161,7 @@ class Runtime:
         self.is_running = False
         self._states.clear()
 
-    def refuse(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """A layer of this run is not understood, and travels exactly."""
         self.refusal = reason
 
@@ -191,7 +191,7 @@ class Runtime:
             lacking, wanted = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
             error = math.sqrt(lacking / wanted) if wanted else 0.0
             errors[state.layer] = max(error, errors.get(state.layer, 0.0))
-            state.account = Account()
+            state.account = CodecStats()
         unsound = broken if self._defers else 0  # elsewhere they were repeated
         return StepReport(
             self.step,
@@ -243,7 +243,7 @@ class Runtime:
         state.account.sent_bytes = state.account.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
         return None
 
-    def _at_this_step(self, state: _State, way: SlowWay | None, wires: dict) -> LayerCodecs:
+    def _at_this_step(self, state: _State, way: AxisPartition | None, wires: dict) -> LayerCodecs:
         layer = state.layer
         codecs = self.schedule.codecs(self.step, self.total, layer)
         anew = self.schedule.anew if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
@@ -286,7 +286,7 @@ class Runtime:
         if not is_exact and not self._has_room(need):
             self._squeeze()
             is_exact = not self._has_room(need)
-        at_once = self._way is not None and self._way.goes_at_once(share.values // _EXCHANGES * share.value_bytes)
+        at_once = self._way is not None and self._way.is_single_stage(share.values // _EXCHANGES * share.value_bytes)
         return _State(layer, transformer, need, is_exact, at_once)
 
     def _has_room(self, need: Need) -> bool:
@@ -370,7 +370,7 @@ class Runtime:
         return sum(wire.nbytes for wire in self._wires)
 
     @property
-    def _wires(self) -> list[Wire]:
+    def _wires(self) -> list[LinkState]:
         """All that there are, in an order that is the same on every rank."""
         every = [wires for state in self._states.values() for wires in (state.wires, state.ring_wires)]
         return [wire for wires in every for wire in wires.values()]

@@ -239,7 +239,7 @@ def _scale(away, square, size, by_maximum, root):
 
 
 @_compiled
-def _quantise(digits, made, hoped, away, size, count, width, kind):
+def _quantize(digits, made, hoped, away, size, count, width, kind):
     """Levels of a row, and what both ends make of them."""
     half, last, shift = np.float32(count // 2), np.float32(count - 1), _HALF if count % 2 else _ZERO
     middle = np.float32((count - 1) / 2)
@@ -393,7 +393,7 @@ def encode(
                 square = _part(away, value, hoped, size, kind)
                 code = _scale(away, square, size, by_maximum, root)
                 width = width_of * _peek(table, code, _FLOAT)
-                _quantise(digits, made, hoped, away, size, form.levels, width, kind)
+                _quantize(digits, made, hoped, away, size, form.levels, width, kind)
                 line = (group * form.heads + head) * (form.active // together) + slot
                 _packed(digits, size, payload, far + line * taken, form.levels)
                 _poke(payload, far + form.scales_at + line, _BYTE, np.uint8(code))

@@ -75,7 +75,7 @@ def row_bytes(bits: float, size: int) -> int:
     return -(-size // GRIDS[bits].per_byte)
 
 
-def quantise(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise rows.
 
     Args:
@@ -84,7 +84,7 @@ def quantise(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Ten
 
     Returns:
         Levels, packed, uint8 of shape (..., :func:`row_bytes`); scales, uint8 of shape (..., 1); and what
-        :func:`dequantise` makes of the two. A row with a value that is not finite has the scale of none.
+        :func:`dequantize` makes of the two. A row with a value that is not finite has the scale of none.
     """
     grid, values = GRIDS[bits], values.float()
     if grid.by_maximum:
@@ -100,7 +100,7 @@ def quantise(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Ten
     return _pack(levels, grid), scales, levels.sub_((grid.levels - 1) / 2).mul_(width)
 
 
-def dequantise(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: int) -> torch.Tensor:
+def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: int) -> torch.Tensor:
     """The values that levels and scales stand for, float32 (..., size); NaN in rows that were not finite."""
     grid = GRIDS[bits]
     digits = _digits(grid, packed.device).index_select(0, packed.flatten().int())

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.quantize import dequantise, quantise, row_bytes, tokens_per_row
+from xfuser_cocodiff.engine.kernels.quantize import dequantize, quantize, row_bytes, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD, Active, Encoded, Known, away, put_away, sampled, typed
 
 _TOKENS = 3
@@ -47,7 +47,7 @@ def encode(
     else:
         base = _part(hoped, active)
         difference = torch.sub(part, base, out=torch.empty_like(base))
-        packed, scales, made = quantise(_in_rows(difference, bits, active), bits)
+        packed, scales, made = quantize(_in_rows(difference, bits, active), bits)
         for room, found in zip(_encoded_in(payload, base, bits, active), (packed, scales), strict=True):
             put_away(room, found, here)
         part = _moved(base, made)
@@ -78,7 +78,7 @@ def decode(
         part = away(_values_in(payload, base), here)
     else:
         levels, scales = (away(part, here) for part in _encoded_in(payload, base, bits, active))
-        part = _moved(base, dequantise(levels, scales, bits, _in_rows(base, bits, active).shape[-1]))
+        part = _moved(base, dequantize(levels, scales, bits, _in_rows(base, bits, active).shape[-1]))
     now = _with(hoped, part, active, known.before is not None)
     put_away(target, now, here)
     return now

@@ -80,7 +80,7 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
     return call + rest < (1 - MARGIN) * together
 
 
-class Leg(NamedTuple):
+class CommStage(NamedTuple):
     """A collective along all axes, or along some of them."""
 
     profile: Profile
@@ -89,13 +89,13 @@ class Leg(NamedTuple):
     """That a rank holds before it."""
 
 
-def legs(
+def comm_stages(
     profile: Profile,
     message_bytes: float,
     payload_bytes: float | None = None,
     at_once: bool = False,
     slow_axes: Sequence[str] = (),
-) -> list[Leg]:
+) -> list[CommStage]:
     """The way of an exchange, by the best plans.
 
     As it is, it takes all axes at once. Coded in stages, it goes along the fast axes first, as it is; then what has to
@@ -118,10 +118,10 @@ def legs(
         parts = [(profile, payload_bytes), (fast, message_bytes / slow.topology.size)]
     else:
         parts = [(fast, message_bytes), (slow, payload_bytes)]
-    return [Leg(part, choose(part, size), size) for part, size in parts]
+    return [CommStage(part, choose(part, size), size) for part, size in parts]
 
 
-def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
+def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
     """Whether coded exchanges take all axes at once. That saves fast axes most of the bytes, and costs messages.
 
     Args:
@@ -130,7 +130,7 @@ def goes_at_once(profile: Profile, message_bytes: float, slow_axes: Sequence[str
         slow_axes: their names.
     """
     in_stages, at_once = (
-        sum(seconds(*leg) for leg in legs(profile, message_bytes, CODED * message_bytes, way, slow_axes))
+        sum(seconds(*leg) for leg in comm_stages(profile, message_bytes, CODED * message_bytes, way, slow_axes))
         for way in (False, True)
     )
     return at_once < (1 - MARGIN) * in_stages
@@ -144,8 +144,8 @@ def exchange_seconds(
     slow_axes: Sequence[str] = (),
 ) -> float:
     """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see
-    :func:`legs`."""
-    moving = sum(seconds(*leg) for leg in legs(profile, message_bytes, payload_bytes, at_once, slow_axes))
+    :func:`comm_stages`."""
+    moving = sum(seconds(*leg) for leg in comm_stages(profile, message_bytes, payload_bytes, at_once, slow_axes))
     if payload_bytes is None:
         return moving
     places = places_on(profile.topology, slow_axes)
@@ -214,7 +214,7 @@ def ring_seconds(
 
 def ring_legs(
     profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
-) -> list[Leg]:
+) -> list[CommStage]:
     """The all-gathers of a ring, by the best plans; for arguments see above.
 
     Coded, a block goes along the slow axes first. Along the fast ones goes what a rank has of its own, and what it has
@@ -222,11 +222,11 @@ def ring_legs(
     """
     slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
-        return [Leg(profile, choose_gather(profile, block_bytes), block_bytes)]
+        return [CommStage(profile, choose_gather(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
     return [
-        Leg(slow, choose_gather(slow, payload_bytes), payload_bytes),
-        *(Leg(fast, choose_gather(fast, size), size) for size in sizes if fast),
+        CommStage(slow, choose_gather(slow, payload_bytes), payload_bytes),
+        *(CommStage(fast, choose_gather(fast, size), size) for size in sizes if fast),
     ]
 
 

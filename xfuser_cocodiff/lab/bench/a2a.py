@@ -23,7 +23,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.lab.reporting.progress import Teller
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
 SIZES = (*(4**power for power in range(6, 13)), 2**25)
 """Bytes per rank: 4 KB to 32 MB."""
@@ -52,7 +52,7 @@ def measure(
     Returns:
         The record, the same on every rank.
     """
-    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    told = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
     told.say("probing the links")
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()

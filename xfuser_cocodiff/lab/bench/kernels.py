@@ -11,14 +11,14 @@ from torch.utils import benchmark
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
-from xfuser_cocodiff.engine.comm.comm_stream import Lane
+from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import Policy
 from xfuser_cocodiff.engine.comm.stages import Stages, UnderWay
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
-from xfuser_cocodiff.engine.compression.layer_codecs import Account, LayerCodecs
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.kernels.rows import SHARES, Active, Known
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -190,7 +190,7 @@ class _Still(Stages):
         return lambda: sent.movedim(0, dim)
 
 
-def _still(lane: Lane, **axes: int) -> Mesh:
+def _still(lane: CommStream, **axes: int) -> Mesh:
     """A mesh over some axes."""
     topology = Topology.named(**axes)
     plan = Plan.hierarchical(topology)
@@ -205,9 +205,9 @@ def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device
 def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.device, mode: str) -> Callable[[], object]:
     """All exchanges of a layer of which a rank has so many tokens, as in the later steps of a long run in a mode."""
     torch.manual_seed(SEED)
-    lane, near = Lane(device), {"gpu": degree // PLACES} if degree > PLACES else {}
+    lane, near = CommStream(device), {"gpu": degree // PLACES} if degree > PLACES else {}
     mesh, fast = _still(lane, node=PLACES, **near), _still(lane, **near) if near else None
-    way = SlowWay((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
+    way = AxisPartition((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
@@ -216,7 +216,7 @@ def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.devic
     codecs = usual.codecs(STEPS - 1, STEPS) if usual else None
 
     def call() -> None:
-        layer_codecs = LayerCodecs(way, codecs, wires, Account(), seed=0) if codecs else None
+        layer_codecs = LayerCodecs(way, codecs, wires, CodecStats(), seed=0) if codecs else None
         ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, layer_codecs=layer_codecs)
 
     call()  # which finds no references, and sends all

@@ -26,7 +26,7 @@ from xfuser_cocodiff.lab.bench.variant import Variant, without_sending
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import spread
-from xfuser_cocodiff.lab.reporting.progress import Teller
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 TIMED_STEPS = 3
@@ -81,7 +81,7 @@ def measure(
     if cluster is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = transformer.step(shape, compiled)
-    told = Teller(sys.stderr if dist.get_rank() == 0 else None)
+    told = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
     rows = []
     for scale in asked_scales:
         told.say(f"scale {scale:g}: probing the links")

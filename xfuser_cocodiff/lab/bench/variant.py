@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.engine.settings.options import OFF
@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench.transformer import Step
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 _RUN_STEPS = 50
 """Of the runs that modes with a schedule are judged by."""
@@ -29,7 +29,7 @@ _GOLDEN = 0.618
 class Variant:
     """Stock, or a mode of the plugin."""
 
-    engine: Engine = field(default_factory=Engine)
+    engine: Session = field(default_factory=Session)
     """Stock's when not given."""
     plans: dict[str, None] = field(default_factory=dict)
     """Plans of the latest step's all-to-alls."""
@@ -116,7 +116,7 @@ def over(config: CocoDiffConfig, profile: Profile) -> Variant:
     if around.size() > 1:
         config = replace(config, ring_profile=profile.along(config.ring_topology))
     ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
-    known = Findings({}, profile.along(ulysses) if group.size() > 1 else None)
+    known = TuningCache({}, profile.along(ulysses) if group.size() > 1 else None)
     engine = startup.engine_over(group, config, known, around=around if around.size() > 1 else None)
     choose, plans = engine.mesh.policy.choose, dict[str, None]()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
-from xfuser_cocodiff.lab.reporting.progress import Teller
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 40
@@ -50,7 +50,7 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
     shutil.rmtree(folder, ignore_errors=True)
     log = out / "logs" / f"{folder.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    started, told, last_run = time.monotonic(), Teller(None if console.quiet else console.file), 0
+    started, told, last_run = time.monotonic(), ProgressReporter(None if console.quiet else console.file), 0
     console.print(f"{name}: started, output in {log}")
     with log.open("wb") as output:
         process = subprocess.Popen(

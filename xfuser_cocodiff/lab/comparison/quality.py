@@ -23,13 +23,13 @@ from xfuser_cocodiff.lab.comparison.charts import draw_sheet
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOTHING
-from xfuser_cocodiff.xdit.launching.single_rank import Solo
+from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
 _ALL = "bits={0},bits_o={0}"
 FP8 = "FP8, as xDiT's"
 RING = "as many bits everywhere, in a ring"
 COMPACTFUSION = "residuals in a ring, as CompactFusion's"
-OTHERS = {FP8: baselines.Fp8, RING: VirtualRing, COMPACTFUSION: VirtualRing}
+BASELINES = {FP8: baselines.Fp8, RING: VirtualRing, COMPACTFUSION: VirtualRing}
 """By series, what stands in the place of virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
@@ -69,7 +69,7 @@ class Row:
     @property
     def changes(self) -> str:
         """What is other than in the mode."""
-        return " ".join(filter(None, (self.schedule, self.series if self.series in OTHERS else None)))
+        return " ".join(filter(None, (self.schedule, self.series if self.series in BASELINES else None)))
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Pictures:
         return fmean(self.step_fractions) if self.step_fractions else 1.0
 
 
-class Judge:
+class QualityEvaluator:
     """Runs a model and compares what comes of it.
 
     Args:
@@ -113,7 +113,7 @@ class Judge:
         after_step: Callable[[], object] = lambda: None,
         frames: int = 9,
     ) -> None:
-        self._solo, self._config, self._after_step = Solo(model, dtype), config, after_step
+        self._solo, self._config, self._after_step = SingleRankPipeline(model, dtype), config, after_step
         # From now on attention is xDiT's, for stock too, as on many ranks: that of diffusers has masks of its own.
         self._solo.use(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
@@ -158,7 +158,7 @@ class Judge:
             return keep(*step) if keep else {}
 
         approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
-        self._solo.use(None if row.mode == EXACT else approximated, OTHERS.get(row.series))
+        self._solo.use(None if row.mode == EXACT else approximated, BASELINES.get(row.series))
         generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
         more: dict[str, Any] = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
         more |= {"generator": generators, "output_type": "np", **self._shape}
@@ -184,7 +184,7 @@ Gallery = dict[str, dict[str, np.ndarray]]
 
 
 def measure(
-    judge: Judge, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]
+    judge: QualityEvaluator, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]
 ) -> tuple[dict[str, Any], Gallery]:
     """Judge codecs.
 

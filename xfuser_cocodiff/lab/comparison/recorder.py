@@ -39,7 +39,7 @@ from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 class Recorder:
@@ -162,7 +162,7 @@ class Recorder:
         return time.perf_counter()
 
 
-def _coded(engine: Engine) -> dict[str, Any]:
+def _coded(engine: Session) -> dict[str, Any]:
     """What share of its bytes a run has sent on slow axes, or why it was all."""
     runtime, config = engine.runtime, engine.config
     if config is None or config.mode == EXACT:

@@ -159,9 +159,9 @@ class _Meter:
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         self._synchronize()
 
-    def _naming(self, peers: set[int]) -> failure_detection.naming_the_lost:
+    def _naming(self, peers: set[int]) -> failure_detection.report_failed_ranks:
         members = dist.get_process_group_ranks(self._group)
-        return failure_detection.naming_the_lost([members[rank] for rank in sorted({self._rank, *peers})], "probe")
+        return failure_detection.report_failed_ranks([members[rank] for rank in sorted({self._rank, *peers})], "probe")
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -7,7 +7,7 @@ from typing import TextIO
 MINUTE, HOUR = 60, 3600
 
 
-class Teller:
+class ProgressReporter:
     """Tells what a command does, and about how long it still takes: on a terminal in one line that changes, elsewhere
     in a line when something begins, so that a log says it too.
 

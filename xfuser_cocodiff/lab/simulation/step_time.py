@@ -212,7 +212,7 @@ class _Run:
         )
         # One of a layer's two messages in the middle between its smallest and its largest has as much as two tensors.
         middle = sum(self._held(name) for name in "qkvo") // 2
-        self._at_once = self._places > 1 and planner.goes_at_once(
+        self._at_once = self._places > 1 and planner.is_single_stage(
             case.profile_of(self.group, middle), middle, case.slow_axes
         )
 
@@ -271,7 +271,7 @@ class _Run:
         coded = together if name == "o" or together is None else together / 3
         way = profile, size, coded, self._at_once, self._case.slow_axes
         sent = Counter[str]()
-        for leg in planner.legs(*way):
+        for leg in planner.comm_stages(*way):
             sent.update(leg.plan.sent_bytes(leg.message_bytes))
         return _Moved(planner.exchange_seconds(*way), sent)
 

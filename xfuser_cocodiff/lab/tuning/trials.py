@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from xfuser_cocodiff.engine.compression.bit_allocation import Allotment
+from xfuser_cocodiff.engine.compression.bit_allocation import BitAllocation
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.lab.comparison.quality import DTYPES, Judge, Pictures, Row, fidelity_of
+from xfuser_cocodiff.lab.comparison.quality import DTYPES, Pictures, QualityEvaluator, Row, fidelity_of
 from xfuser_cocodiff.lab.tuning.rates import EXACT_BITS
 
 
@@ -65,7 +65,7 @@ class Trials:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: QualityEvaluator,
         prompts: tuple[Sequence[str], Sequence[str]],
         file: Path,
         of: Mapping[str, Any],
@@ -98,7 +98,7 @@ class Trials:
         """
         return self._trial(f"{mode} {schedule or ''}".strip(), Row(mode, schedule, sweep=False), held_out)
 
-    def allotted(self, name: str, bits: Allotment, held_out: bool = False) -> Trial:
+    def allotted(self, name: str, bits: BitAllocation, held_out: bool = False) -> Trial:
         """By bits that are tried, under a name that no other run has; from a file, as a user's runs have them."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "schedule.json")

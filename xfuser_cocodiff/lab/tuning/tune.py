@@ -10,7 +10,7 @@ from statistics import stdev
 from typing import Any
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, Allotment, Bits
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation, Bits
 from xfuser_cocodiff.engine.compression.modes import FEW_STEPS
 from xfuser_cocodiff.lab.tuning.rates import EXACT_BITS, Part, Rates, bits_of
 from xfuser_cocodiff.lab.tuning.trials import Trial, Trials
@@ -46,7 +46,7 @@ class Target:
 class Tuned:
     """What was found."""
 
-    allotment: Allotment
+    allotment: BitAllocation
     rates: Rates
     uniform: Sequence[Trial]
     """All in as many bits, on what it was tuned on."""
@@ -209,9 +209,9 @@ class Tuner:
             }
             for layer in self._trials.layers
         }
-        return self._trials.allotted(name, Allotment(self._starts, by_layer, first, self._predictor, self._steps))
+        return self._trials.allotted(name, BitAllocation(self._starts, by_layer, first, self._predictor, self._steps))
 
-    def _allotment(self, parts: Mapping[Part, Bits]) -> Allotment:
+    def _allotment(self, parts: Mapping[Part, Bits]) -> BitAllocation:
         bits = {
             layer: {
                 letter: tuple(parts[Part(place, letter, phase)] for phase in range(len(self._starts)))
@@ -220,9 +220,9 @@ class Tuner:
             for place, group in enumerate(self._groups)
             for layer in group
         }
-        return Allotment(self._starts, bits, FIRST_BITS, self._predictor, self._steps, self._model)
+        return BitAllocation(self._starts, bits, FIRST_BITS, self._predictor, self._steps, self._model)
 
-    def _checked(self, allotment: Allotment) -> dict[str, Trial]:
+    def _checked(self, allotment: BitAllocation) -> dict[str, Trial]:
         tuned = self._trials.allotted(f"tuned {_in_words(allotment)}", allotment, held_out=True)
         return {TUNED: tuned, **{mode: self._trials.mode(mode, held_out=True) for mode in ("balanced", "fast")}}
 
@@ -251,6 +251,6 @@ def _decibels(error: float) -> float:
     return -10 * math.log10(max(error, 1e-15))
 
 
-def _in_words(allotment: Allotment) -> str:
+def _in_words(allotment: BitAllocation) -> str:
     """What tells it from others."""
     return f"{zlib.crc32(json.dumps(allotment.to_json()).encode()):08x}"

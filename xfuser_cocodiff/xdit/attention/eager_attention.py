@@ -12,10 +12,10 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import Share
 from xfuser_cocodiff.xdit.attention.schedule_choice import Comparing, settle, wanted_groups
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 
-def value_under_way(value: torch.Tensor, engine: Engine) -> Handle | None:
+def value_under_way(value: torch.Tensor, engine: Session) -> Handle | None:
     """The exchange of V that the layer that runs has begun, if it has; the layer abandons it at the end of its call
     if nobody has waited for it. Every rank of the group must call this.
 
@@ -36,7 +36,7 @@ def followed_attention(
     value: torch.Tensor,
     attend_by: Callable[[LayerCodecs | None, str], Attend],
     under_way: Handle | None,
-    engine: Engine,
+    engine: Session,
     cuts_heads: bool = False,
 ) -> torch.Tensor:
     """Ulysses attention by the schedule of the layer that runs, with its codecs.

@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.eager_attention import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.patch_points import fits
 from xfuser_cocodiff.xdit.patching.patch import Patch
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 _MODULE = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
 _TO_HEADS = 2, 1
@@ -135,7 +135,7 @@ def _is_ulysses(group: dist.ProcessGroup | None) -> bool:
     return group is PROCESS_GROUP.ULYSSES_PG
 
 
-def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, engine: Engine) -> bool:
+def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, engine: Session) -> bool:
     """Whether this call is one that is understood here; by what is the same on every rank."""
     return (
         engine.mesh is not None

@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import is_captured
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def patches() -> list[Patch]:
@@ -52,7 +52,7 @@ def _is_of_a_sequence(group: object) -> bool:
     return group is parallel_state._SP and not is_captured()
 
 
-def gathered(engine: Engine, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
+def gathered(engine: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
     """What each of so many ranks has, which all of them must call for.
 
     Args:

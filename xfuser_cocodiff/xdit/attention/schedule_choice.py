@@ -7,12 +7,12 @@ from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.topology.plans import Plan
-from xfuser_cocodiff.xdit.layers.layer_signature import Kind
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.patching.log import warn
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 
-def wanted_groups(engine: Engine, *heads: int) -> int:
+def wanted_groups(engine: Session, *heads: int) -> int:
     """Return the number of head groups that the user wants, where whole tensors are sent that it divides, else 1.
 
     Args:
@@ -58,8 +58,8 @@ class Comparing:
 
 
 def settle(
-    kind: Kind,
-    engine: Engine,
+    kind: LayerSignature,
+    engine: Session,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -5,7 +5,7 @@ import re
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)")
 """A step from a module to a part of it, as PyTorch's versions write that."""
 _NO_NAMES = ("_modules", "__dict__", "_orig_mod", "_module")
-"""Attributes on the way that are no submodules: PyTorch's, and the one by which `Around` holds its module."""
+"""Attributes on the way that are no submodules: PyTorch's, and the one by which `ForwardWrapper` holds its module."""
 
 
 def path() -> str:

@@ -21,7 +21,7 @@ from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, evened, without
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.graph_order import order_exchanges
-from xfuser_cocodiff.xdit.session.session import Engine, active
+from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def patches() -> list[Patch]:
@@ -79,7 +79,7 @@ def _usp(original: Callable) -> Callable:
 
 
 def _traced(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session
 ) -> torch.Tensor:
     """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
     mesh = engine.mesh
@@ -97,14 +97,14 @@ def _traced(
 
 
 def _virtually(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session
 ) -> torch.Tensor:
     """Attention of one rank, with what codecs would leave of its tensors among many."""
     engine.layers.discover()
     virtual, layer = engine.virtual, engine.layers.running()
     layer_codecs = None
     if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
-        engine.runtime.refuse("its K and V are of other tokens than its Q, whose places on many ranks are not known")
+        engine.runtime.disable("its K and V are of other tokens than its Q, whose places on many ranks are not known")
     elif layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
@@ -116,7 +116,7 @@ def _virtually(
     return virtual.attend([query, key, value], parts, layer_codecs, attention)
 
 
-def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Engine) -> bool:
+def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session) -> bool:
     """Whether this call is one that is understood here; by what is the same on every rank. xDiT does the others, whose
     exchanges run along the topology all the same."""
     from xfuser.model_executor.layers import usp
@@ -134,7 +134,7 @@ def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _G
     )
 
 
-def _in_fp8(given: _Given, engine: Engine) -> bool:
+def _in_fp8(given: _Given, engine: Session) -> bool:
     """Whether this call's exchanges are in 8 bits by xDiT. A mode that approximates has codecs in their place, once
     xDiT has seen in a run of its own how large values are."""
     from xfuser.core.distributed import get_runtime_state
@@ -149,7 +149,7 @@ def _in_fp8(given: _Given, engine: Engine) -> bool:
     return model is not None and not model.synced
 
 
-def _permutes_heads(given: _Given, engine: Engine) -> bool:
+def _permutes_heads(given: _Given, engine: Session) -> bool:
     """Whether xDiT gives each rank other heads at every step, so that all have as much to do."""
     from xfuser.core.distributed import get_runtime_state
     from xfuser.model_executor.layers import usp
@@ -163,12 +163,17 @@ def _permutes_heads(given: _Given, engine: Engine) -> bool:
         and given.joint_strategy is None
     )
     if permutes and engine.runtime:
-        engine.runtime.refuse("its heads change places between steps (--use_spargeattn_head_balance)")
+        engine.runtime.disable("its heads change places between steps (--use_spargeattn_head_balance)")
     return permutes
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, under_way: Handle | None, given: _Given, engine: Engine
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    under_way: Handle | None,
+    given: _Given,
+    engine: Session,
 ) -> torch.Tensor:
     from xfuser.model_executor.layers import usp
 

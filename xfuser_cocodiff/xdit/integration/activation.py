@@ -25,7 +25,7 @@ SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
 """Versions of xfuser whose sites the table fits."""
 
 _installed: PatchSet | None = None
-_clock: run_tracker.Clock | None = None
+_clock: run_tracker.RunTracker | None = None
 """Of what is installed."""
 
 
@@ -39,7 +39,7 @@ def install(listeners: Sequence[run_tracker.Listener] = (), rows: Sequence[Patch
     global _installed, _clock
     autoload.unwatch()
     if _installed is None or _installed.withdrawn:
-        clock = run_tracker.Clock(listeners)
+        clock = run_tracker.RunTracker(listeners)
         patch_set = PatchSet([*table(clock), *rows], PACKAGE, asked=bool(listeners))
         if reason := obstacle(patch_set):
             warn(f"xDiT stays as it is: {reason}")
@@ -91,9 +91,9 @@ def run(steps: int | None) -> run_tracker.Sampling:
     return run_tracker.Sampling(_clock if in_use else None, steps)
 
 
-def table(clock: run_tracker.Clock | None = None) -> list[Patch]:
+def table(clock: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Every row for this machine."""
-    here, clock = platform.detect(), clock or run_tracker.Clock()
+    here, clock = platform.detect(), clock or run_tracker.RunTracker()
     acting = [
         *patch_points.patches(),
         *output_gather.patches(),

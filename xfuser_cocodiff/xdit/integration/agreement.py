@@ -57,7 +57,7 @@ def agree(propose: Callable[[], dict]) -> list[dict]:
     return [answer["value"] for answer in _gather(mine)]
 
 
-def meet(told: bool) -> None:
+def check_all(told: bool) -> None:
     """Find out whether all ranks were told alike. Every rank calls this where it is about to make groups.
 
     Args:
@@ -82,7 +82,7 @@ class SilenceError(RuntimeError):
     """A rank did not answer."""
 
 
-def refuse(message: str) -> NoReturn:
+def raise_on_all_ranks(message: str) -> NoReturn:
     """Raise what all ranks have found in the last round, on each of them, when the others have read it too.
 
     The store may live in a rank that leaves, and a launcher may end the others when one does.
@@ -116,14 +116,16 @@ def _gather(mine: dict, patience: timedelta | None = None) -> list[dict]:
     if failed:
         rank, error = failed[0]
         everywhere = len(failed) == len(answers) and len({error for _, error in failed}) == 1
-        refuse(error if everywhere else f"on rank {rank}: {error}")
+        raise_on_all_ranks(error if everywhere else f"on rank {rank}: {error}")
     told = [answer.get("told", True) for answer in answers]
     if len(set(told)) > 1:
         given = by_rank(["given" if each else "not given" for each in told])
-        refuse(f"CoCoDiff's options differ between ranks: --{ASKED}: {given}")
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ASKED}: {given}")
     proposing = ["makes settings" if "value" in answer else "makes groups" for answer in answers]
     if len(set(proposing)) > 1:
-        refuse(f"create_config() must be called equally often on all ranks with --{ASKED}: {by_rank(proposing)}")
+        raise_on_all_ranks(
+            f"create_config() must be called equally often on all ranks with --{ASKED}: {by_rank(proposing)}"
+        )
     return answers
 
 

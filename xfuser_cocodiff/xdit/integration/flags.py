@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import Ranks
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.integration.agreement import agree, by_rank, meet, refuse
+from xfuser_cocodiff.xdit.integration.agreement import agree, by_rank, check_all, raise_on_all_ranks
 from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
@@ -42,7 +42,7 @@ def patches(ask: Callable[[], None]) -> list[Patch]:
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._check_distributed_env",
-            "ranks that were told nothing hear of it where all of them meet",
+            "ranks that were told nothing hear of it where all of them check_all",
             _meeting,
             ("self", "parallel_config"),
         ),
@@ -103,7 +103,7 @@ def _meeting(original: Callable) -> Callable:
         from xfuser.core.distributed import model_parallel_is_initialized
 
         if not model_parallel_is_initialized():
-            meet(getattr(parallel_config.sp_config, "cocodiff", None) is not None)
+            check_all(getattr(parallel_config.sp_config, "cocodiff", None) is not None)
         original(self, parallel_config)
 
     return _check_distributed_env
@@ -152,7 +152,7 @@ def settings(
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):
-        refuse(f"CoCoDiff's options differ between ranks: {differences}")
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {differences}")
     for warning in ignored_options.warnings(values, os.environ, config, ring_degree):
         warn(warning)
     return config

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.comm.groups import set_timeout
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
-from xfuser_cocodiff.xdit.session.session import Engine
+from xfuser_cocodiff.xdit.session.session import Session
 
 
 def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
@@ -72,8 +72,8 @@ def make_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(engine: Engine) -> None:
-    """Run xDiT's exchanges as an engine has them from here on; `Engine()` leaves them to stock xDiT."""
+def use(engine: Session) -> None:
+    """Run xDiT's exchanges as an engine has them from here on; `Session()` leaves them to stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     if engine.config or engine.mesh:

@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.session.session import active
 
 
-class Solo:
+class SingleRankPipeline:
     """A pipeline, loaded and wrapped as the xdit command does it.
 
     Args:

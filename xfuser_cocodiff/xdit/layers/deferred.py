@@ -12,7 +12,7 @@ PARALLEL_MLP = ("proj_mlp", "act_mlp")
 attention (FLUX.1, HunyuanVideo, Chroma and more)."""
 
 
-class Later:
+class Deferred:
     """A tensor that is made when somebody needs it: any function of PyTorch that is given it does.
 
     Args:
@@ -48,12 +48,12 @@ def _operator(name: str) -> Callable:
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "abs", "len", "iter", "getitem"):
-    setattr(Later, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks for them in the class
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks for them in the class
 
 
 def made(value: Any) -> Any:
     """A value, or the tensor that it stands for."""
-    return value.made() if isinstance(value, Later) else value
+    return value.made() if isinstance(value, Deferred) else value
 
 
 def has_parallel_mlp(block: nn.Module) -> bool:

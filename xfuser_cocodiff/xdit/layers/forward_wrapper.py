@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 
-class Around:
+class ForwardWrapper:
     """Calls something in the place of a module's forward.
 
     It does not hold the module: a cycle would keep its weights until the garbage collector runs.
@@ -33,7 +33,7 @@ class Around:
 
     def __reduce__(self) -> tuple:
         """A copy of the module has the forward that the module had."""
-        if isinstance(self._before, Around):
+        if isinstance(self._before, ForwardWrapper):
             return self._before.__reduce__()
         return (getattr, (self._module(), "forward")) if self._before is None else (_itself, (self._before,))
 
@@ -46,7 +46,7 @@ class Around:
             del module.forward
             if self._before is not None:
                 module.forward = self._before
-        while isinstance(outer, Around):
+        while isinstance(outer, ForwardWrapper):
             if outer._before is self:
                 outer._before = self._before
             outer = outer._before

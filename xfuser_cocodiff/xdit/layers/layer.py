@@ -17,12 +17,12 @@ from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Later, has_parallel_mlp, is_listened_to, made
-from xfuser_cocodiff.xdit.layers.forward_wrapper import Around
+from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_parallel_mlp, is_listened_to, made
+from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer_call import Ahead, Call
-from xfuser_cocodiff.xdit.layers.layer_signature import ELSEWHERE, Kind, Kinds
+from xfuser_cocodiff.xdit.layers.layer_signature import ELSEWHERE, LayerSignature, LayerSignatures
 from xfuser_cocodiff.xdit.layers.module_stack import named
-from xfuser_cocodiff.xdit.layers.root_module import Place, Root
+from xfuser_cocodiff.xdit.layers.root_module import Place, RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
 
 
@@ -38,7 +38,7 @@ class Shared:
     """Whether all ranks pass the same; they call it alike."""
     say: Callable[[str], None]
     """Logs a line at INFO."""
-    kinds: Kinds = field(init=False, default_factory=Kinds)
+    kinds: LayerSignatures = field(init=False, default_factory=LayerSignatures)
     """Kinds of their calls."""
     current: "Layer | None" = field(init=False, default=None)
     """The layer whose module runs."""
@@ -47,15 +47,15 @@ class Shared:
 class Layer(Place):
     """An attention module of a transformer, and the block that it stands in."""
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: Root, shared: Shared) -> None:
+    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: RootModule, shared: Shared) -> None:
         super().__init__(name, root)
         # Their forwards hold this layer, not the other way round: a cycle would keep weights.
         self._module_ref, self._block_ref, self._shared = weakref.ref(module), weakref.ref(block), shared
         self.call: Call | None = None
-        self._kind: Kind | None = None
+        self._kind: LayerSignature | None = None
         """Of the last call."""
         self._projecting = False
-        self._arounds: weakref.WeakKeyDictionary[nn.Module, Around] = weakref.WeakKeyDictionary()
+        self._arounds: weakref.WeakKeyDictionary[nn.Module, ForwardWrapper] = weakref.WeakKeyDictionary()
         self._has_parallel_mlp = has_parallel_mlp(block)
 
     @property
@@ -78,7 +78,7 @@ class Layer(Place):
     def _replace(self, module: nn.Module, call: Callable) -> None:
         """Call something in the place of a module's forward, once."""
         if module not in self._arounds:
-            self._arounds[module] = Around(module, call)
+            self._arounds[module] = ForwardWrapper(module, call)
 
     def remove(self) -> None:
         """Leave the modules as they were."""
@@ -104,7 +104,7 @@ class Layer(Place):
         call = self.call
         if call is None or not self._shared.active() or not call.schedule.beside:
             return forward(given, *args, **kwargs)
-        later = Later(lambda: forward(made(given), *args, **kwargs))
+        later = Deferred(lambda: forward(made(given), *args, **kwargs))
         call.later.append(later)
         return later
 
@@ -156,7 +156,7 @@ class Layer(Place):
 
     # V ahead of time.
 
-    def _is_ready(self, kind: Kind) -> bool:
+    def _is_ready(self, kind: LayerSignature) -> bool:
         """Whether V of this layer can go first."""
         return kind.ready and self in kind.rehearsed_by
 

@@ -10,8 +10,8 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
 from xfuser_cocodiff.engine.attention.ulysses import Exchanges
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.xdit.layers.deferred import Later
-from xfuser_cocodiff.xdit.layers.layer_signature import Kind
+from xfuser_cocodiff.xdit.layers.deferred import Deferred
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.root_module import Place
 
 
@@ -20,7 +20,7 @@ class LayerCall:
     """A call of a layer, in eager mode or in a graph."""
 
     schedule: Schedule
-    kind: Kind | None = None
+    kind: LayerSignature | None = None
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
 
@@ -28,7 +28,7 @@ class LayerCall:
         """Count it in the trial of its kind."""
         if self.kind and self.kind.trial:
             # A refresh says nothing of steps that are encoded by what was sent before.
-            is_refresh = self.layer_codecs is not None and self.layer_codecs.owes_nothing
+            is_refresh = self.layer_codecs is not None and self.layer_codecs.is_stateless
             self.kind.trial.ran(is_usual=not is_refresh)
 
 
@@ -78,7 +78,7 @@ class Call(LayerCall):
     """Whether its V has reached USP."""
     handle: Handle | None = None
     """V's exchange, brought to its end with the call whoever waits for it: an error may come in between."""
-    later: list[Later] = field(default_factory=list)
+    later: list[Deferred] = field(default_factory=list)
     """Parts of the block's MLP that were asked for and not computed yet."""
 
     def catch_up(self) -> None:

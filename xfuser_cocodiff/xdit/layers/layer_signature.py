@@ -21,7 +21,7 @@ ELSEWHERE = "it does not go through USP"
 
 
 @dataclass
-class Kind:
+class LayerSignature:
     """What is known of calls that are alike: of the same class and parts, with arguments of the same shapes."""
 
     name: str
@@ -66,13 +66,13 @@ class Kind:
         return found
 
 
-class Kinds:
+class LayerSignatures:
     """The kinds that were met."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple, Kind] = {}
+        self._kinds: dict[tuple, LayerSignature] = {}
 
-    def __iter__(self) -> Iterator[Kind]:
+    def __iter__(self) -> Iterator[LayerSignature]:
         return iter(list(self._kinds.values()))
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Kinds:
         """Forget them."""
         self._kinds.clear()
 
-    def of(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> Kind:
+    def of(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> LayerSignature:
         """The kind of a call, by what is the same on every rank."""
         name = type(module).__name__
         submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
@@ -93,10 +93,10 @@ class Kinds:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
             told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
             digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._kinds[key] = Kind(name, f"{name} {digest}", source_of(module))
+            self._kinds[key] = LayerSignature(name, f"{name} {digest}", source_of(module))
         return self._kinds[key]
 
-    def of_graph(self, layer: str, value: torch.Tensor) -> Kind:
+    def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
         """The kind of a call in a graph, where V can always go first.
 
         Args:
@@ -107,7 +107,7 @@ class Kinds:
         told = name, tuple(value.shape), value.dtype
         if told not in self._kinds:
             digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._kinds[told] = Kind(name, f"{name} compiled {digest}", rehearsed=True)
+            self._kinds[told] = LayerSignature(name, f"{name} compiled {digest}", rehearsed=True)
         return self._kinds[told]
 
     def report(self) -> dict[str, list[str]]:

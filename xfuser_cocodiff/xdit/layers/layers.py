@@ -9,7 +9,7 @@ from torch import nn
 
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
-from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, Place, Root
+from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, Place, RootModule
 
 
 @dataclass(eq=False)
@@ -18,11 +18,13 @@ class Layers(Shared):
 
     counting: Callable[[], bool] = lambda: True
     """Whether calls are to be counted just now."""
-    called: Callable[[Root, tuple, dict[str, Any]], None] = lambda *_: None
+    called: Callable[[RootModule, tuple, dict[str, Any]], None] = lambda *_: None
     """Told of each call of a transformer before it is counted, and of its arguments."""
     # Only their modules hold them, so that a transformer that is not needed any more can go.
     _layers: weakref.WeakValueDictionary[int, Layer] = field(init=False, default_factory=weakref.WeakValueDictionary)
-    _roots: weakref.WeakValueDictionary[int, Root] = field(init=False, default_factory=weakref.WeakValueDictionary)
+    _roots: weakref.WeakValueDictionary[int, RootModule] = field(
+        init=False, default_factory=weakref.WeakValueDictionary
+    )
 
     def discover(self) -> None:
         """Follow, from their next call on, all modules of the class of the one that runs, in the same transformer."""
@@ -37,12 +39,12 @@ class Layers(Shared):
                     self._layers[id(other)] = layer = Layer(name, other, block, root, self)
                     layer.follow()
 
-    def _root_of(self, running: Sequence[nn.Module]) -> Root:
+    def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
         """The transformer of modules that run, innermost first."""
         transformer = next(module for module in reversed(running) if not is_wrapper(module))
         root = self._roots.get(id(transformer))
         if root is None or root.transformer is not transformer:
-            root = self._roots[id(transformer)] = Root(transformer, self.counting, self.called)
+            root = self._roots[id(transformer)] = RootModule(transformer, self.counting, self.called)
         if not root.hears(running[-1]):
             root.watch(running[-1], *arguments_of(running[-1]))
         return root

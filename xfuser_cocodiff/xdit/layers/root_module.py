@@ -17,7 +17,7 @@ WRAPPER = "_orig_mod"
 """What torch.compile calls a module inside of the one that it makes."""
 
 
-class Root:
+class RootModule:
     """A transformer, as a whole, during a call.
 
     Args:
@@ -30,7 +30,7 @@ class Root:
         self,
         transformer: nn.Module,
         active: Callable[[], bool],
-        called: Callable[["Root", tuple, dict[str, Any]], None],
+        called: Callable[["RootModule", tuple, dict[str, Any]], None],
     ) -> None:
         self._transformer, self._active, self._called = weakref.ref(transformer), active, called
         self.run: Any = None
@@ -47,7 +47,7 @@ class Root:
 
     def __reduce__(self) -> tuple:
         """A copy of the transformer brings one that hears of nothing."""
-        return Root, (nn.Identity(), bool, bool)
+        return RootModule, (nn.Identity(), bool, bool)
 
     def hears(self, outer: nn.Module) -> bool:
         """Whether it hears of calls of the outermost module; see :meth:`watch`."""
@@ -117,7 +117,7 @@ class Root:
 class _Heard:
     """The call of a transformer that was compiled in place, of which its root hears."""
 
-    def __init__(self, compiled: Callable, transformer: nn.Module, root: Root) -> None:
+    def __init__(self, compiled: Callable, transformer: nn.Module, root: RootModule) -> None:
         self.compiled, self._transformer, self._root = compiled, weakref.ref(transformer), root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ class Place:
         root: the transformer.
     """
 
-    def __init__(self, name: str, root: Root) -> None:
+    def __init__(self, name: str, root: RootModule) -> None:
         self.name, self.root = name, root
         self.call: Any = None
         """The one under way."""

@@ -30,7 +30,7 @@ class Listener(Protocol):
         """A step of it has ended, in these latents if they are known."""
 
 
-class Clock:
+class RunTracker:
     """Tells the engine in force, and listeners, of runs and steps.
 
     Args:
@@ -173,7 +173,7 @@ def _closing_class(cls: Any) -> type:
 class Sampling:
     """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
 
-    def __init__(self, clock: Clock | None, steps: int | None) -> None:
+    def __init__(self, clock: RunTracker | None, steps: int | None) -> None:
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
             raise ValueError(f"steps={steps!r}: valid are whole numbers from 1, or None where it is not known")
         self._clock, self._steps = clock, steps

@@ -38,7 +38,7 @@ def _in_a_group(original: Callable) -> Callable:
     def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_named():
             return original(self, *args, **kwargs)
-        with failure_detection.naming_the_lost(self.ranks, f"xDiT's {original.__name__}"):
+        with failure_detection.report_failed_ranks(self.ranks, f"xDiT's {original.__name__}"):
             return original(self, *args, **kwargs)
 
     return communicate
@@ -51,7 +51,7 @@ def _among_ulysses_ranks(original: Callable) -> Callable:
             return original(x)
         from yunchang.globals import PROCESS_GROUP
 
-        with failure_detection.naming_the_lost(PROCESS_GROUP.ULYSSES_PG, "xDiT's all-to-all"):
+        with failure_detection.report_failed_ranks(PROCESS_GROUP.ULYSSES_PG, "xDiT's all-to-all"):
             return original(x)
 
     return _sdpa_all_to_all_single

@@ -6,7 +6,7 @@ _IN_SEQUENCE = ("xFuserFlux1", "xFuserFluxT", "xFuserSD3", "xFuserCogVideoX", "x
 """Prefixes of the class names of xDiT's transformers that split the text among ranks where it divides."""
 
 
-def tell_if_replicated(model: str) -> bool:
+def warn_if_replicated(model: str) -> bool:
     """Say so where another length of text would divide; return whether it was said.
 
     Args:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.compression.runtime import Runtime
-from xfuser_cocodiff.xdit.layers.root_module import Root
+from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.patching.log import warn
-from xfuser_cocodiff.xdit.session.step_key import Moment, UnclearError, prompts_of
+from xfuser_cocodiff.xdit.session.step_key import StepKey, UnclearError, prompts_of
 
 MAX_BRANCHES = 16
 """Calls of a transformer in one step; more of them mean that steps are not seen."""
@@ -42,7 +42,7 @@ class Run:
     """Whether nothing tells when it is broken off: then it is over when another one begins."""
     lost: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
-    prompts: dict[tuple[int, int], Moment] = field(default_factory=dict)
+    prompts: dict[tuple[int, int], StepKey] = field(default_factory=dict)
     """What they were given first in each branch, where there is a doubt whose call it is."""
     values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
     """Copies of the prompts among these, where the run may have been left."""
@@ -145,7 +145,7 @@ class Runs:
         self._shown = None
         self._stop()
 
-    def called(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> None:
+    def called(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """A transformer is about to be called. All ranks find the same."""
         runtime = self._runtime()
         if runtime is None:
@@ -192,7 +192,7 @@ class Runs:
             if runtime := self._runtime():
                 runtime.end_run()
 
-    def _claimed(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
+    def _claimed(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where some are declared."""
         newest, self._has_called = self._declared[-1], True
         if newest.lost:
@@ -205,10 +205,10 @@ class Runs:
             self._compare_prompts(newest, root, args, kwargs, "it may have been left")
         return newest
 
-    def _compare_prompts(self, run: Run, root: Root, args: tuple, kwargs: dict[str, Any], doubt: str) -> None:
+    def _compare_prompts(self, run: Run, root: RootModule, args: tuple, kwargs: dict[str, Any], doubt: str) -> None:
         """Where there is a doubt whose call it is, only the prompt tells."""
         try:
-            now = Moment.of(root.transformer, args, kwargs)
+            now = StepKey.of(root.transformer, args, kwargs)
         except UnclearError as error:
             return self._lose(run, f"{doubt}, and {error}")
         place = id(root), root.calls
@@ -224,10 +224,10 @@ class Runs:
         if not self._agreed(same) or not same:
             self._lose(run, f"{doubt}, and the prompt has changed")
 
-    def _recognised(self, root: Root, args: tuple, kwargs: dict[str, Any]) -> Run | None:
+    def _recognised(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where none is declared."""
         try:
-            moment = Moment.of(root.transformer, args, kwargs)
+            moment = StepKey.of(root.transformer, args, kwargs)
         except UnclearError as error:  # the same on every rank
             self._forget(str(error))
             return None
@@ -269,20 +269,20 @@ class _Shown:
         first: the moment of its first call.
     """
 
-    def __init__(self, first: Moment) -> None:
+    def __init__(self, first: StepKey) -> None:
         self._last, self._direction = first, 0
-        self._branches: dict[tuple[int, int], Moment] = {}
+        self._branches: dict[tuple[int, int], StepKey] = {}
         """The last moment of each transformer in each branch."""
         self._begins: dict[int, float] = {}
         """Time of the first call of each transformer."""
 
-    def place(self, root: Root, moment: Moment) -> str:
+    def place(self, root: RootModule, moment: StepKey) -> str:
         """Where a call stands: in a new run, at the next step or at the same one."""
         if not self._holds(root, moment):
             return _NEW_RUN
         return _NEXT_STEP if moment.time != self._last.time else _SAME_STEP
 
-    def _holds(self, root: Root, moment: Moment) -> bool:
+    def _holds(self, root: RootModule, moment: StepKey) -> bool:
         """Whether a call can only be one of this run."""
         change = self._change(moment)
         if moment.scale != self._last.scale or (change and self._direction not in (0, change)):
@@ -294,11 +294,11 @@ class _Shown:
             return branch == 0 or self._begins[id(root)] == moment.time
         return known.same_prompt(moment)
 
-    def _change(self, moment: Moment) -> int:
+    def _change(self, moment: StepKey) -> int:
         """Where time has gone since the last call: 1, -1, or 0 if it stands."""
         return (moment.time > self._last.time) - (moment.time < self._last.time)
 
-    def take(self, root: Root, moment: Moment) -> None:
+    def take(self, root: RootModule, moment: StepKey) -> None:
         """Remember a call of this run, once branches are counted anew where it begins a step."""
         self._direction = self._change(moment) or self._direction
         self._last = moment

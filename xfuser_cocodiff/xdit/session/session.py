@@ -28,7 +28,7 @@ from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
 from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
-from xfuser_cocodiff.xdit.layers.layer_signature import Kind
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import Place
 from xfuser_cocodiff.xdit.patching.log import info, warn
@@ -39,7 +39,7 @@ from xfuser_cocodiff.xdit.session.schedule_trials import Trials
 
 
 @dataclass(eq=False)
-class Engine:
+class Session:
     """The plugin in one engine; by itself, one that leaves everything to stock xDiT."""
 
     config: CocoDiffConfig | None = None
@@ -119,7 +119,7 @@ class Engine:
     def _schedules(self) -> list[Trial]:
         return [kind.trial for kind in self.layers.kinds if kind.trial]
 
-    def known_schedule(self, kind: Kind) -> Schedule | None:
+    def known_schedule(self, kind: LayerSignature) -> Schedule | None:
         """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
         rank."""
         if self.planned.known is None or self.overlap != Overlap():
@@ -127,7 +127,7 @@ class Engine:
         found = self.planned.known.schedules.get(self._name(kind))
         return found if found and (kind.ready or not found.v_first) else None
 
-    def _name(self, kind: Kind) -> str:
+    def _name(self, kind: LayerSignature) -> str:
         """Of a kind, with what its schedule depends on beside the layer."""
         config, mode = self.config, EXACT
         if self.runtime:
@@ -163,7 +163,7 @@ class Engine:
 
     def _step_ends(self) -> None:
         if self.mesh and not self._has_told_of_text:
-            self._has_told_of_text = replicated_text.tell_if_replicated(self.model)
+            self._has_told_of_text = replicated_text.warn_if_replicated(self.model)
         if self.trials and self._counts() and not is_captured():
             self.trials.end_step()
 
@@ -236,7 +236,7 @@ class Engine:
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
             return False
         if is_captured():
-            self.runtime.refuse("a CUDA graph is captured, which would repeat what codecs did at one step")
+            self.runtime.disable("a CUDA graph is captured, which would repeat what codecs did at one step")
             return False
         return True
 
@@ -269,7 +269,7 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
 
     group, patience = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
     found = torch.tensor(values, dtype=torch.float64)
-    with failure_detection.naming_the_lost(group, "agreement"):
+    with failure_detection.report_failed_ranks(group, "agreement"):
         dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
     return found.tolist()
 
@@ -279,7 +279,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.R
 
 UNGROUPED = "--cocodiff_head_groups is ignored in compiled graphs: all heads attend at once"
 """Warning of a setting that graphs leave out."""
-_NONE = Engine()
+_NONE = Session()
 """In force while xDiT has no runtime state."""
 
 
@@ -291,7 +291,7 @@ def leave() -> None:
         _RUNTIME.cocodiff = None
 
 
-def active() -> Engine:
+def active() -> Session:
     """The engine of the runtime state in force."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 

@@ -11,9 +11,9 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.plan_selection import Planned, planned_mesh
-from xfuser_cocodiff.engine.autotune.tuning_cache import Findings
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.axis_partition import SlowWay
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.runtime import Runtime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
@@ -24,7 +24,7 @@ from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_aga
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
-from xfuser_cocodiff.xdit.session.session import UNGROUPED, Engine, active, reduced
+from xfuser_cocodiff.xdit.session.session import UNGROUPED, Session, active, reduced
 
 _NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
@@ -67,17 +67,17 @@ def _with_engine(ask: Callable[[Any], None], original: Callable) -> Callable:
     return initialize_runtime_state
 
 
-def started(pipeline: Any, engine_config: Any) -> Engine:
+def started(pipeline: Any, engine_config: Any) -> Session:
     """The plugin as an engine's settings have it. Every rank must call this."""
     parallel, config = engine_config.parallel_config, _config_of(engine_config)
     if config is None:
         _warn_of_other_groups(parallel)
-        return Engine()
+        return Session()
     keeps_usp = not usp_versions.is_known()
     if config.virtual and keeps_usp:
         because = f"xfuser's USP is not that of version {', '.join(usp_versions.DIGESTS)}: virtual ranks have no effect"
         warn(because)
-        return Engine(config, exact_because=because)
+        return Session(config, exact_because=because)
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
             warn("--use_torch_compile: virtual ranks are lossless in compiled graphs")
@@ -85,16 +85,16 @@ def started(pipeline: Any, engine_config: Any) -> Engine:
         if runtime:
             _lead_through_usp(pipeline)
         lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
-        return Engine(config, runtime=runtime, exact_because=None if runtime else lossless)
+        return Session(config, runtime=runtime, exact_because=None if runtime else lossless)
     if parallel.sp_degree == 1:
         warn("--use_cocodiff has no effect with --ulysses_degree 1")
-        return Engine(config)
+        return Session(config)
     from yunchang.globals import PROCESS_GROUP
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
     if around and ring_groups.found(group, around) != config.ring:
         warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
-        return Engine(config)
+        return Session(config)
     if keeps_usp:
         lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
         versions = ", ".join(usp_versions.DIGESTS)
@@ -134,9 +134,9 @@ def _warn_of_other_groups(parallel: Any) -> None:
 def engine_over(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
-    known: Findings | None = None,
+    known: TuningCache | None = None,
     around: dist.ProcessGroup | None = None,
-) -> Engine:
+) -> Session:
     """An engine over the ranks of a group, every one of which must call this.
 
     Args:
@@ -147,7 +147,7 @@ def engine_over(
     """
     planned = _planned(group, config, known)
     of_ring = _planned_ring(around, config, planned) if around else None
-    engine = Engine(
+    engine = Session(
         config,
         planned.mesh,
         planned,
@@ -163,7 +163,7 @@ def engine_over(
 def _planned(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
-    known: Findings | None,
+    known: TuningCache | None,
     beside: Mesh | None = None,
 ) -> Planned:
     if known is None:
@@ -172,7 +172,7 @@ def _planned(
     return planned_mesh(group, config, compute_device(), known, largest, beside)
 
 
-def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> Findings:
+def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> TuningCache:
     """What is known of the links of a group. It is that of all Ulysses groups beside a ring: they try things together,
     and must begin alike."""
     from xfuser.core.distributed import get_sp_group
@@ -194,7 +194,7 @@ def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
     return config.ring_topology or Topology.flat(degree)
 
 
-def _runtime_over(engine: Engine) -> Runtime | None:
+def _runtime_over(engine: Session) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
     config, way, ring_way = engine.config, engine.planned.way, engine.ring.way if engine.ring else None
     around = f", ring {config.ring} {engine.ring.mesh.topology}" if engine.ring else ""
@@ -212,7 +212,7 @@ def _runtime_over(engine: Engine) -> Runtime | None:
     return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None, ring_way)
 
 
-def _slow(way: SlowWay, topology: Topology) -> str:
+def _slow(way: AxisPartition, topology: Topology) -> str:
     """Its slow axes."""
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     return ", ".join(moving[dim] for dim in way.slow_dims)
@@ -251,10 +251,10 @@ def _tell(config: CocoDiffConfig, where: str) -> None:
 
 def _runtime(
     config: CocoDiffConfig,
-    way: SlowWay | None,
+    way: AxisPartition | None,
     agreed: Callable[[list[float]], list[float]],
     virtual: VirtualRanks | None,
-    ring_way: SlowWay | None = None,
+    ring_way: AxisPartition | None = None,
 ) -> Runtime:
     kernels.prepare(config.kernels, compute_device().type)
     return Runtime(

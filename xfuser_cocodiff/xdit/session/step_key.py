@@ -46,7 +46,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepKey:
     """Where a call stands."""
 
     time: float
@@ -60,7 +60,7 @@ class Moment:
     """Of all tensors that it was given."""
 
     @classmethod
-    def of(cls, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "Moment":
+    def of(cls, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "StepKey":
         """The moment of a call.
 
         Raises:
@@ -76,7 +76,7 @@ class Moment:
         shapes = tuple(tensor.shape for value in given.values() for tensor in _tensors(value))
         return cls(*_time(given[name]), tuple(map(Tensor.of, prompt)), shapes)
 
-    def same_prompt(self, other: "Moment") -> bool:
+    def same_prompt(self, other: "StepKey") -> bool:
         """Whether both are given the same prompt, and tensors of the same shapes."""
         pairs = zip(self.prompt, other.prompt, strict=False)
         return self.shapes == other.shapes and all(one.is_(another) for one, another in pairs)
