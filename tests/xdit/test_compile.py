@@ -38,11 +38,11 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     from torch._dynamo.utils import counters
 
     group, transformer, step = start(rank, depth=2)
-    engines = [Session(), *(starting.engine_over(group, config_of(*config)) for config in configs)]
+    sessions = [Session(), *(starting.create_session(group, config_of(*config)) for config in configs)]
     expected, figures = None, []
-    for engine in engines:
-        bare_runtime.use(engine)
-        engine.traffic.timed = record  # as a recorder has it
+    for session in sessions:
+        bare_runtime.use(session)
+        session.traffic.timed = record  # as a recorder has it
         torch._dynamo.reset()
         counters.clear()
         transformer.compile(backend="aot_eager", dynamic=dynamic)
@@ -87,10 +87,10 @@ def trace_as_for_devices(rank: int) -> None:
     group, transformer, step = start(rank, depth=2)
     expected = None
     for v_first in (None, True, False):
-        engine = Session() if v_first is None else starting.engine_over(group, config_of(2, "flat"))
-        engine._sends_directly = False
-        engine.overlap = dataclasses.replace(engine.overlap, v_first=v_first)
-        bare_runtime.use(engine)
+        session = Session() if v_first is None else starting.create_session(group, config_of(2, "flat"))
+        session._sends_directly = False
+        session.overlap = dataclasses.replace(session.overlap, v_first=v_first)
+        bare_runtime.use(session)
         torch._dynamo.reset()
         graphs: list[str] = []
 
@@ -185,7 +185,7 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     group, transformer, step = start(rank, depth=3)
     config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
     results, events = [], []
-    for make in (Session, lambda: starting.engine_over(group, config)):
+    for make in (Session, lambda: starting.create_session(group, config)):
         bare_runtime.use(make())
         if others:
             xFuserModel._enable_compute_comm_overlap(None)

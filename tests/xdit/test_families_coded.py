@@ -94,10 +94,10 @@ class Coding:
 
         how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": "flat", "v_first": "on"}
         use(self.small, DEGREE, **how, mode=mode, schedule=schedule)
-        engine = active()
-        self.runtime = engine.runtime
-        engine.runs.begin(STEPS)
-        return self.small.denoise(STEPS, engine.runs.end_step)
+        session = active()
+        self.runtime = session.runtime
+        session.runs.begin(STEPS)
+        return self.small.denoise(STEPS, session.runs.end_step)
 
 
 def code(rank: int, model: str) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":

@@ -143,7 +143,7 @@ def test_the_budget_decides_by_all_layers_and_costs_little_quality_and_then_byte
         for (sizes, said, exact, sent, latents), share in zip(found, (1, 1, 0.6, 0.6, 0.2, 0.2), strict=True):
             assert max(sizes) <= share * whole
             assert (exact[0] > 0) == (share == 0.2) and len(set(exact)) == 1
-            # In the second run of an engine too.
+            # In the second run of a session too.
             assert any("of 6 layers travel exactly" in line for line in said) == (share == 0.2), said
             assert sent == at_first if share > 0.2 else sent > 1.1 * at_first
             assert decibels(latents, full) > 20

@@ -89,18 +89,18 @@ def see(small: Any, recorder: Any) -> Seen:
 
     active().traffic.reset()
     made = small.run(STEPS)
-    engine, latents = active(), recorder.latents.clone()
+    session, latents = active(), recorder.latents.clone()
     recorder.end_run()
-    kinds = [kind for kind in engine.layers.kinds if kind.trial]
+    kinds = [kind for kind in session.layers.kinds if kind.trial]
     return Seen(
         made,
         recorder.runs[-1],
         latents,
-        engine.runs.newest is None,
+        session.runs.newest is None,
         {axis for step in recorder.runs[-1]["steps"] for axis in step["sent_bytes"]},
         [kind.ready for kind in kinds],
         {path for kind in kinds for path in kind.recipe.paths},
-        engine.runtime.reports if engine.runtime else [],
+        session.runtime.reports if session.runtime else [],
     )
 
 

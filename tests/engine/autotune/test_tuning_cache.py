@@ -90,16 +90,16 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     slow = ("node",) if mode != "exact" else ()
     config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
     with mock.patch.object(link_probe, "measure", side_effect=link_probe.measure) as probed:
-        engine = starting.engine_over(group, config)
-    bare_runtime.use(engine)
-    engine.runs.begin(50)
+        session = starting.create_session(group, config)
+    bare_runtime.use(session)
+    session.runs.begin(50)
     steps = 0
-    while not (steps > 2 and engine.trials.settled):
+    while not (steps > 2 and session.trials.settled):
         result = step()
-        engine.runs.end_step()
+        session.runs.end_step()
         steps += 1
     assert torch.equal(result, expected) or mode != "exact"
-    return sorted(str(kind.trial.chosen) for kind in engine.layers.kinds), steps, probed.call_count
+    return sorted(str(kind.trial.chosen) for kind in session.layers.kinds), steps, probed.call_count
 
 
 @pytest.mark.parametrize(("mode", "topology"), [slow("exact", "flat"), slow("exact", "2x1"), ("balanced", "2x1")])

@@ -42,9 +42,9 @@ def denoise(scheduler: FlowMatchEulerDiscreteScheduler, latents: torch.Tensor) -
 def test_only_the_pipelines_own_scheduler_ends_steps(
     watched: recorder.Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Session()
+    session = Session()
     for module in (recorder, run_tracker):
-        monkeypatch.setattr(module, "active", lambda: engine)
+        monkeypatch.setattr(module, "active", lambda: session)
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     clock, pipeline = RunTracker([watched]), SimpleNamespace(scheduler=scheduler)
@@ -135,12 +135,12 @@ def test_the_last_steps_are_traced(watched: recorder.Recorder, tmp_path: Path, t
 
 
 def test_what_stocks_ring_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, tensors = Session(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
-    monkeypatch.setattr(stock_traffic, "active", lambda: engine)
+    session, tensors = Session(), [torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)]
+    monkeypatch.setattr(stock_traffic, "active", lambda: session)
     monkeypatch.setattr("xfuser.core.distributed.get_ring_parallel_world_size", lambda: 4)
     attend = stock_traffic.watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))
     assert attend(None, *tensors, dropout_p=0.5) == (tensors[0], 0.5)
-    assert dict(engine.traffic.sent_bytes) == {"ring": 3 * 2 * 2 * 6 * 4 * 4}
+    assert dict(session.traffic.sent_bytes) == {"ring": 3 * 2 * 2 * 6 * 4 * 4}
 
 
 @pytest.mark.parametrize("record", ["", "folder"])

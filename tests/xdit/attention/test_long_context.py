@@ -72,19 +72,19 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     bare_runtime.use(Session())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
-        engine = in_force(group, config_of("exact", overlap=Overlap(v_first)))
+        session = in_force(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
-        assert {kind.ready for kind in engine.layers.kinds if kind.trial} == {True}
-        assert {kind.trial.schedule.v_first for kind in engine.layers.kinds if kind.trial} == {v_first}
-    engine = in_force(group, config_of("balanced", schedule="bits=4,bits_o=4"))
-    engine.runs.begin(STEPS)
+        assert {kind.ready for kind in session.layers.kinds if kind.trial} == {True}
+        assert {kind.trial.schedule.v_first for kind in session.layers.kinds if kind.trial} == {v_first}
+    session = in_force(group, config_of("balanced", schedule="bits=4,bits_o=4"))
+    session.runs.begin(STEPS)
     near = []
     for number in range(STEPS):
         found = step(number)
         near.append(((found - expected[number]).norm() / expected[number].norm()).item())
-        engine.runs.end_step()
-    return {"near": near, "reports": engine.runtime.reports}
+        session.runs.end_step()
+    return {"near": near, "reports": session.runtime.reports}
 
 
 @pytest.mark.parametrize(("linear", "joint"), [(False, "none"), (False, "rear"), (False, "front"), (True, "none")])

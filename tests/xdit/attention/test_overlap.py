@@ -23,7 +23,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer as model
 from xfuser_cocodiff.xdit.launching import bare_runtime
-from xfuser_cocodiff.xdit.session import session as engines
+from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -50,40 +50,40 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
 
 
 def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
-    """Go on with an engine by these settings."""
-    engine = starting.engine_over(group, config, known)
-    bare_runtime.use(engine)
-    return engine
+    """Go on with a session by these settings."""
+    session = starting.create_session(group, config, known)
+    bare_runtime.use(session)
+    return session
 
 
 def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = None, policy: Any = None) -> Any:
-    """Go on with an engine on two ranks by flat collectives, and by a policy if there is one."""
+    """Go on with a session on two ranks by flat collectives, and by a policy if there is one."""
     mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
-    engine = Session(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
-    bare_runtime.use(engine)
-    return engine
+    session = Session(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
+    bare_runtime.use(session)
+    return session
 
 
 def record_events(rank: int, v_first: bool) -> list[str]:
     """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
     group, transformer, step = start(rank)
     expected = step()
-    engine = use(group, v_first, 2)
+    session = use(group, v_first, 2)
     events: list[str] = []
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj")):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    send = engines.send_to_heads
+    send = session_module.send_to_heads
 
     def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
         events.append(f"{label.layer} sends {label.what}")
         return send(tensors, mesh, label, *part)
 
-    with mock.patch.object(engines, "send_to_heads", sending):
+    with mock.patch.object(session_module, "send_to_heads", sending):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
-    assert {kind.ready for kind in engine.layers.kinds} == {True}
+    assert {kind.ready for kind in session.layers.kinds} == {True}
     return events
 
 
@@ -164,18 +164,18 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
         return noted
 
     sites = [
-        (engines, "send_to_heads"),
+        (session_module, "send_to_heads"),
         *((ulysses, name) for name in ("reshard", "send_to_heads", "send_to_sequence")),
     ]
     with contextlib.ExitStack() as patched:
         for module, name in sites:
             patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
-        engine = use(group, v_first, policy=policy)
-        engine.trials = None  # and nothing is compared
+        session = use(group, v_first, policy=policy)
+        session.trials = None  # and nothing is compared
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
-    return labels, asked, sorted({str(kind.trial.schedule) for kind in engine.layers.kinds})
+    return labels, asked, sorted({str(kind.trial.schedule) for kind in session.layers.kinds})
 
 
 def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
@@ -184,15 +184,15 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
     events: list[str] = []
     expected = step()
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else ())
-    engine = in_force(group, config)
-    engine.runs.begin(20)
+    session = in_force(group, config)
+    session.runs.begin(20)
     for _ in range(4):
         step()
-        engine.runs.end_step()
-    for kind in engine.layers.kinds:
+        session.runs.end_step()
+    for kind in session.layers.kinds:
         assert kind.trial.schedules[-1].beside == kind.has_parallel_mlp
         kind.trial = Trial([Schedule(*schedule)])
-    kinds = [kind.has_parallel_mlp for kind in engine.layers.kinds]
+    kinds = [kind.has_parallel_mlp for kind in session.layers.kinds]
     assert sorted(kinds) == [False, True]  # double blocks have none beside attention
 
     def noting(original: Callable, event: Callable[..., str]) -> Callable:
@@ -207,9 +207,9 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
             mock.patch.object(ulysses, "send_to_sequence", noting(ulysses.send_to_sequence, lambda *_: "sends o")),
         ):
             found = step()
-        engine.runs.end_step()
+        session.runs.end_step()
         assert torch.equal(found, expected) if mode == "exact" else torch.allclose(found, expected, atol=0.5), number
-    engine.close()
+    session.close()
     mlp = transformer.single_transformer_blocks[0].proj_mlp
     assert "forward" not in vars(mlp) and torch.is_tensor(mlp(torch.zeros(1, 1, 128)))
     return events[-2 * (2 + schedule[1]) :]

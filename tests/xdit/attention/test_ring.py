@@ -147,7 +147,7 @@ def test_without_the_plugin_groups_are_xdits_own() -> None:
 
 
 def stock_after(rank: int, placement: str) -> list[str]:
-    """What is said of an engine without the plugin after one with it."""
+    """What is said of a session without the plugin after one with it."""
     import logging
 
     start(rank, asked(placement, cocodiff_mode="exact"))
@@ -221,13 +221,13 @@ def find_out(rank: int, folder: str) -> tuple[str, int]:
 
     Probe._taken = slower
     start(rank, asked("outer", cocodiff_mode="exact", cocodiff_cache=folder))
-    engine = active()
+    session = active()
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
-    engine.runs.begin(100)
+    session.runs.begin(100)
     for _ in range(3):
         usp.USP(*mine)
-        engine.runs.end_step()
-    return str(engine.mesh.policy.choose(2**16)), len(times)
+        session.runs.end_step()
+    return str(session.mesh.policy.choose(2**16)), len(times)
 
 
 def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class World:
         self.hidden_states = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
     def use(self, mode: str | None) -> Any:
-        """Go on with the plugin, or as stock; returns the engine."""
+        """Go on with the plugin, or as stock; returns the session."""
         return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Session()
 
     def by_fp8(self, scale: float | None) -> Any:
@@ -96,14 +96,14 @@ class World:
         return self.state.fp8_comms
 
     @torch.inference_mode()
-    def run(self, engine: Any) -> list[torch.Tensor]:
+    def run(self, session: Any) -> list[torch.Tensor]:
         """A run's steps."""
         found = []
-        if engine.runtime:
-            engine.runs.begin(STEPS)
+        if session.runtime:
+            session.runs.begin(STEPS)
         for number in range(STEPS):
             found.append(self.transformer(self.hidden_states * (1 + 0.02 * number)))
-            engine.runs.end_step()
+            session.runs.end_step()
         return found
 
 
@@ -118,17 +118,17 @@ def send_in_fp8(rank: int) -> None:
     world.by_fp8(0.02)
     expected = world.run(stock)
     assert not equal(expected, plain)
-    engine = world.use("exact")
-    assert equal(world.run(engine), expected)
+    session = world.use("exact")
+    assert equal(world.run(session), expected)
     values = STEPS * LAYERS * 4 * 2 * TOKENS * WIDTH // 2  # a byte each; half of them stay, along each of two axes
-    assert dict(engine.traffic.sent_bytes) == {"node": values, "gpu": values}
+    assert dict(session.traffic.sent_bytes) == {"node": values, "gpu": values}
     # A mode has its own way to send less.
-    engine = world.use("balanced")
-    for found, wanted in zip(world.run(engine), plain, strict=True):
+    session = world.use("balanced")
+    for found, wanted in zip(world.run(session), plain, strict=True):
         assert torch.allclose(found, wanted, rtol=0, atol=0.05)
-    assert [report.was_refresh for report in engine.runtime.reports] == [True, False, False, False]
-    assert all(report.sent_bytes < 0.5 * report.exact_bytes for report in engine.runtime.reports[1:])
-    assert {*engine.runtime.reports[-1].errors} == {f"blocks.{index}.attn" for index in range(LAYERS)}
+    assert [report.was_refresh for report in session.runtime.reports] == [True, False, False, False]
+    assert all(report.sent_bytes < 0.5 * report.exact_bytes for report in session.runtime.reports[1:])
+    assert {*session.runtime.reports[-1].errors} == {f"blocks.{index}.attn" for index in range(LAYERS)}
 
 
 def test_fp8_goes_along_the_topology() -> None:
@@ -138,12 +138,12 @@ def test_fp8_goes_along_the_topology() -> None:
 def see_scales(rank: int) -> None:
     world, seen, found = World(rank), [], []
     for mode in (None, "exact", "balanced"):
-        state, engine = world.by_fp8(None), world.use(mode)
-        world.run(engine)
+        state, session = world.by_fp8(None), world.use(mode)
+        world.run(session)
         model = state.get_model_state(world.transformer)
         seen.append([getattr(model, f"{name}_running_max").clone() for name in "qkvo"])
         state.sync(world.transformer)
-        found.append(world.run(engine))
+        found.append(world.run(session))
     assert equal(seen[1], seen[0]) and equal(seen[2], seen[0])
     assert seen[0][0].min() > 0
     assert equal(found[1], found[0]) and not equal(found[2], found[0])
@@ -166,10 +166,10 @@ def change_places(rank: int) -> None:
     assert not torch.equal(world.transformer.blocks[0].attn.head_perm, torch.arange(HEADS))
     for mode in ("exact", "balanced"):
         begin()
-        engine = world.use(mode)
-        assert equal(world.run(engine), expected), mode
-        assert set(engine.traffic.sent_bytes) == {"node", "gpu"}
-    assert "change places" in engine.runtime.refusal
+        session = world.use(mode)
+        assert equal(world.run(session), expected), mode
+        assert set(session.traffic.sent_bytes) == {"node", "gpu"}
+    assert "change places" in session.runtime.refusal
 
 
 def test_heads_that_change_places_go_exactly() -> None:

@@ -107,13 +107,13 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
     test_sites.start(rank)
     test_sites.use("node=2", cocodiff_mode="fast")
     tensors = [test_sites.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
-    engine = active()
-    engine.runs.begin(3)
+    session = active()
+    session.runs.begin(3)
     found = []
     for _ in range(3):
         found.append(usp.USP(*tensors))
-        engine.runs.end_step()
-    moved = bool(engine.traffic.calls)
+        session.runs.end_step()
+    moved = bool(session.traffic.calls)
     bare_runtime.use(Session())
     stock = usp.USP(*tensors)
     return all(torch.equal(each, stock) for each in found), moved, said

@@ -12,7 +12,7 @@ import torch
 from tests import ranks
 from tests.xdit.attention.test_overlap import in_force, inputs_of, start
 from tests.xdit.session.test_session import config_of
-from xfuser_cocodiff.xdit.session import session as engines
+from xfuser_cocodiff.xdit.session import session as session_module
 
 STEPS = 4
 
@@ -24,24 +24,24 @@ class Runs:
         group, self.transformer, step = start(rank, depth=3)
         self.other = copy.deepcopy(self.transformer)
         self.given = inputs_of(self.transformer, step)
-        self.engine = in_force(group, config_of(mode))
+        self.session = in_force(group, config_of(mode))
         self.sent: list[str] = []
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        send, results = engines.send_to_heads, []
+        send, results = session_module.send_to_heads, []
         self.sent.clear()
         if declared:
-            self.engine.runs.begin(STEPS)
+            self.session.runs.begin(STEPS)
         noting = lambda tensors, mesh, label, *args: (  # noqa: E731
             self.sent.append(label.layer) or send(tensors, mesh, label, *args)
         )
-        with mock.patch.object(engines, "send_to_heads", noting):
+        with mock.patch.object(session_module, "send_to_heads", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])
                 if declared:
-                    self.engine.runs.end_step()
+                    self.session.runs.end_step()
         return results
 
     def breaking_off(self, error: BaseException, after: int) -> contextlib.AbstractContextManager:
@@ -73,7 +73,7 @@ def interrupted(rank: int, mode: str, declared: bool) -> None:
             # The first call of a layer is not followed, where its transformer is another one.
             assert count == 0 or runs.sent == sent
             assert all(torch.equal(*pair) for pair in zip(found, fresh, strict=True))
-        assert runs.engine.layers.current is None
+        assert runs.session.layers.current is None
 
 
 @pytest.mark.parametrize(("mode", "declared"), [("balanced", True), ("exact", False)])
@@ -86,14 +86,14 @@ def tried_again(rank: int) -> list[tuple[int, bool]]:
     """What is noted of a call, which one rank makes where it handles an error, as after one of memory."""
     runs = Runs(rank, "exact")
     runs.run(declared=True)
-    runs.engine.runs.begin(STEPS)
+    runs.session.runs.begin(STEPS)
     try:
         if rank == 0:
             raise MemoryError
         runs.transformer(**runs.given)
     except MemoryError:
         runs.transformer(**runs.given)
-    return [(kind.trial.calls, kind.trial.is_usual) for kind in runs.engine.layers.kinds]
+    return [(kind.trial.calls, kind.trial.is_usual) for kind in runs.session.layers.kinds]
 
 
 def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:
@@ -129,7 +129,7 @@ def weights_left(rank: int, closed: bool) -> int:
     gc.disable()
     runs.run(True, runs.other)
     if closed:
-        runs.engine.close()
+        runs.session.close()
     weights = [weakref.ref(weight) for weight in runs.other.parameters()]
     del runs.other
     return sum(weight() is not None for weight in weights)

@@ -49,26 +49,26 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
         overlap, policy = Overlap(), dataclasses.replace(policy, ahead=lambda *_: not is_odd)
     with attention:
         expected = step()
-        engine = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
-        bare_runtime.use(engine)
+        session = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
+        bare_runtime.use(session)
         if is_odd and what == "hooks from the start":
             watch(transformer)
-        results = run(engine, step)
+        results = run(session, step)
         if is_odd and what == "hooks after a run":
             watch(transformer)
-        results += run(engine, step)
-    kinds = list(engine.layers.kinds)
+        results += run(session, step)
+    kinds = list(session.layers.kinds)
     decided = sorted(f"{kind.status}; {kind.trial and [str(each) for each in kind.trial.schedules]}" for kind in kinds)
     return all(torch.equal(result, expected) for result in results), decided
 
 
-def run(engine: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def run(session: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     """Make a declared run of a few steps."""
-    engine.runs.begin(4)
+    session.runs.begin(4)
     results = []
     for _ in range(4):
         results.append(step())
-        engine.runs.end_step()
+        session.runs.end_step()
     return results
 
 

@@ -89,8 +89,8 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 
 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
-    engine, ended, exchanges = Session(), [], Exchanges(None)
+    session, ended, exchanges = Session(), [], Exchanges(None)
     exchanges._coming.append(Handle("the exchange", lambda: ended.append(True)))
-    engine.begin_traced(TracedCall(Schedule(), layer=None, exchanges=exchanges))
-    engine.close()
-    assert ended == [True] and engine.traced_call is None
+    session.begin_traced(TracedCall(Schedule(), layer=None, exchanges=exchanges))
+    session.close()
+    assert ended == [True] and session.traced_call is None

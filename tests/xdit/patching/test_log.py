@@ -14,7 +14,7 @@ level = logger.level
 for _ in range(2):
     log.info("normal")
     log.warn("act")
-log.begin_engine()
+log.begin_session()
 log.warn("act")
 {after}
 log.info("late")

@@ -32,15 +32,15 @@ class Heard:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Session:
-    """The engine in force, without xDiT."""
-    engine = Session()
-    monkeypatch.setattr(run_tracker, "active", lambda: engine)
-    return engine
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    """The session in force, without xDiT."""
+    session = Session()
+    monkeypatch.setattr(run_tracker, "active", lambda: session)
+    return session
 
 
 @pytest.fixture
-def heard(uninstalled: None, engine: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+def heard(uninstalled: None, session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
     """What a clock says that is in the place of the plugin's own."""
     heard = Heard()
     clock = RunTracker([heard])
@@ -83,55 +83,55 @@ def counts(heard: Heard) -> list[tuple[int | None, int]]:
     return [(total, len(steps)) for total, *steps in heard.runs]
 
 
-def test_the_total_may_come_in_any_way(heard: Heard, engine: Session) -> None:
+def test_the_total_may_come_in_any_way(heard: Heard, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     run(pipe, None, 3)
     assert counts(heard) == [(3, 3)] * 2
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("disable", [True, False])
-def test_a_bar_may_go_over_an_iterable(heard: Heard, engine: Session, known: bool, disable: bool) -> None:
+def test_a_bar_may_go_over_an_iterable(heard: Heard, session: Session, known: bool, disable: bool) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     pipe, latents = pipeline(scheduler), torch.zeros(1)
     pipe._progress_bar_config["disable"] = disable
     for time in DiffusionPipeline.progress_bar(pipe, scheduler.timesteps if known else iter(scheduler.timesteps)):
-        assert engine.runs.newest
+        assert session.runs.newest
         latents = scheduler.step(torch.ones(1), time, latents).prev_sample
     assert counts(heard) == [(3 if known else None, 3)]
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
 
 
-def test_a_run_that_is_broken_off_is_over(heard: Heard, engine: Session) -> None:
+def test_a_run_that_is_broken_off_is_over(heard: Heard, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
         raise InterruptedError
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
 
 
-def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, engine: Session) -> None:
+def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, session: Session) -> None:
     """And not when the iterator goes, which is not at the same time on all ranks."""
     for other in (False, True):
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
         for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
-            left = engine.runs.newest
+            left = session.runs.newest
             break
-        assert engine.runs.newest is left
+        assert session.runs.newest is left
         run(pipeline(FlowMatchEulerDiscreteScheduler()) if other else pipe, total=3)
-        assert engine.runs.newest is None
+        assert session.runs.newest is None
 
 
-def test_a_step_counts_once_whoever_calls_it(heard: Heard, engine: Session) -> None:
+def test_a_step_counts_once_whoever_calls_it(heard: Heard, session: Session) -> None:
     run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # now the base class is watched too
     run(pipeline(Derived()), total=9)
     run(pipeline(Derived()), total=9)
     assert counts(heard) == [(9, 3)] * 3
 
 
-def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Session) -> None:
+def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, session: Session) -> None:
     scheduler = Derived()
     scheduler.set_timesteps(3)
     with DiffusionPipeline.progress_bar(pipeline(scheduler), total=3):
@@ -140,16 +140,16 @@ def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, engine: Session) -> No
     assert counts(heard) == [(3, 3)]
 
 
-def test_schedulers_may_change_and_step_twice(heard: Heard, engine: Session) -> None:
+def test_schedulers_may_change_and_step_twice(heard: Heard, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
     run(pipe, total=3)
     assert counts(heard) == [(3, 3), (6, 5)]
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
 
 
-@pytest.mark.usefixtures("engine", "uninstalled")
+@pytest.mark.usefixtures("session", "uninstalled")
 def test_uninstalling_leaves_diffusers_as_it_was() -> None:
     schedulers = FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, Derived
 
@@ -189,37 +189,37 @@ class Loop(LoopSequentialPipelineBlocks):
         return components, state
 
 
-def test_modular_pipelines_have_runs(heard: Heard, engine: Session) -> None:
+def test_modular_pipelines_have_runs(heard: Heard, session: Session) -> None:
     for _ in range(2):
         Loop()(SimpleNamespace(), SimpleNamespace())
     assert heard.runs == [[3, [0.0], [1.0], [2.0]]] * 2
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
 
 
-def test_a_sampler_declares_its_runs(heard: Heard, engine: Session) -> None:
+def test_a_sampler_declares_its_runs(heard: Heard, session: Session) -> None:
     for steps in (2, None):
         with xfuser_cocodiff.run(steps=steps) as one:
-            assert engine.runs.newest
+            assert session.runs.newest
             one.step()
             one.step(torch.ones(1))
-            assert (engine.runs.newest is None) == (steps == 2)
-        assert engine.runs.newest is None
+            assert (session.runs.newest is None) == (steps == 2)
+        assert session.runs.newest is None
     with pytest.raises(InterruptedError), xfuser_cocodiff.run(3):
         raise InterruptedError
-    assert engine.runs.newest is None
+    assert session.runs.newest is None
     assert heard.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
 
 
-def test_the_innermost_run_is_in_force(heard: Heard, engine: Session) -> None:
+def test_the_innermost_run_is_in_force(heard: Heard, session: Session) -> None:
     with xfuser_cocodiff.run() as outer:
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
         pipe.scheduler.set_timesteps(3)
-        outer_run = engine.runs.newest
+        outer_run = session.runs.newest
         with DiffusionPipeline.progress_bar(pipe, total=3):
-            assert engine.runs.newest is not outer_run
+            assert session.runs.newest is not outer_run
             outer.step()
             denoise(pipe.scheduler)
-        assert engine.runs.newest is outer_run
+        assert session.runs.newest is outer_run
     assert counts(heard) == [(None, 0), (3, 3)]
 
 
@@ -241,6 +241,6 @@ def test_steps_belong_inside_their_run() -> None:
 
 def test_without_the_plugin_runs_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "_installed", None)
-    monkeypatch.setattr(run_tracker, "active", lambda: pytest.fail("asked for an engine"))
+    monkeypatch.setattr(run_tracker, "active", lambda: pytest.fail("asked for a session"))
     with xfuser_cocodiff.run(3) as one:
         one.step()

@@ -12,24 +12,24 @@ from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import replicated_text
-from xfuser_cocodiff.xdit.session import session as engines
+from xfuser_cocodiff.xdit.session import session as session_module
 
 FLUX = "xFuserFlux1Transformer2DWrapper"
 
 
 def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
-    """Of text, by each of two engines in two steps."""
+    """Of text, by each of two sessions in two steps."""
     group, _, step = start(rank, 3, text_tokens)
     found = []
     for _ in range(2):
         notes: list[str] = []
-        engine = engines.Session(mesh=Mesh.over(group, Topology.flat(2)), model=model)
-        bare_runtime.use(engine)
-        engine.runs.begin(3)
+        session = session_module.Session(mesh=Mesh.over(group, Topology.flat(2)), model=model)
+        bare_runtime.use(session)
+        session.runs.begin(3)
         with mock.patch.object(replicated_text, "info", notes.append):
             for _ in range(2):
                 step()
-                engine.runs.end_step()
+                session.runs.end_step()
         found.append(notes)
     return found
 

@@ -30,8 +30,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-class Session:
-    """As much of an engine as runs need, with transformers of one layer that hold whose call they were in last."""
+class FakeSession:
+    """As much of a session as runs need, with transformers of one layer that hold whose call they were in last."""
 
     def __init__(self) -> None:
         self.runtime = runtime()
@@ -53,20 +53,20 @@ class Session:
 class Transformer(nn.Module):
     """Each call names its request; says whether it found something of that one, and fails where it is another's."""
 
-    def __init__(self, engine: Session) -> None:
+    def __init__(self, session: FakeSession) -> None:
         super().__init__()
-        self.engine, self.root = engine, None
+        self.session, self.root = session, None
 
     def forward(self, request: float, timestep: object, encoder_hidden_states: torch.Tensor) -> bool:
         kwargs = {"timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         if self.root is None:
-            self.root = RootModule(self, lambda: True, self.engine.runs.called)
+            self.root = RootModule(self, lambda: True, self.session.runs.called)
             self.root.watch(self, (request,), kwargs)
-            self.engine.roots.append(self.root)
+            self.session.roots.append(self.root)
         root = self.root
         if root.run is None:
             return False
-        layer_codecs = self.engine.runtime.layer_codecs("a", id(self), root.calls - 1, SHARE, id(root))
+        layer_codecs = self.session.runtime.layer_codecs("a", id(self), root.calls - 1, SHARE, id(root))
         if layer_codecs is None:
             return False
         found = held(layer_codecs)
@@ -90,49 +90,49 @@ def loop(one: Transformer, request: float, text: torch.Tensor, times: tuple = TI
 @pytest.mark.parametrize("times", [TIMES, TIMES[::-1]], ids=["down", "up"])
 @pytest.mark.parametrize("same_prompt", [False, True])
 def test_a_run_is_recognised_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
-    engine, text = Session(), prompt()
-    one = engine.transformer()
+    session, text = FakeSession(), prompt()
+    one = session.transformer()
     for request in range(3):
         assert loop(one, request, text if same_prompt else prompt(), times) == [False, True, True, True]
     # Names of arguments are not needed.
     assert [one(3, time, text) for time in times] == [False, True, True, True]
-    assert engine.held == 1
+    assert session.held == 1
 
 
 @pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
 def test_another_prompt_is_another_run_wherever_its_times_begin(second: tuple) -> None:
-    one = Session().transformer()
+    one = FakeSession().transformer()
     loop(one, 1, prompt(), (1.0, 0.75, 0.5))
     assert not loop(one, 2, prompt(), second)[0]
 
 
 def test_the_same_prompt_at_the_last_time_is_another_run() -> None:
-    one, text = Session().transformer(), prompt()
+    one, text = FakeSession().transformer(), prompt()
     loop(one, 1, text, (1.0, 0.5))
     assert loop(one, 2, text, (0.5, 0.25)) == [False, True]
 
 
 def test_runs_of_one_step_never_meet() -> None:
-    engine, text = Session(), prompt()
-    one = engine.transformer()
+    session, text = FakeSession(), prompt()
+    one = session.transformer()
     for request in range(3 * MAX_BRANCHES):
         assert loop(one, request, text if request % 2 else prompt(), (1.0,)) == [False]
-        assert engine.held <= MAX_BRANCHES
+        assert session.held <= MAX_BRANCHES
 
 
 def test_calls_at_one_time_are_branches() -> None:
-    engine, texts = Session(), [prompt(), prompt()]
-    one = engine.transformer()
+    session, texts = FakeSession(), [prompt(), prompt()]
+    one = session.transformer()
     for request in (0, 10):
         for number, time in enumerate(TIMES):
             for branch, text in enumerate(texts):
                 assert one(request + branch, timestep=time, encoder_hidden_states=text) == (number > 0)
-        assert engine.held == 2
+        assert session.held == 2
 
 
 def test_guidance_that_begins_in_mid_run_costs_steps_but_mixes_nothing() -> None:
-    engine, texts = Session(), [prompt(), prompt()]
-    one = engine.transformer()
+    session, texts = FakeSession(), [prompt(), prompt()]
+    one = session.transformer()
     found = []
     for number, time in enumerate((1.0, 0.9, 0.8, 0.7, 0.6, 0.5)):
         for branch in range(1 + (number > 1)):
@@ -141,15 +141,15 @@ def test_guidance_that_begins_in_mid_run_costs_steps_but_mixes_nothing() -> None
 
 
 def test_a_prompt_that_is_written_over_is_another_one() -> None:
-    one, text = Session().transformer(), prompt()
+    one, text = FakeSession().transformer(), prompt()
     loop(one, 1, text, (1.0, 0.75))
     text.fill_(1)
     assert not loop(one, 2, text, (0.5,))[0]
 
 
 def test_a_second_transformer_may_take_over() -> None:
-    engine = Session()
-    first, second = engine.transformer(), engine.transformer()
+    session = FakeSession()
+    first, second = session.transformer(), session.transformer()
     for request in range(2):
         texts = [prompt(), prompt()]
         for one, times in ((first, (1.0, 0.9, 0.8)), (second, (0.5, 0.4, 0.3))):
@@ -157,7 +157,7 @@ def test_a_second_transformer_may_take_over() -> None:
                 for branch, text in enumerate(texts):
                     call = {"timestep": time, "encoder_hidden_states": text}
                     assert one(10 * request + branch, **call) == (number > 0)
-            assert engine.held == 2  # of one transformer, in two branches
+            assert session.held == 2  # of one transformer, in two branches
 
 
 @pytest.fixture
@@ -169,8 +169,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.usefixtures("on_a_device")
 def test_timesteps_on_a_device_are_known_by_their_place(inference: bool) -> None:
-    engine, times = Session(), torch.tensor(TIMES)
-    one = engine.transformer()
+    session, times = FakeSession(), torch.tensor(TIMES)
+    one = session.transformer()
     with torch.inference_mode(inference):
         for request in range(3):
             if request == 2:
@@ -182,7 +182,7 @@ def test_timesteps_on_a_device_are_known_by_their_place(inference: bool) -> None
 
 @pytest.mark.usefixtures("on_a_device")
 def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
-    one, text = Session().transformer(), prompt()
+    one, text = FakeSession().transformer(), prompt()
     for request in range(2):
         assert loop(one, request, text) == [False] * 4
     [message] = said
@@ -192,25 +192,25 @@ def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
 
 @pytest.mark.parametrize("missing", ["timestep", "encoder_hidden_states"])
 def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> None:
-    engine, transformer = Session(), nn.Identity()
-    root = RootModule(transformer, lambda: True, engine.runs.called)
+    session, transformer = FakeSession(), nn.Identity()
+    root = RootModule(transformer, lambda: True, session.runs.called)
     given = {"timestep": 1.0, "encoder_hidden_states": prompt()}
     del given[missing]
     for _ in range(6):
-        engine.runs.called(root, (), given)
+        session.runs.called(root, (), given)
         assert root.run is None
     [message] = said
     assert f"no argument named {missing}" in message and "xfuser_cocodiff.run(" in message
 
 
 def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
-    engine = Session()
-    one, text = engine.transformer(), prompt()
+    session = FakeSession()
+    one, text = session.transformer(), prompt()
     for _ in range(3):
-        engine.runs.begin(3)
+        session.runs.begin(3)
         for _ in range(3):
             one(1, timestep=1.0, encoder_hidden_states=text)
-            engine.runs.end_step()
+            session.runs.end_step()
     assert said == []
     for _ in range(4):
         one(2, timestep=1.0, encoder_hidden_states=None)
@@ -223,118 +223,118 @@ def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
 
 @pytest.mark.parametrize("total", [4, None])
 def test_a_declared_run_goes_by_its_steps_alone(total: int | None) -> None:
-    engine = Session()
-    one, text = engine.transformer(), prompt()
+    session = FakeSession()
+    one, text = session.transformer(), prompt()
     for request in range(2):
-        run = engine.runs.begin(total)
+        run = session.runs.begin(total)
         for number in range(4):
             assert one(request, timestep=0.5, encoder_hidden_states=text) == (number > 0)
-            engine.runs.end_step(run)
-        engine.runs.end(run)
-        assert engine.held == 0
+            session.runs.end_step(run)
+        session.runs.end(run)
+        assert session.held == 0
 
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], changes: bool) -> None:
     """Another prompt is another run's: the loop was left, and nobody said so."""
-    engine = Session()
-    one = engine.transformer()
-    engine.runs.begin(4, by=object()).may_be_left = True
+    session = FakeSession()
+    one = session.transformer()
+    session.runs.begin(4, by=object()).may_be_left = True
     found = []
     for number in range(4):
         found.append(one(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
-        engine.runs.end_step()
+        session.runs.end_step()
     assert found == ([False, True, False, False] if changes else [False, True, True, True])
     assert any("the prompt has changed" in message for message in said) == changes
 
 
 def test_a_run_of_unknown_length_goes_on() -> None:
-    engine = Session()
-    engine.runtime = runtime(changes="bits=8->4,cached=0->0.5")
-    engine.runs.begin(None)
+    session = FakeSession()
+    session.runtime = runtime(changes="bits=8->4,cached=0->0.5")
+    session.runs.begin(None)
     found = []
     for _ in range(70):
-        codecs = engine.runtime.layer_codecs("a", 1, 0, SHARE).codecs["v"]
+        codecs = session.runtime.layer_codecs("a", 1, 0, SHARE).codecs["v"]
         found.append((codecs.bits, codecs.share))
-        engine.runs.end_step()
+        session.runs.end_step()
     assert found[1] == (8, pytest.approx(1 - 0.5 / 49))
     assert found[24][0] == 8 and found[25][0] == 4
     assert found[49] == found[69] == (4, 0.5)
 
 
-def interleaved(engine: Session, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
+def interleaved(session: FakeSession, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
     """Two pipelines that take turns."""
-    both, texts = [engine.runs.begin(steps, by=object()) for _ in range(2)], [prompt(), prompt()]
+    both, texts = [session.runs.begin(steps, by=object()) for _ in range(2)], [prompt(), prompt()]
     found: list[list[bool]] = [[], []]
     for step in range(steps):
         for request, one in enumerate((first, second)):
             for _ in range(2):
                 call = {"timestep": 1 - step / steps, "encoder_hidden_states": texts[request]}
                 found[request].append(one(request, **call))
-            engine.runs.end_step(both[request])
-            assert engine.held <= 2
+            session.runs.end_step(both[request])
+            assert session.held <= 2
     return found
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_pipelines_that_take_turns_travel_exactly(said: list[str], shared: bool) -> None:
-    engine = Session()
-    one = engine.transformer()
-    older, newer = interleaved(engine, one, one if shared else engine.transformer())
+    session = FakeSession()
+    one = session.transformer()
+    older, newer = interleaved(session, one, one if shared else session.transformer())
     assert older == newer == [False] * 12
-    assert engine.held == 0 and all("takes turns with another one" in message for message in said)
+    assert session.held == 0 and all("takes turns with another one" in message for message in said)
 
 
 def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
-    engine = Session()
-    outer, inner = engine.transformer(), engine.transformer()
+    session = FakeSession()
+    outer, inner = session.transformer(), session.transformer()
     for shared in (False, True):
         one = outer if shared else inner
-        first, texts = engine.runs.begin(6, by=object()), [prompt(), prompt()]
+        first, texts = session.runs.begin(6, by=object()), [prompt(), prompt()]
         for step in range(6):
             # The inner run has taken its place, and it begins anew.
             assert outer(1, timestep=0.0, encoder_hidden_states=texts[0]) == (step not in (0, 3))
-            engine.runs.end_step(first)
+            session.runs.end_step(first)
             if step == 2:
-                second = engine.runs.begin(2, by=object())
+                second = session.runs.begin(2, by=object())
                 for number in range(2):
                     found = one(2, timestep=0.0, encoder_hidden_states=texts[1])
                     assert found == (number > 0)
-                    engine.runs.end_step(second)
-                assert engine.held == 0
+                    session.runs.end_step(second)
+                assert session.held == 0
 
 
 def test_two_pipelines_may_share_a_transformer_in_turns_of_several_steps(said: list[str]) -> None:
-    engine = Session()
-    one = engine.transformer()
-    both, texts = [engine.runs.begin(9, by=object()) for _ in range(2)], [prompt(), prompt()]
+    session = FakeSession()
+    one = session.transformer()
+    both, texts = [session.runs.begin(9, by=object()) for _ in range(2)], [prompt(), prompt()]
     for request in (1, 1, 1, 0, 0, 1, 0, 1, 1):
         one(request, timestep=0.0, encoder_hidden_states=texts[request])
-        engine.runs.end_step(both[request])
+        session.runs.end_step(both[request])
     assert any("the prompt has changed" in message for message in said)
 
 
 def test_steps_that_nobody_sees_do_not_fill_the_memory(said: list[str]) -> None:
-    engine = Session()
-    one, text = engine.transformer(), prompt()
-    engine.runs.begin(50)
+    session = FakeSession()
+    one, text = session.transformer(), prompt()
+    session.runs.begin(50)
     for number in range(3 * MAX_BRANCHES):
         one(number, timestep=0.0, encoder_hidden_states=text)
-        assert engine.held <= MAX_BRANCHES
-    assert engine.held == 0
+        assert session.held <= MAX_BRANCHES
+    assert session.held == 0
     assert any("no step has ended" in message for message in said)
 
 
 def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
-    engine = Session()
-    engine.runs.begin(3)
+    session = FakeSession()
+    session.runs.begin(3)
     for _ in range(3):
-        engine.runtime.disable("K is odd")
-        engine.runs.end_step()
+        session.runtime.disable("K is odd")
+        session.runs.end_step()
     assert said == ["mode balanced does nothing so far, everything travels exactly: K is odd"]
-    engine.runs.begin(3)
+    session.runs.begin(3)
     for _ in range(3):
-        engine.runs.end_step()
+        session.runs.end_step()
     assert "no attention came through xDiT's USP" in said[-1] == said[1]
 
 
@@ -349,7 +349,7 @@ class Loops:
     def __init__(self, rank: int, config: object) -> None:
         group, self.transformer, step = start(rank, depth=3)
         self.given = inputs_of(self.transformer, step)
-        self.engine = in_force(group, config)
+        self.session = in_force(group, config)
         self.scheduler = FlowMatchEulerDiscreteScheduler()
         self.pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
 
@@ -386,7 +386,7 @@ class Loops:
     def declared(self, latents: torch.Tensor, prompts: list[torch.Tensor], steps: int | None = STEPS) -> torch.Tensor:
         with xfuser_cocodiff.run(steps) as run:
             latents = self.by_hand(latents, prompts, run.step)
-        assert self.engine.runtime.reference_bytes == 0
+        assert self.session.runtime.reference_bytes == 0
         return latents
 
     def of_unknown_length(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
@@ -409,7 +409,7 @@ class Loops:
     @property
     def encoded(self) -> list[float]:
         """Share of its bytes that each step of the last run has sent."""
-        return [report.sent_bytes / report.exact_bytes for report in self.engine.runtime.reports]
+        return [report.sent_bytes / report.exact_bytes for report in self.session.runtime.reports]
 
 
 WAYS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
@@ -419,7 +419,7 @@ def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tenso
     """Latents of runs in a row, and what their steps sent. The first of a run that is only recognised is exact; here
     that of others is too, so that runs can be compared."""
     loops = Loops(rank, config_of(mode, schedule=None if mode == "exact" else "first=exact"))
-    return [(loops.run(*run), loops.encoded if loops.engine.runtime else []) for run in runs]
+    return [(loops.run(*run), loops.encoded if loops.session.runtime else []) for run in runs]
 
 
 @pytest.mark.parametrize(("branches", "ways"), [slow(1, WAYS), (2, ("by_hand", "declared"))])
@@ -472,7 +472,7 @@ def anew_on_one_rank(rank: int) -> torch.Tensor:
         latents, time, [prompt.clone() for prompt in prompts] if rank == 1 else prompts
     )
     latents = loops.run(1, "by_hand")
-    assert "made anew on others" in loops.engine.runs.reason
+    assert "made anew on others" in loops.session.runs.reason
     return latents
 
 

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import schedule_trials
-from xfuser_cocodiff.xdit.session import session as engines
+from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session.schedule_trials import TURNS, Trials
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> RunTracker:
 
 
 class Steps:
-    """Steps of an engine in which kinds of layers run, each by its schedule."""
+    """Steps of a session in which kinds of layers run, each by its schedule."""
 
     def __init__(self, clock: RunTracker, *kinds: Trial, stocks: float = 1.0, ours: float = 1.0) -> None:
         self._clock, self.kinds = clock, list(kinds)
@@ -207,17 +207,17 @@ def test_what_is_fixed_is_not_tried(clock: RunTracker) -> None:
 
 def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    engine = engines.Session()
-    engine.trials = SimpleNamespace(end_step=lambda: tries.append(1), begin_run=lambda: None)
-    monkeypatch.setattr(engines, "active", lambda: engine)
-    engine.runs.begin(3)
-    engine.runs.end_step()
-    monkeypatch.setattr(engines, "is_captured", lambda: True)
-    engine.runs.end_step()
+    session = session_module.Session()
+    session.trials = SimpleNamespace(end_step=lambda: tries.append(1), begin_run=lambda: None)
+    monkeypatch.setattr(session_module, "active", lambda: session)
+    session.runs.begin(3)
+    session.runs.end_step()
+    monkeypatch.setattr(session_module, "is_captured", lambda: True)
+    session.runs.end_step()
     assert tries == [1]
-    monkeypatch.setattr(engines, "is_captured", lambda: False)
+    monkeypatch.setattr(session_module, "is_captured", lambda: False)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    engine.runs.end_step()
+    session.runs.end_step()
     assert tries == [1]
 
 
@@ -229,16 +229,16 @@ def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], l
     group, _, step = start(rank, depth=3)
     expected, clock = step(), RunTracker()
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V surely goes first
-    engine = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
-    engine.runs.begin(20)
+    session = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session.runs.begin(20)
     with mock.patch.object(schedule_trials, "time", clock):
         for _ in range(2 + len(TURNS)):
-            kinds = list(engine.layers.kinds)
+            kinds = list(session.layers.kinds)
             v_first = any(kind.trial.schedule.v_first for kind in kinds if kind.trial)
             clock.now += by_rank[rank][v_first]
             assert torch.equal(step(), expected)
-            engine.runs.end_step()
-    return [str(kind.trial.chosen) for kind in kinds], engine._mean([float(rank), 2.0 * rank])
+            session.runs.end_step()
+    return [str(kind.trial.chosen) for kind in kinds], session._mean([float(rank), 2.0 * rank])
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def counted(rank: int) -> list[int]:
     config = CocoDiffConfig(
         topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
     )
-    engine = in_force(group, config)
-    engine.runs.begin(20)
+    session = in_force(group, config)
+    session.runs.begin(20)
     found = []
     for _ in range(9):
         step()
-        engine.runs.end_step()
-        found.append(sum(map(len, engine.trials._seconds.values())))
+        session.runs.end_step()
+        found.append(sum(map(len, session.trials._seconds.values())))
     return found
 
 
@@ -282,23 +282,23 @@ def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     after so many; and whether a schedule was chosen at last."""
     group, _, step = start(rank, depth=3)
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)
-    engine = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
-    engine.runs.begin(20)
+    session = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session.runs.begin(20)
     for _ in range(ended):
         step()
-        engine.runs.end_step()
+        session.runs.end_step()
     step()
     if rank == 0:
-        engine.runs.end_step()
-    engine.runs.begin(20)
+        session.runs.end_step()
+    session.runs.begin(20)
     same = []
     for _ in range(3 + len(TURNS)):
-        same.append(engine.all_agree([str(kind.trial.schedule) for kind in engine.layers.kinds if kind.trial]))
+        same.append(session.all_agree([str(kind.trial.schedule) for kind in session.layers.kinds if kind.trial]))
         if not same[-1]:
             break
         step()
-        engine.runs.end_step()
-    return same, all(kind.trial.chosen for kind in engine.layers.kinds)
+        session.runs.end_step()
+    return same, all(kind.trial.chosen for kind in session.layers.kinds)
 
 
 @pytest.mark.parametrize("ended", [2, 4, 5])

@@ -23,7 +23,7 @@ def config_of(mode: str, **options: object) -> CocoDiffConfig:
 
 
 def side_by_side(rank: int) -> None:
-    """Steps of runs by three engines, in turns, against the same runs alone."""
+    """Steps of runs by three sessions, in turns, against the same runs alone."""
     group, transformer, step = start(rank, depth=3)
     at = [0]  # the step; what a run is given changes with it
     transformer.register_forward_pre_hook(
@@ -32,28 +32,28 @@ def side_by_side(rank: int) -> None:
     )
     configs = [config_of("balanced"), config_of("exact", kernels="torch"), config_of("balanced", schedule="bits=8")]
 
-    def run(engines: list) -> list[list[torch.Tensor]]:
-        found = [[] for _ in engines]
+    def run(sessions: list) -> list[list[torch.Tensor]]:
+        found = [[] for _ in sessions]
         for at[0] in range(STEPS):
-            for engine, results in zip(engines, found, strict=True):
-                bare_runtime.use(engine)
+            for session, results in zip(sessions, found, strict=True):
+                bare_runtime.use(session)
                 if at[0] == 0:
-                    engine.runs.begin(STEPS)
+                    session.runs.begin(STEPS)
                 results.append(step())
-                engine.runs.end_step()
+                session.runs.end_step()
         return found
 
     alone = []
     for config in configs:
-        engine = starting.engine_over(group, config)
-        [results] = run([engine])
-        alone.append((results, dict(engine.traffic.sent_bytes)))
-        engine.close()
-    engines = [starting.engine_over(group, config) for config in configs]
-    for engine, together, (single, sent) in zip(engines, run(engines), alone, strict=True):
+        session = starting.create_session(group, config)
+        [results] = run([session])
+        alone.append((results, dict(session.traffic.sent_bytes)))
+        session.close()
+    sessions = [starting.create_session(group, config) for config in configs]
+    for session, together, (single, sent) in zip(sessions, run(sessions), alone, strict=True):
         assert all(torch.equal(*pair) for pair in zip(together, single, strict=True))
-        assert dict(engine.traffic.sent_bytes) == sent
-        assert engine.layers.kinds and all(kind.ready for kind in engine.layers.kinds)
+        assert dict(session.traffic.sent_bytes) == sent
+        assert session.layers.kinds and all(kind.ready for kind in session.layers.kinds)
     encoded, exact, finer = (results for results, _ in alone)
     assert torch.equal(encoded[0], finer[0])  # both begin alike
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
@@ -71,7 +71,7 @@ def test_engines_side_by_side_do_not_see_each_other() -> None:
 
 
 def in_a_row(rank: int) -> None:
-    """A new runtime state of xDiT leaves nothing of the engine before it."""
+    """A new runtime state of xDiT leaves nothing of the session before it."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
 
@@ -98,8 +98,8 @@ def test_an_engine_ends_with_its_runtime_state() -> None:
 def agreed(rank: int) -> tuple[list[float], list[float]]:
     """What ranks that measure different things go by: a mean of times, the largest error."""
     group, *_ = start(rank, depth=3)
-    engine = in_force(group, config_of("balanced"))
-    return engine._mean([float(rank)]), engine.runtime._agreed([float(rank), -float(rank)])
+    session = in_force(group, config_of("balanced"))
+    return session._mean([float(rank)]), session.runtime._agreed([float(rank), -float(rank)])
 
 
 def test_ranks_that_differ_go_by_the_mean_time_and_the_largest_error() -> None:

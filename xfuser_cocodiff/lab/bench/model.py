@@ -106,7 +106,7 @@ def _settled(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(tried.run(step), expected)
-        if tried.engine.trials is None or tried.engine.trials.settled:
+        if tried.session.trials is None or tried.session.trials.settled:
             break
     return equal
 
@@ -124,11 +124,11 @@ def _compare(
     alone = median(times.pop("alone"))
     keyframes = {**times, **(contest(first, repeats, _CPU) if first else {})}
     for each in variants.values():
-        each.engine.traffic.timed = True
+        each.session.traffic.timed = True
     contest(runs, TIMED_STEPS, _CPU)  # timing costs time, so that these steps are not timed themselves
     rows = []
     for mode, each in variants.items():
-        each.engine.traffic.timed = False
+        each.session.traffic.timed = False
         share = each.refresh_share
         seconds = [share * key + (1 - share) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
         a2a, hidden = (mean(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds))
@@ -145,7 +145,7 @@ def _compare(
                 "bytes_slow_fraction": each.bytes_slow_fraction,
                 "bound_seconds": _bound(exact_bytes, profile, each, alone),
                 "plans": list(each.plans),
-                "schedules": {kind.name: str(kind.trial.schedule) for kind in each.engine.layers.kinds if kind.trial},
+                "schedules": {kind.name: str(kind.trial.schedule) for kind in each.session.layers.kinds if kind.trial},
             }
         )
     return rows

@@ -29,7 +29,7 @@ _GOLDEN = 0.618
 class Variant:
     """Stock, or a mode of the plugin."""
 
-    engine: Session = field(default_factory=Session)
+    session: Session = field(default_factory=Session)
     """Stock's when not given."""
     plans: dict[str, None] = field(default_factory=dict)
     """Plans of the latest step's all-to-alls."""
@@ -43,24 +43,24 @@ class Variant:
     @property
     def runtime(self) -> Runtime | None:
         """What codecs know of the run that its steps make."""
-        return self.engine.runtime
+        return self.session.runtime
 
     def run(self, step: Step, anew: bool = False) -> torch.Tensor:
         """Run a step; if `anew`, the first one of a run."""
-        bare_runtime.use(self.engine)
+        bare_runtime.use(self.session)
         self.plans.clear()
-        self.engine.traffic.reset()
+        self.session.traffic.reset()
         if self.runtime:
             self._begin() if anew else self._go_on()
         result = step(self.position)
-        self.engine.runs.end_step()
-        self.a2a_seconds.append(sum(self.engine.traffic.seconds.values()))
-        self.hidden_seconds.append(self.engine.traffic.hidden_seconds)
+        self.session.runs.end_step()
+        self.a2a_seconds.append(sum(self.session.traffic.seconds.values()))
+        self.hidden_seconds.append(self.session.traffic.hidden_seconds)
         return result
 
     def _begin(self) -> None:
         """Stand at the first step of a new run."""
-        self.engine.runs.begin(_RUN_STEPS)
+        self.session.runs.begin(_RUN_STEPS)
         self.runtime.step, self.done = 0, 1
 
     def _go_on(self) -> None:
@@ -117,16 +117,16 @@ def over(config: CocoDiffConfig, profile: Profile) -> Variant:
         config = replace(config, ring_profile=profile.along(config.ring_topology))
     ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
     known = TuningCache({}, profile.along(ulysses) if group.size() > 1 else None)
-    engine = startup.engine_over(group, config, known, around=around if around.size() > 1 else None)
-    choose, plans = engine.mesh.policy.choose, dict[str, None]()
+    session = startup.create_session(group, config, known, around=around if around.size() > 1 else None)
+    choose, plans = session.mesh.policy.choose, dict[str, None]()
 
     def noted(message_bytes: int) -> Plan:
         plan = choose(message_bytes)
         plans[str(plan)] = None
         return plan
 
-    engine.mesh = replace(engine.mesh, policy=replace(engine.mesh.policy, choose=noted))
-    return Variant(engine, plans)
+    session.mesh = replace(session.mesh, policy=replace(session.mesh.policy, choose=noted))
+    return Variant(session, plans)
 
 
 def without_sending(step: Step) -> Callable[[], object]:

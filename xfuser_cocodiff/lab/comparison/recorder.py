@@ -162,16 +162,16 @@ class Recorder:
         return time.perf_counter()
 
 
-def _coded(engine: Session) -> dict[str, Any]:
+def _coded(session: Session) -> dict[str, Any]:
     """What share of its bytes a run has sent on slow axes, or why it was all."""
-    runtime, config = engine.runtime, engine.config
+    runtime, config = session.runtime, session.config
     if config is None or config.mode == EXACT:
         return {"coded_fraction": None, "coded_reason": "stock xDiT" if config is None else f"mode {EXACT}"}
     if runtime is None:
-        reason = engine.exact_because or "stock xDiT's own all-to-all runs"
+        reason = session.exact_because or "stock xDiT's own all-to-all runs"
         return {"coded_fraction": 0.0, "coded_reason": reason}
     sent, exact = (sum(getattr(report, name) for report in runtime.reports) for name in ("sent_bytes", "exact_bytes"))
-    return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else engine.runs.reason}
+    return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else session.runs.reason}
 
 
 def _memory() -> Any:

@@ -62,30 +62,30 @@ def attention(
 
 def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
-    engine = active()
-    engine.enter()
-    if (engine.overlap.head_groups or 1) > 1:
+    session = active()
+    session.enter()
+    if (session.overlap.head_groups or 1) > 1:
         warn(UNGROUPED)
-    layer = engine.layers.traced(path)
-    kind = engine.layers.kinds.of_graph(layer.name, value) if layer else None
+    layer = session.layers.traced(path)
+    kind = session.layers.kinds.of_graph(layer.name, value) if layer else None
     schedule = kind.trial.schedule if kind and kind.trial else Schedule()
-    exchanges = Exchanges(engine.mesh_of(schedule), layer=layer.name if layer else "")
-    engine.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
+    exchanges = Exchanges(session.mesh_of(schedule), layer=layer.name if layer else "")
+    session.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
     if schedule.v_first:
-        exchanges.layer_codecs = engine.layer_codecs(layer, kind.share)
+        exchanges.layer_codecs = session.layer_codecs(layer, kind.share)
         exchanges.send_value(value)
     return _a_ticket()
 
 
 def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Q and K are there too."""
-    engine = active()
-    call, share = engine.traced_call, Share.of(query, key, value)
+    session = active()
+    call, share = session.traced_call, Share.of(query, key, value)
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
-            settle(call.kind, engine, query, key, value)
-    call.exchanges.layer_codecs = engine.layer_codecs(call.layer, share)
+            settle(call.kind, session, query, key, value)
+    call.exchanges.layer_codecs = session.layer_codecs(call.layer, share)
     call.exchanges.send(query, key, value)
     return _a_ticket()
 

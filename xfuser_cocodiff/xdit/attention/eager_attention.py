@@ -15,18 +15,18 @@ from xfuser_cocodiff.xdit.attention.schedule_choice import Comparing, settle, wa
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def value_under_way(value: torch.Tensor, engine: Session) -> Handle | None:
+def value_under_way(value: torch.Tensor, session: Session) -> Handle | None:
     """The exchange of V that the layer that runs has begun, if it has; the layer abandons it at the end of its call
     if nobody has waited for it. Every rank of the group must call this.
 
     Args:
         value: V as its attention was given it, shape (B, H, S/P, D).
-        engine: in force.
+        session: in force.
     """
-    engine.enter()
-    layer = engine.layers.current
+    session.enter()
+    layer = session.layers.current
     if layer is None:
-        engine.layers.discover()
+        session.layers.discover()
     return layer.value_under_way(value) if layer else None
 
 
@@ -36,7 +36,7 @@ def followed_attention(
     value: torch.Tensor,
     attend_by: Callable[[LayerCodecs | None, str], Attend],
     under_way: Handle | None,
-    engine: Session,
+    session: Session,
     cuts_heads: bool = False,
 ) -> torch.Tensor:
     """Ulysses attention by the schedule of the layer that runs, with its codecs.
@@ -47,30 +47,30 @@ def followed_attention(
         value: as `key`.
         attend_by: what attention is, given how a ring's K and V are encoded and the name of the layer.
         under_way: see :func:`value_under_way`.
-        engine: in force.
+        session: in force.
         cuts_heads: whether attention may be called for some of the heads.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    mesh, layer = engine.mesh, engine.layers.current
+    mesh, layer = session.mesh, session.layers.current
     kind = layer.call.kind if layer else None
     share = Share.of(query, key, value)
     if kind:
         kind.share = share
-    running = layer or engine.layers.running()
-    layer_codecs = engine.layer_codecs(running, share)
+    running = layer or session.layers.running()
+    layer_codecs = session.layer_codecs(running, share)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", Schedule())
-    attend = attend_by(engine.ring_codecs(running, share) if engine.ring else None, name)
+    attend = attend_by(session.ring_codecs(running, share) if session.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if kind and kind.trial is None and (kind.ready or kind.refusal):
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-        groups = wanted_groups(engine, *heads) if cuts_heads else 1
+        groups = wanted_groups(session, *heads) if cuts_heads else 1
         comparing = Comparing(attend, groups)
         result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-        settle(kind, engine, query, key, value, groups, comparing.is_same)
+        settle(kind, session, query, key, value, groups, comparing.is_same)
         return result
     beside = layer.call.catch_up if layer and layer.call.later else None
-    mesh = engine.mesh_of(schedule)
+    mesh = session.mesh_of(schedule)
     return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs, beside)

@@ -96,10 +96,10 @@ class _Exchange:
             value: torch.Tensor,
             **options: Any,
         ) -> torch.Tensor:
-            engine = active()
-            if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, engine):
+            session = active()
+            if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, session):
                 return original(module, attn, query, key, value, **options)
-            heads, degree, as_given = query.shape[_HEADS], engine.mesh.topology.size, value.transpose(1, 2)
+            heads, degree, as_given = query.shape[_HEADS], session.mesh.topology.size, value.transpose(1, 2)
             query, key, value = (padded_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
             options |= {
                 name: padded_heads(text, degree, _HEADS)
@@ -120,8 +120,8 @@ class _Exchange:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
-            under_way = value_under_way(as_given, engine)
-            attended = followed_attention(query, key, value, lambda *_: attend, under_way, engine).transpose(1, 2)
+            under_way = value_under_way(as_given, session)
+            attended = followed_attention(query, key, value, lambda *_: attend, under_way, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 
@@ -135,10 +135,10 @@ def _is_ulysses(group: dist.ProcessGroup | None) -> bool:
     return group is PROCESS_GROUP.ULYSSES_PG
 
 
-def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, engine: Session) -> bool:
+def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, session: Session) -> bool:
     """Whether this call is one that is understood here; by what is the same on every rank."""
     return (
-        engine.mesh is not None
+        session.mesh is not None
         and _is_ulysses(module.ulysses_pg)
         and (module.scatter_idx, module.gather_idx) == _TO_HEADS
         and not module.use_pack_qkv

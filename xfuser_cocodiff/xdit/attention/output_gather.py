@@ -52,11 +52,11 @@ def _is_of_a_sequence(group: object) -> bool:
     return group is parallel_state._SP and not is_captured()
 
 
-def gathered(engine: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
+def gathered(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
     """What each of so many ranks has, which all of them must call for.
 
     Args:
-        engine: its Ulysses group, and its ring, are those that are gathered along.
+        session: its Ulysses group, and its ring, are those that are gathered along.
         block: as large on every rank.
         ranks: that share a sequence.
 
@@ -64,9 +64,9 @@ def gathered(engine: Session, block: torch.Tensor, ranks: int) -> torch.Tensor |
         Shape (ranks, *block.shape), in their order; None where nothing is known of the links yet, or one collective is
         the fastest way.
     """
-    every = (engine.ring and engine.ring.mesh, engine.mesh)  # the outer one first
+    every = (session.ring and session.ring.mesh, session.mesh)  # the outer one first
     meshes = [mesh for mesh in every if mesh and mesh.topology.size > 1]
-    if engine.config and engine.config.ring == INNER:
+    if session.config and session.config.ring == INNER:
         meshes.reverse()
     # Where a ring is xDiT's own, the plugin knows but a part of the ranks; and not every backend knows types of 8 bits.
     if not meshes or math.prod(mesh.topology.size for mesh in meshes) != ranks or block.element_size() == 1:

@@ -12,17 +12,17 @@ from xfuser_cocodiff.xdit.patching.log import warn
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def wanted_groups(engine: Session, *heads: int) -> int:
+def wanted_groups(session: Session, *heads: int) -> int:
     """Return the number of head groups that the user wants, where whole tensors are sent that it divides, else 1.
 
     Args:
-        engine: with the settings.
+        session: with the settings.
         heads: of Q, K and V on a rank.
     """
-    groups = engine.overlap.head_groups or 1
+    groups = session.overlap.head_groups or 1
     if groups == 1:
         return 1
-    if engine.runtime:
+    if session.runtime:
         warn("--cocodiff_head_groups is ignored: in lossy modes, references belong to whole tensors")
         return 1
     if any(number % groups for number in heads):
@@ -59,7 +59,7 @@ class Comparing:
 
 def settle(
     kind: LayerSignature,
-    engine: Session,
+    session: Session,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -70,29 +70,29 @@ def settle(
 
     Args:
         kind: of layer, whose V may be able to go first.
-        engine: whose ranks agree.
+        session: whose ranks agree.
         query: Q of a call, as it is sent; its size counts.
         key: K.
         value: V.
         groups: of heads.
         is_same: whether that many groups change no bit on this rank.
     """
-    fixed, policy, flat = engine.overlap.v_first, engine.mesh.policy, engine.planned.flat
+    fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.planned.flat
     whole = query.nbytes + key.nbytes + value.nbytes
     pays = fixed is None and kind.ready and policy.ahead(value.nbytes, whole)
-    has_mlp = kind.has_parallel_mlp and fixed is not False and not engine.planned.synchronous
+    has_mlp = kind.has_parallel_mlp and fixed is not False and not session.planned.synchronous
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays else [whole]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ from one Ulysses group of a ring to another, and the MLP's hooks from rank to rank.
-    answers = engine.reduced([float(each) for each in (pays, has_mlp, is_flat, is_same)], "min")
+    answers = session.reduced([float(each) for each in (pays, has_mlp, is_flat, is_same)], "min")
     pays, has_mlp, is_flat, is_same = map(bool, answers)
     if not is_same:
         kind.unequal = (groups,)
         warn(f"--cocodiff_head_groups {groups} is ignored: attention in groups of heads would change bits")
         groups = 1
-    known = engine.known_schedule(kind)
+    known = session.known_schedule(kind)
     ours = Schedule(kind.ready if fixed else pays, groups, has_mlp)
-    stocks = Schedule(groups=groups, flat=engine.runtime is None and not is_flat)
+    stocks = Schedule(groups=groups, flat=session.runtime is None and not is_flat)
     if known:
         kind.trial = Trial([known])
     else:

@@ -53,42 +53,42 @@ def _usp(original: Callable) -> Callable:
     def USP(  # noqa: N802 (xDiT's name)
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        engine = active()
-        if engine.mesh is None and (engine.virtual is None or torch.compiler.is_compiling()):
+        session = active()
+        if session.mesh is None and (session.virtual is None or torch.compiler.is_compiling()):
             return original(query, key, value, *args, **kwargs)
         given = _Given(*args, **kwargs)
-        if engine.mesh is None:
-            engine.enter()
-            return _virtually(original, query, key, value, given, engine)
+        if session.mesh is None:
+            session.enter()
+            return _virtually(original, query, key, value, given, session)
         is_traced = torch.compiler.is_compiling()
-        under_way = None if is_traced else value_under_way(value, engine)
-        if not _ours(query, key, value, given, engine):
+        under_way = None if is_traced else value_under_way(value, session)
+        if not _ours(query, key, value, given, session):
             if under_way:
                 under_way.abandon()
             return original(query, key, value, *args, **kwargs)
         heads = query.shape[HEADS]
-        if any(tensor.shape[HEADS] % engine.mesh.topology.size for tensor in (query, key)):
-            (query, key, value), given = evened([query, key, value], given, engine.mesh.topology.size)
+        if any(tensor.shape[HEADS] % session.mesh.topology.size for tensor in (query, key)):
+            (query, key, value), given = evened([query, key, value], given, session.mesh.topology.size)
         if is_traced:
-            result = _traced(original, query, key, value, given, engine)
+            result = _traced(original, query, key, value, given, session)
         else:
-            result = _attention(query, key, value, under_way, given, engine)
+            result = _attention(query, key, value, under_way, given, session)
         return result if result.shape[HEADS] == heads else result[:, :heads]
 
     return USP
 
 
 def _traced(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session
 ) -> torch.Tensor:
     """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
-    mesh = engine.mesh
+    mesh = session.mesh
     if mesh.topology.size == 1 or not order_exchanges():
         return original(query, key, value, **vars(given))
-    query, attend = _prepared(query, key, value, given), _attend(given, padding=engine.padding)
-    if engine.calls_operators:
+    query, attend = _prepared(query, key, value, given), _attend(given, padding=session.padding)
+    if session.calls_operators:
         return custom_ops.attention(query, key, value, attend, mesh.topology.size)
-    if engine.sends_value_ahead(value):
+    if session.sends_value_ahead(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
     else:
@@ -97,31 +97,31 @@ def _traced(
 
 
 def _virtually(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session
+    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session
 ) -> torch.Tensor:
     """Attention of one rank, with what codecs would leave of its tensors among many."""
-    engine.layers.discover()
-    virtual, layer = engine.virtual, engine.layers.running()
+    session.layers.discover()
+    virtual, layer = session.virtual, session.layers.running()
     layer_codecs = None
     if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
-        engine.runtime.disable("its K and V are of other tokens than its Q, whose places on many ranks are not known")
+        session.runtime.disable("its K and V are of other tokens than its Q, whose places on many ranks are not known")
     elif layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
         share = Share.of(query, key, value, part=virtual.share_of(query.shape, parts))
-        layer_codecs = engine.layer_codecs(layer, share)
+        layer_codecs = session.layer_codecs(layer, share)
     if layer_codecs is None:
         return original(query, key, value, **vars(given))
     attention = functools.partial(original, **vars(given))
     return virtual.attend([query, key, value], parts, layer_codecs, attention)
 
 
-def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, engine: Session) -> bool:
+def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session) -> bool:
     """Whether this call is one that is understood here; by what is the same on every rank. xDiT does the others, whose
     exchanges run along the topology all the same."""
     from xfuser.model_executor.layers import usp
 
-    mesh, tensors = engine.mesh, [query, key, value]
+    mesh, tensors = session.mesh, [query, key, value]
     if given.joint_strategy:
         tensors.append(given.joint_query)
     return (
@@ -129,12 +129,12 @@ def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _G
         and (can_pad(query, key) or all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors))
         and given.joint_strategy in (None, "front", "rear")
         and not usp._ulysses_extra_inputs(given.attention_kwargs, query)
-        and not _in_fp8(given, engine)
-        and not _permutes_heads(given, engine)
+        and not _in_fp8(given, session)
+        and not _permutes_heads(given, session)
     )
 
 
-def _in_fp8(given: _Given, engine: Session) -> bool:
+def _in_fp8(given: _Given, session: Session) -> bool:
     """Whether this call's exchanges are in 8 bits by xDiT. A mode that approximates has codecs in their place, once
     xDiT has seen in a run of its own how large values are."""
     from xfuser.core.distributed import get_runtime_state
@@ -143,13 +143,13 @@ def _in_fp8(given: _Given, engine: Session) -> bool:
     module = given.head_balance_layer if given.attn_layer is None else given.attn_layer
     if state is None or module is None or given.joint_strategy:
         return False
-    if engine.runtime is None:
+    if session.runtime is None:
         return True
     model = state.get_model_state(getattr(module, "fp8_comms_owner", None))
     return model is not None and not model.synced
 
 
-def _permutes_heads(given: _Given, engine: Session) -> bool:
+def _permutes_heads(given: _Given, session: Session) -> bool:
     """Whether xDiT gives each rank other heads at every step, so that all have as much to do."""
     from xfuser.core.distributed import get_runtime_state
     from xfuser.model_executor.layers import usp
@@ -162,8 +162,8 @@ def _permutes_heads(given: _Given, engine: Session) -> bool:
         and getattr(given.head_balance_layer, "head_perm", None) is not None
         and given.joint_strategy is None
     )
-    if permutes and engine.runtime:
-        engine.runtime.disable("its heads change places between steps (--use_spargeattn_head_balance)")
+    if permutes and session.runtime:
+        session.runtime.disable("its heads change places between steps (--use_spargeattn_head_balance)")
     return permutes
 
 
@@ -173,14 +173,14 @@ def _attention(
     value: torch.Tensor,
     under_way: Handle | None,
     given: _Given,
-    engine: Session,
+    session: Session,
 ) -> torch.Tensor:
     from xfuser.model_executor.layers import usp
 
     query = _prepared(query, key, value, given)
     cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-    attend_by = functools.partial(_attend, given, None if given.is_causal else engine.ring, engine.padding)
-    return followed_attention(query, key, value, attend_by, under_way, engine, cuts_heads)
+    attend_by = functools.partial(_attend, given, None if given.is_causal else session.ring, session.padding)
+    return followed_attention(query, key, value, attend_by, under_way, session, cuts_heads)
 
 
 def _prepared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given) -> torch.Tensor:

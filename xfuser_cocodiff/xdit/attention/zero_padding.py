@@ -67,8 +67,8 @@ def _with_any_heads(original: Callable) -> Callable:
 def _with_any_rows(original: Callable) -> Callable:
     @functools.wraps(original)
     def _calc_patches_metadata(self: Any) -> None:
-        engine, height = getattr(self, "cocodiff", None), self.input_config.height
-        if engine is None or engine.mesh is None or engine.keeps_usp or engine.model != _WRAPPER:
+        session, height = getattr(self, "cocodiff", None), self.input_config.height
+        if session is None or session.mesh is None or session.keeps_usp or session.model != _WRAPPER:
             original(self)
             return
         multiple = self.vae_scale_factor * self.backbone_patch_size * self.parallel_config.sp_degree
@@ -88,15 +88,15 @@ def _with_any_tokens(original: Callable) -> Callable:
     ) -> Any:
         from xfuser.core.distributed import get_sequence_parallel_world_size
 
-        engine, missing = active(), -hidden_states.shape[1] % get_sequence_parallel_world_size()
-        if engine.mesh is None or engine.keeps_usp or not missing or img_ids is None:
+        session, missing = active(), -hidden_states.shape[1] % get_sequence_parallel_world_size()
+        if session.mesh is None or session.keeps_usp or not missing or img_ids is None:
             return original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         hidden_states, img_ids = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (hidden_states, img_ids))
-        engine.padding = missing
+        session.padding = missing
         try:
             output = original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         finally:
-            engine.padding = 0
+            session.padding = 0
         sample = output[0][:, :-missing]
         return (sample, *output[1:]) if isinstance(output, tuple) else output.__class__(sample)
 

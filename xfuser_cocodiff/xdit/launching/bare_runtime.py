@@ -72,14 +72,14 @@ def make_state(heads: int, text_tokens: int) -> None:
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(engine: Session) -> None:
-    """Run xDiT's exchanges as an engine has them from here on; `Session()` leaves them to stock xDiT."""
+def use(session: Session) -> None:
+    """Run xDiT's exchanges as a session has them from here on; `Session()` leaves them to stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
-    if engine.config or engine.mesh:
+    if session.config or session.mesh:
         activation.ask()
-    _RUNTIME.cocodiff = engine
-    engine.enter()
+    _RUNTIME.cocodiff = session
+    session.enter()
 
 
 def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:

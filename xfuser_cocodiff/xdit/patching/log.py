@@ -5,7 +5,7 @@ import os
 
 _logger = logging.getLogger("xfuser_cocodiff")
 _said: set[str] = set()
-"""Messages since the last engine began."""
+"""Messages since the last session began."""
 
 
 class _Handler(logging.StreamHandler):
@@ -20,12 +20,12 @@ _handler: _Handler | None = None
 
 
 def info(message: str) -> None:
-    """Say what is normal, once per engine."""
+    """Say what is normal, once per session."""
     _say_once(logging.INFO, message)
 
 
 def warn(message: str) -> None:
-    """Say what the user should act on, once per engine."""
+    """Say what the user should act on, once per session."""
     _say_once(logging.WARNING, message)
 
 
@@ -34,8 +34,8 @@ def warn_again(message: str) -> None:
     _say(logging.WARNING, message)
 
 
-def begin_engine() -> None:
-    """Forget what was said: another engine begins, of which it may be true as well."""
+def begin_session() -> None:
+    """Forget what was said: another session begins, of which it may be true as well."""
     _said.clear()
 
 

@@ -1,4 +1,4 @@
-"""The runs of an engine: who declares them, and which of them a call of a transformer belongs to.
+"""The runs of a session: who declares them, and which of them a call of a transformer belongs to.
 
 The newest run that was declared and is not over is coded. While another one is open, its transformers must be given
 the same prompts, and where steps of the other one end after calls, both travel exactly from there on. While none is
@@ -49,7 +49,7 @@ class Run:
 
 
 class Runs:
-    """The runs of one engine.
+    """The runs of one session.
 
     Args:
         runtime: what codecs know of the run that is encoded; None where nothing is to be approximated.

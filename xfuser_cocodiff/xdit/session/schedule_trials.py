@@ -22,7 +22,7 @@ _Ran = tuple[tuple[Trial, int], ...]
 
 
 class Trials:
-    """The trials of one engine. All ranks must call its methods in the same order.
+    """The trials of one session. All ranks must call its methods in the same order.
 
     Args:
         trials: of the kinds of layers that there are by now, in an order that is the same on every rank.

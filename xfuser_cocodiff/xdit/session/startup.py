@@ -1,4 +1,4 @@
-"""An engine of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
+"""A session of xDiT starts: its exchanges get their mesh, and its codecs what they are to do."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.patching.log import begin_engine, info, warn, warn_again
+from xfuser_cocodiff.xdit.patching.log import begin_session, info, warn, warn_again
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
@@ -33,23 +33,23 @@ _NO_SLOW_AXIS = (
 
 
 def patches(ask: Callable[[Any], None]) -> list[Patch]:
-    """The row that has an engine start with xDiT's own.
+    """The row that has a session start with xDiT's own.
 
     Args:
-        ask: told of the pipeline of an engine with the plugin.
+        ask: told of the pipeline of a session with the plugin.
     """
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "groups of each axis are made once all ranks are there",
-            functools.partial(_with_engine, ask),
+            functools.partial(_with_session, ask),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_engine(ask: Callable[[Any], None], original: Callable) -> Callable:
+def _with_session(ask: Callable[[Any], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         active().close()
@@ -58,17 +58,17 @@ def _with_engine(ask: Callable[[Any], None], original: Callable) -> Callable:
         original(pipeline, engine_config)
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
-        begin_engine()
+        begin_session()
         if engine_config is not None and _RUNTIME is not None:
-            _RUNTIME.cocodiff = started(pipeline, engine_config)
+            _RUNTIME.cocodiff = start_session(pipeline, engine_config)
             _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
             _RUNTIME.cocodiff.enter()
 
     return initialize_runtime_state
 
 
-def started(pipeline: Any, engine_config: Any) -> Session:
-    """The plugin as an engine's settings have it. Every rank must call this."""
+def start_session(pipeline: Any, engine_config: Any) -> Session:
+    """The plugin as a session's settings have it. Every rank must call this."""
     parallel, config = engine_config.parallel_config, _config_of(engine_config)
     if config is None:
         _warn_of_other_groups(parallel)
@@ -107,13 +107,13 @@ def started(pipeline: Any, engine_config: Any) -> Session:
     if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
         warn(UNGROUPED)
     if parallel.pp_degree > 1 and config.mode != EXACT:
-        engine = engine_over(group, replace(config, mode=EXACT), around=around)
-        engine.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
-        warn(engine.exact_because)
-        return engine
-    engine = engine_over(group, config, around=around)
-    engine.keeps_usp, engine.exact_because = keeps_usp, because if keeps_usp else engine.exact_because
-    return engine
+        session = create_session(group, replace(config, mode=EXACT), around=around)
+        session.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
+        warn(session.exact_because)
+        return session
+    session = create_session(group, config, around=around)
+    session.keeps_usp, session.exact_because = keeps_usp, because if keeps_usp else session.exact_because
+    return session
 
 
 def _config_of(engine_config: Any) -> CocoDiffConfig | None:
@@ -121,23 +121,23 @@ def _config_of(engine_config: Any) -> CocoDiffConfig | None:
 
 
 def _warn_of_other_groups(parallel: Any) -> None:
-    """Say where an engine without the plugin has a ring that an earlier one has placed."""
+    """Say where a session without the plugin has a ring that an earlier one has placed."""
     from yunchang.globals import PROCESS_GROUP
 
     if parallel.ring_degree > 1 and ring_groups.found(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
         warn(
-            f"this engine's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
+            f"this session's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
             "bits: xDiT makes its groups once; start a new process"
         )
 
 
-def engine_over(
+def create_session(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     known: TuningCache | None = None,
     around: dist.ProcessGroup | None = None,
 ) -> Session:
-    """An engine over the ranks of a group, every one of which must call this.
+    """A session over the ranks of a group, every one of which must call this.
 
     Args:
         group: a Ulysses group.
@@ -147,7 +147,7 @@ def engine_over(
     """
     planned = _planned(group, config, known)
     of_ring = _planned_ring(around, config, planned) if around else None
-    engine = Session(
+    session = Session(
         config,
         planned.mesh,
         planned,
@@ -155,9 +155,9 @@ def engine_over(
         planned_ring=of_ring,
         overlap=config.overlap,
     )
-    engine.keep()
-    engine.runtime = _runtime_over(engine)
-    return engine
+    session.keep()
+    session.runtime = _runtime_over(session)
+    return session
 
 
 def _planned(
@@ -194,22 +194,22 @@ def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
     return config.ring_topology or Topology.flat(degree)
 
 
-def _runtime_over(engine: Session) -> Runtime | None:
+def _runtime_over(session: Session) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config, way, ring_way = engine.config, engine.planned.way, engine.ring.way if engine.ring else None
-    around = f", ring {config.ring} {engine.ring.mesh.topology}" if engine.ring else ""
+    config, way, ring_way = session.config, session.planned.way, session.ring.way if session.ring else None
+    around = f", ring {config.ring} {session.ring.mesh.topology}" if session.ring else ""
     if config.mode == EXACT:
         plan = config.plan or AUTO
         info(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
         return None
     if way is None and ring_way is None:
-        engine.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
-        warn(engine.exact_because)
+        session.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
+        warn(session.exact_because)
         return None
     where = [_slow(way, config.topology)] if way else []
-    where += [f"{_slow(ring_way, engine.ring.mesh.topology)} of the ring"] if ring_way else []
+    where += [f"{_slow(ring_way, session.ring.mesh.topology)} of the ring"] if ring_way else []
     _tell(config, f"{' and '.join(where)} (topology {config.topology}{around})")
-    return _runtime(config, way, functools.partial(engine.reduced, operation="max"), None, ring_way)
+    return _runtime(config, way, functools.partial(session.reduced, operation="max"), None, ring_way)
 
 
 def _slow(way: AxisPartition, topology: Topology) -> str:
