@@ -1,4 +1,4 @@
-"""`cocodiff probe`: what the links of a machine are."""
+"""`cocodiff probe`: measures the links of a machine."""
 
 import argparse
 from typing import Any
@@ -10,9 +10,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "probe",
-        help="latency and bandwidth of every pair and axis, and the topology they suggest",
-        description="Runs on every rank, under torchrun or scripts/emulated_cluster.sh. What --json writes is what "
-        "--cocodiff_profile reads.",
+        help="measure latency and bandwidth of all pairs and axes, and infer the topology",
+        description="Runs on every rank, under torchrun or scripts/emulated_cluster.sh. --cocodiff_profile reads the "
+        "file that --json writes.",
     )
     on_ranks.add_arguments(parser)
     parser.set_defaults(run=run, parser=parser)

@@ -1,4 +1,4 @@
-"""Measured pairs and the topology read off them: first the arithmetic, then real ranks, then the emulated cluster."""
+"""Pairwise measurements and topology inference: arithmetic, then real ranks, then the emulated cluster."""
 
 import math
 import os
@@ -24,13 +24,13 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def level(topology: Topology, one: int, other: int) -> int:
-    """Number of the outermost axis on which two ranks differ."""
-    places = zip(topology.coordinates(one), topology.coordinates(other), strict=True)
-    return next(dim for dim, (here, there) in enumerate(places) if here != there)
+    """Return the index of the outermost axis on which two ranks differ."""
+    coordinates = zip(topology.coordinates(one), topology.coordinates(other), strict=True)
+    return next(dim for dim, (a, b) in enumerate(coordinates) if a != b)
 
 
 def noisy(topology: Topology, values: list[float], noise: float, seed: int) -> np.ndarray:
-    """A matrix of one value per axis, off by up to a factor of 1 + `noise` either way."""
+    """Return a matrix of one value per axis, each multiplied or divided by up to 1 + `noise`."""
     size, random = topology.size, np.random.default_rng(seed)
     matrix = np.full((size, size), math.nan)
     for one in range(size):
@@ -45,12 +45,12 @@ def synthetic(shape: str, speeds: list[float], seed: int, size: int) -> Pairs:
 
 
 @given(st.integers(1, 25))
-def test_in_a_tournament_everybody_meets_everybody_once(size: int) -> None:
-    met = []
+def test_round_robin_pairs_all_ranks_exactly_once(size: int) -> None:
+    pairs = []
     for peers in pairwise_links.rounds(size):
         assert all(peers[peer] == rank for rank, peer in enumerate(peers))
-        met += [(rank, peer) for rank, peer in enumerate(peers) if rank < peer]
-    assert sorted(met) == [(one, other) for one in range(size) for other in range(one + 1, size)]
+        pairs += [(rank, peer) for rank, peer in enumerate(peers) if rank < peer]
+    assert sorted(pairs) == [(one, other) for one in range(size) for other in range(one + 1, size)]
     assert len(list(pairwise_links.rounds(size))) <= size
 
 
@@ -65,7 +65,7 @@ def test_in_a_tournament_everybody_meets_everybody_once(size: int) -> None:
         ("2x4", [5, 1]),  # an outer axis may be the faster one
     ],
 )
-def test_shapes_are_found(shape: str, speeds: list[float], seed: int) -> None:
+def test_axes_are_inferred_from_bandwidth(shape: str, speeds: list[float], seed: int) -> None:
     size = math.prod(map(int, shape.split("x")))
     assert infer_topology(synthetic(shape, speeds, seed, size)) == Topology.parse(shape, size)
 
@@ -87,7 +87,7 @@ def test_shapes_are_found(shape: str, speeds: list[float], seed: int) -> None:
         ("6x2", [1, 5], 2, "node=6,gpu=2"),
     ],
 )
-def test_nodes_are_where_the_launcher_has_them(
+def test_nodes_of_the_launcher_become_the_outer_axis(
     shape: str, speeds: list[float], ranks_per_node: int | None, found: str, seed: int
 ) -> None:
     size = math.prod(map(int, shape.split("x"))) if shape != "flat" else 8
@@ -96,24 +96,24 @@ def test_nodes_are_where_the_launcher_has_them(
 
 @settings(deadline=None)
 @given(seeds, st.integers(1, 12))
-def test_ranks_that_are_alike_are_flat(seed: int, size: int) -> None:
+def test_equal_links_give_a_flat_topology(seed: int, size: int) -> None:
     assert infer_topology(synthetic("flat", [10], seed, size)) == Topology.flat(size)
 
 
-def test_latency_alone_can_tell() -> None:
+def test_axes_are_inferred_from_latency_alone() -> None:
     topology = Topology.parse("2x4", 8)
-    alike = noisy(topology, [1, 1], 0.1, 0)
-    assert infer_topology(Pairs(noisy(topology, [5, 1], 0.5, 1), alike)) == topology
+    bandwidths = noisy(topology, [1, 1], 0.1, 0)
+    assert infer_topology(Pairs(noisy(topology, [5, 1], 0.5, 1), bandwidths)) == topology
 
 
-def test_a_few_disturbed_pairs_do_not_matter() -> None:
+def test_inference_is_robust_to_a_few_disturbed_pairs() -> None:
     found = synthetic("2x2x2", [1, 3, 9], 0, 8)
     matrix = found.bytes_per_second
     matrix[0, 1], matrix[2, 6], matrix[5, 1] = 0.1, 20, 0.3
     assert infer_topology(found) == Topology.parse("2x2x2", 8)
 
 
-def test_neighbouring_axes_that_hardly_differ_are_one() -> None:
+def test_neighboring_axes_of_similar_bandwidth_are_merged() -> None:
     assert infer_topology(synthetic("2x2x2", [1, 1.1, 5], 0, 8)) == Topology.parse("4x2", 8)
 
 
@@ -128,7 +128,7 @@ def measured(rank: int, members: list[int] | None) -> tuple[np.ndarray, ...] | N
 
 
 @pytest.mark.parametrize(("size", "members"), [(1, None), (2, None), (3, None), (4, [1, 3])])
-def test_all_ranks_measure_the_same(size: int, members: list[int] | None) -> None:
+def test_all_ranks_return_the_same_measurements(size: int, members: list[int] | None) -> None:
     found = [matrices for matrices in ranks.run(measured, size, members) if matrices is not None]
     assert len(found) == len(members or range(size))
     for matrices in found:
@@ -139,26 +139,26 @@ def test_all_ranks_measure_the_same(size: int, members: list[int] | None) -> Non
             assert (matrix[~np.eye(len(found), dtype=bool)] > 0).all()
 
 
-def left_alone(rank: int, how: str) -> None:
+def measure_without_rank_1(rank: int, how: str) -> None:
     if rank != 1:
         pairwise_links.measure_pairs(timeout=3)
     elif how == "dead":
         os._exit(1)
     else:
-        # Takes part in the first collective only.
-        pairwise_links._Meter(None, pairwise_links.torch.device("cpu"), 60)._come_together()
+        # Joins the first collective only.
+        pairwise_links._PairProbe(None, pairwise_links.torch.device("cpu"), 60)._gather_from_all(torch.zeros(1))
         dist.distributed_c10d._get_default_store().wait(["never"], pairwise_links.timedelta(seconds=10))
 
 
 @pytest.mark.parametrize("how", slow_but([], ["dead", "silent"]))
-def test_a_rank_that_is_missing_ends_the_others(how: str) -> None:
-    found = ranks.outcomes(left_alone, 3, how)
+def test_a_missing_rank_fails_the_probe_on_the_others(how: str) -> None:
+    found = ranks.outcomes(measure_without_rank_1, 3, how)
     for rank in (0, 2):
         assert isinstance(found[rank], RuntimeError)
         assert how == "dead" or "timed out" in str(found[rank]).lower()
 
 
-def what_launchers_say(rank: int, local: list[str], nodes: str) -> int | None:
+def ranks_per_node(rank: int, local: list[str], nodes: str) -> int | None:
     os.environ.update(LOCAL_WORLD_SIZE=local[rank], SLURM_NNODES=nodes)
     return link_survey._ranks_per_node(4, torch.device("cpu"))
 
@@ -166,15 +166,15 @@ def what_launchers_say(rank: int, local: list[str], nodes: str) -> int | None:
 @pytest.mark.parametrize(
     ("local", "nodes", "expected"), [(["2", "2"], "", 2), (["2", "4"], "", None), (["1", "1"], "2", None)]
 )
-def test_launchers_count_only_where_all_say_the_same(local: list[str], nodes: str, expected: int | None) -> None:
-    """And no more nodes than a job has."""
-    assert ranks.run(what_launchers_say, 2, local, nodes) == [expected] * 2
+def test_ranks_per_node_needs_agreeing_launchers(local: list[str], nodes: str, expected: int | None) -> None:
+    """And at most as many nodes as the job has."""
+    assert ranks.run(ranks_per_node, 2, local, nodes) == [expected] * 2
 
 
 # The emulated cluster.
 
 
-@pytest.mark.slow  # shapes are found in figures above, and test_cluster measures links
+@pytest.mark.slow  # quicker: inference from synthetic measurements above, and the link rates of test_cluster
 @pytest.mark.alone
 @needs_namespaces
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ def test_launchers_count_only_where_all_say_the_same(local: list[str], nodes: st
     ],
     ids=["2x2x2", "4x2", "flat"],
 )
-def test_the_emulated_topology_is_found(options: list[str]) -> None:
+def test_the_emulated_topology_is_inferred(options: list[str]) -> None:
     program = """
 import os, numpy, torch, torch.distributed as dist
 torch.set_num_threads(1)
-from xfuser_cocodiff.lab.probing import inference, pairs
+from xfuser_cocodiff.lab.probing import pairwise_links, topology_inference
 from xfuser_cocodiff.lab.emulation import links
 dist.init_process_group("gloo")
-built, measured = links.from_environment(), pairs.measure_pairs()
-found = inference.infer_topology(measured, int(os.environ["LOCAL_WORLD_SIZE"]))
+built, measured = links.from_environment(), pairwise_links.measure_pairs()
+found = topology_inference.infer_topology(measured, int(os.environ["LOCAL_WORLD_SIZE"]))
 assert found == built.topology, found
-# Other work on the machine takes its share of the fast links.
+# Other load on the machine slows the fast links.
 for link in built.links(0):
-    alone = 8e-6 * numpy.median(measured.bytes_per_second[0, list(link.ranks)])
-    assert 0.6 < alone / built.rate(link.axis) < 1.2, (link, alone)
+    rate = 8e-6 * numpy.median(measured.bytes_per_second[0, list(link.ranks)])
+    assert 0.6 < rate / built.rate(link.axis) < 1.2, (link, rate)
 dist.barrier()
 dist.destroy_process_group()
 """

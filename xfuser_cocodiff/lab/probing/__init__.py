@@ -1,4 +1,5 @@
-"""`cocodiff probe`: the links between every two ranks, and the topology that they suggest.
-Input: a group of ranks.
+"""`cocodiff probe`: point-to-point measurements of all pairs of ranks, and the topology inferred from them.
+Input: a process group.
+Output: a record with a link profile that `--cocodiff_profile` reads.
 Public: `link_survey.measure`, `pairwise_links.measure_pairs`, `topology_inference.infer_topology`.
 """

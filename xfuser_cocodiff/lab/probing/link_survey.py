@@ -1,4 +1,4 @@
-"""`cocodiff probe`: every pair of ranks and every axis under load, and the topology that the measurements suggest."""
+"""`cocodiff probe`: measures every pair of ranks and every axis, and infers the topology."""
 
 import os
 import sys
@@ -22,22 +22,22 @@ from xfuser_cocodiff.lab.reporting import host
 def measure(
     group: dist.ProcessGroup, topology: Topology | None, device: torch.device, timeout: float | None = None
 ) -> dict[str, Any]:
-    """Measure the links between the ranks of a group. Every rank must call this.
+    """Measure the links between the ranks of a group. Collective: every rank must call it.
 
     Args:
         group: all ranks.
-        topology: how they nest, to measure the axes of; the inferred one when not given.
-        device: where messages lie.
-        timeout: seconds after which a rank that does not answer is given up.
+        topology: topology whose axes are measured; the inferred one if None.
+        device: device of the messages.
+        timeout: seconds after which an unresponsive rank fails the probe; the default of `pairwise_links` if None.
 
     Returns:
-        The record, the same on every rank; its `profile` is what the planner reads.
+        The record of `cocodiff probe --json`, the same on every rank. Its `profile` is the planner's input.
     """
     started = time.perf_counter()
     measured = pairwise_links.measure_pairs(group, device, timeout or pairwise_links.TIMEOUT_SECONDS)
     inferred = infer_topology(measured, _ranks_per_node(group.size(), device))
     topology = topology or inferred
-    halfway = time.perf_counter()
+    profile_started = time.perf_counter()
     mesh = Mesh.over(group, topology, timeout=timedelta(seconds=timeout) if timeout else None, device=device)
     profile = link_probe.measure(mesh, device)
     ended = time.perf_counter()
@@ -59,29 +59,29 @@ def measure(
         "pairs": measured.to_json(),
         "profile": profile.to_json(),
         "seconds": slowest(ended - started, device),
-        "profile_seconds": slowest(ended - halfway, device),
+        "profile_seconds": slowest(ended - profile_started, device),
     }
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print the axes, and what was inferred."""
+    """Print the inferred topology and a table of its axes."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None)
-    for column in ("axis", "ranks", "latency us", "MB/s of a rank", ""):
+    for column in ("axis", "ranks", "latency us", "MB/s per rank", ""):
         table.add_column(column, justify="left" if column in ("axis", "") else "right")
     for axis in record["axes"]:
         speed, slow = f"{axis['bytes_per_second'] / 1e6:.4g}", "slow" if axis["name"] in record["slow_axes"] else ""
         table.add_row(axis["name"], str(axis["size"]), f"{axis['latency_us']:.0f}", speed, slow)
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"inferred topology: {record['topology_inferred']}", table)
-    console.print(f"{record['seconds']:.1f} s, of which the planner's profile took {record['profile_seconds']:.1f} s")
+    console.print(f"{record['seconds']:.1f} s, of which the link profile took {record['profile_seconds']:.1f} s")
 
 
 def _ranks_per_node(size: int, device: torch.device) -> int | None:
-    """Return how many ranks a node has, where the launchers of all ranks say the same; None elsewhere."""
-    # SLURM's variables stand in processes too that something else has started inside of its job.
+    """Return the ranks per node if the launchers of all ranks agree on it, else None. Collective."""
+    # SLURM's variables are also set for processes that another launcher started inside a SLURM job.
     own = launcher.ranks_per_node(os.environ) or 0
     most_nodes = int(os.environ.get("SLURM_NNODES") or size)
     own = own if own and size // own <= most_nodes else 0

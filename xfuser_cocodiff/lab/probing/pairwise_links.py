@@ -1,4 +1,4 @@
-"""Measures the links between every two ranks: latency and bandwidth."""
+"""Point-to-point latency and bandwidth of every pair of ranks."""
 
 import math
 import time
@@ -16,27 +16,27 @@ from xfuser_cocodiff.engine.comm import failure_detection
 TIMEOUT_SECONDS = 120.0
 
 PINGS = 15
-"""Round trips of a pair, of which the fastest counts: what others take longer is the machine's time, not the link's."""
+"""Round trips per pair. The minimum counts: longer ones contain scheduling delays of the host."""
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 14, 1 << 26, 4
-"""Sizes of messages between a pair: the first is ten packets of a slow link, the last fits any memory."""
+"""Message sizes: the first is ten packets of a slow link, the last fits any memory."""
 ENOUGH_SECONDS = 0.02
-"""A message is large enough when it takes this long: a hundred times what it costs to send any, and what a token bucket
-lets pass for free does not show."""
+"""Transfer time from which a message counts as large enough: a hundred times the cost of a launch, and long enough to
+hide the burst that a token bucket lets through."""
 BRIEF_SECONDS = 0.1
-"""What takes less is done three times, of which the fastest counts."""
+"""Shorter transfers are repeated three times, and the minimum counts."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """What was measured between every two of P ranks. Matrices are (P, P): from the row's rank to the column's.
+    """Latency and bandwidth of all pairs of P ranks.
 
-    On the diagonal there is nothing to measure: NaN.
+    Matrices are (P, P), from the row's rank to the column's; the diagonal is NaN.
     """
 
     latency_seconds: np.ndarray
-    """Half a round trip of a few bytes."""
+    """Half the round-trip time of 8 bytes."""
     bytes_per_second: np.ndarray
-    """While the pair sends to each other, and every other rank is busy with one other peer at most."""
+    """Bidirectional bandwidth while every rank communicates with at most one peer."""
 
     @property
     def size(self) -> int:
@@ -44,122 +44,125 @@ class Pairs:
         return len(self.latency_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """The matrices as lists of rows, with null on the diagonal."""
+        """Return the matrices as lists of rows, with null on the diagonal."""
         return {name: _rows(matrix) for name, matrix in vars(self).items()}
 
 
 def measure_pairs(
     group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu", timeout: float = TIMEOUT_SECONDS
 ) -> Pairs:
-    """Measure every two ranks of a group. Every rank of it must call this; all get the same result.
+    """Measure every pair of ranks of a group. Collective: every rank must call it.
 
-    Takes a few seconds: messages grow until they take tens of milliseconds, which each pair agrees on for itself.
+    Takes a few seconds: each pair grows its messages until one takes tens of milliseconds.
 
     Args:
-        group: with gloo, nccl or xccl; the default group if None.
-        device: where the messages lie.
-        timeout: seconds after which ranks that do not answer are given up.
+        group: a gloo, nccl or xccl group; the default group if None.
+        device: device of the messages.
+        timeout: seconds for the whole measurement.
+
+    Returns:
+        The measurements, the same on every rank.
 
     Raises:
-        RuntimeError: a rank is gone, or did not answer in time.
+        RuntimeError: a rank failed or did not answer in time; names it.
     """
-    return _Meter(group, torch.device(device), timeout).measure()
+    return _PairProbe(group, torch.device(device), timeout).measure()
 
 
 def rounds(size: int) -> Iterator[list[int]]:
-    """The rounds of a tournament: for each round the peer of every rank, and itself for one that has to pause.
+    """Yield the rounds of a round-robin tournament: for each round the peer of every rank; an idle rank has itself.
 
-    In as many rounds as there are peers (one more where somebody has to pause) every rank meets every other once.
+    Every rank meets every other rank exactly once, in `size - 1` rounds (`size` if odd).
     """
-    places = size + size % 2  # the last place of an odd number is the pause
-    for turn in range(places - 1):
-        # The last place stays where it is, and the others turn around it: the circle method.
-        peers = [(turn - rank) % (places - 1) for rank in range(places - 1)]
-        alone = next(rank for rank, peer in enumerate(peers) if rank == peer)
-        peers[alone] = places - 1
-        peers.append(alone)
+    slots = size + size % 2  # the last slot of an odd size means idle
+    for turn in range(slots - 1):
+        # Circle method: the last slot is fixed and the others rotate around it.
+        peers = [(turn - rank) % (slots - 1) for rank in range(slots - 1)]
+        unpaired = next(rank for rank, peer in enumerate(peers) if rank == peer)
+        peers[unpaired] = slots - 1
+        peers.append(unpaired)
         yield [peer if peer < size else rank for rank, peer in enumerate(peers[:size])]
 
 
-class _Meter:
-    """Sends and takes times, on one rank."""
+class _PairProbe:
+    """One rank's side of the measurement."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> None:
         self._group, self._device = group or dist.group.WORLD, device
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        # One for all that follows: ranks that wait for each other then give up together.
+        # One deadline for all transfers, so that ranks that wait for each other time out together.
         self._deadline = time.monotonic() + timeout
 
     def measure(self) -> Pairs:
         failure_detection.attend()
-        self._come_together()  # also opens what the backend opens with all ranks together
-        latency, bandwidth = self._nothing(), self._nothing()
+        self._gather_from_all(torch.zeros(1))  # a barrier, which also makes the backend connect all ranks
+        latency, bandwidth = (np.zeros((self._size, self._size)) for _ in range(2))
         for peers in rounds(self._size):
             if (peer := peers[self._rank]) != self._rank:
-                # From the peer to here.
+                # Indexed from the sending peer to this rank.
                 latency[peer, self._rank] = self._latency(peer)
                 bandwidth[peer, self._rank] = self._bandwidth(peer)
-        return Pairs(self._gathered(latency), self._gathered(bandwidth))
+        return Pairs(self._assemble(latency), self._assemble(bandwidth))
 
     def _latency(self, peer: int) -> float:
         times = []
-        ball = torch.zeros(8, dtype=torch.uint8, device=self._device)
-        serves = self._rank < peer
-        self._exchange(peer, 1)  # which opens the connection
+        message = torch.zeros(8, dtype=torch.uint8, device=self._device)
+        sends_first = self._rank < peer
+        self._exchange(peer, 1)  # opens the connection
         for _ in range(PINGS):
             started = time.perf_counter()
-            for sends in (serves, not serves):
-                self._wait(self._post(dist.isend if sends else dist.irecv, ball, peer), peer)
+            for sends in (sends_first, not sends_first):
+                self._wait(self._post(dist.isend if sends else dist.irecv, message, peer), peer)
             times.append(time.perf_counter() - started)
-        # The fastest but the first, which may find the ball there already.
+        # Without the first round trip, whose message may have arrived before the timer started.
         return min(times[1:]) / 2
 
     def _bandwidth(self, peer: int) -> float:
-        size, spent = FIRST_BYTES, self._exchange(peer, FIRST_BYTES)
-        while self._agreed(peer, spent < ENOUGH_SECONDS and size < LAST_BYTES):
+        size, seconds = FIRST_BYTES, self._exchange(peer, FIRST_BYTES)
+        while self._decide(peer, seconds < ENOUGH_SECONDS and size < LAST_BYTES):
             size *= GROWTH
-            spent = self._exchange(peer, size)
-        if self._agreed(peer, spent < BRIEF_SECONDS):
-            spent = min(spent, self._exchange(peer, size), self._exchange(peer, size))
-        return size / spent
+            seconds = self._exchange(peer, size)
+        if self._decide(peer, seconds < BRIEF_SECONDS):
+            seconds = min(seconds, self._exchange(peer, size), self._exchange(peer, size))
+        return size / seconds
 
-    def _agreed(self, peer: int, wish: bool) -> bool:
-        """What the lower of two ranks wants: both have to do the same."""
-        wishes = torch.tensor([wish], dtype=torch.uint8, device=self._device)
-        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, wishes, peer), peer)
-        return bool(wishes.item())
+    def _decide(self, peer: int, proposal: bool) -> bool:
+        """Return the proposal of the lower of the two ranks, so that both continue alike."""
+        decision = torch.tensor([proposal], dtype=torch.uint8, device=self._device)
+        self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, decision, peer), peer)
+        return bool(decision.item())
 
     def _exchange(self, peer: int, size: int) -> float:
-        """Seconds until a message from a peer is here, while it gets as large a one."""
-        for count in (1, size):  # the first says that the peer is there
-            there, here = (torch.zeros(count, dtype=torch.uint8, device=self._device) for _ in range(2))
+        """Send and receive `size` bytes at once; return the seconds until the peer's message has arrived."""
+        for count in (1, size):  # the first byte synchronizes the pair
+            sent, received = (torch.zeros(count, dtype=torch.uint8, device=self._device) for _ in range(2))
             self._synchronize()
             started = time.perf_counter()
             # Receives come first: gloo announces them on the same connection, where they would queue behind a message
-            # that is sent, and the two directions would then follow each other.
-            received, *sent = self._post_all([(dist.irecv, here, peer), (dist.isend, there, peer)])
-            self._wait([received], peer)
-            spent = time.perf_counter() - started
-            self._wait(sent, peer)
-        return spent
+            # that is being sent, which would serialize the two directions.
+            receive, *send = self._post_all([(dist.irecv, received, peer), (dist.isend, sent, peer)])
+            self._wait([receive], peer)
+            seconds = time.perf_counter() - started
+            self._wait(send, peer)
+        return seconds
 
     def _post(self, operation: Any, message: torch.Tensor, peer: int) -> list[dist.Work]:
         return self._post_all([(operation, message, peer)])
 
     def _post_all(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[dist.Work]:
-        """Start sends and receives together, as NCCL needs them; one work for each where the backend has that."""
-        with self._naming({peer for *_, peer in operations}):
+        """Start sends and receives as one batch, as NCCL requires; return one work per operation if the backend can."""
+        with self._reporting({peer for *_, peer in operations}):
             return dist.batch_isend_irecv(
                 [dist.P2POp(what, data, group=self._group, group_peer=peer) for what, data, peer in operations]
             )
 
     def _wait(self, works: list[dist.Work], *peers: int) -> None:
-        with self._naming({*peers}):
+        with self._reporting({*peers}):
             for work in works:
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         self._synchronize()
 
-    def _naming(self, peers: set[int]) -> failure_detection.report_failed_ranks:
+    def _reporting(self, peers: set[int]) -> failure_detection.report_failed_ranks:
         members = dist.get_process_group_ranks(self._group)
         return failure_detection.report_failed_ranks([members[rank] for rank in sorted({self._rank, *peers})], "probe")
 
@@ -167,24 +170,18 @@ class _Meter:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
 
-    def _come_together(self) -> None:
-        self._of_all(torch.zeros(1))
+    def _gather_from_all(self, values: torch.Tensor) -> torch.Tensor:
+        """All-gather values of every rank, shape (P, ...)."""
+        values, all_ranks = values.to(self._device), set(range(self._size))
+        gathered = [torch.empty_like(values) for _ in all_ranks]
+        with self._reporting(all_ranks):
+            work = dist.all_gather(gathered, values, self._group, async_op=True)
+        self._wait([work], *all_ranks)
+        return torch.stack(gathered).cpu()
 
-    def _of_all(self, values: torch.Tensor) -> torch.Tensor:
-        """What every rank holds, shape (P, ...)."""
-        values, everybody = values.to(self._device), set(range(self._size))
-        found = [torch.empty_like(values) for _ in everybody]
-        with self._naming(everybody):
-            work = dist.all_gather(found, values, self._group, async_op=True)
-        self._wait([work], *everybody)
-        return torch.stack(found).cpu()
-
-    def _nothing(self) -> np.ndarray:
-        return np.zeros((self._size, self._size))
-
-    def _gathered(self, column: np.ndarray) -> np.ndarray:
-        """The matrix of which every rank has its own column, and zeros elsewhere."""
-        columns = self._of_all(torch.tensor(column[:, self._rank], dtype=torch.float32))
+    def _assemble(self, column: np.ndarray) -> np.ndarray:
+        """Return the matrix of which every rank holds its own column."""
+        columns = self._gather_from_all(torch.tensor(column[:, self._rank], dtype=torch.float32))
         gathered = columns.numpy().T.astype(float)
         np.fill_diagonal(gathered, math.nan)
         return gathered
