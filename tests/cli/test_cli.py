@@ -91,7 +91,7 @@ def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(bare_runtime, "start", lambda *_: None)
     monkeypatch.setattr(failure_detection, "_explained", lambda group, stage, failure: f"{stage}: rank 1 is lost")
     options = argparse.Namespace(topology=None, timeout=None, json=None)
-    assert on_ranks.run(options, work, print) == on_ranks.LOST_STATUS
+    assert on_ranks.run(options, work, print) == on_ranks.FAILED_RANK_STATUS
     assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"
 
 

@@ -69,7 +69,7 @@ def _a2a(options: argparse.Namespace) -> int:
         from xfuser_cocodiff.xdit.launching import bare_runtime
         from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
-        sizes = on_ranks.sizes(options.sizes) if options.sizes else a2a.SIZES
+        sizes = on_ranks.parse_sizes(options.sizes) if options.sizes else a2a.SIZES
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
         return a2a.measure(group, topology, compute_device(), bare_runtime.stock_exchange(), sizes, options.repeats)

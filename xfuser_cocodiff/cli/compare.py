@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
-        return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL}")
+        return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL_REPORT_EXTRA}")
     try:
         found = compare.compare(options.xdit_arguments, options.out, console, _how(options))
     except (compare.UsageError, launch.LaunchError, record.RecordError) as error:

@@ -13,7 +13,7 @@ from xfuser_cocodiff.cli.answer import fail, write_json
 from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
-LOST_STATUS = 1
+FAILED_RANK_STATUS = 1
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
         return fail(str(error))
     except UnresponsiveRankError as error:  # on every rank that is left; a traceback of each would hide who is missing
         print(f"cocodiff: {error}", file=sys.stderr, flush=True)
-        return LOST_STATUS
+        return FAILED_RANK_STATUS
     first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
@@ -86,7 +86,7 @@ def _topology(options: argparse.Namespace) -> Topology:
     return cluster.topology if cluster else launcher.detect(size, os.environ, platform.device_name())
 
 
-def sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     """Read '4KB,1MB,500': numbers of bytes.
 
     Raises:

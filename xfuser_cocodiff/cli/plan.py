@@ -48,7 +48,7 @@ def _for_sizes(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.simulation import forecast
 
     def predict(profile: Any) -> dict[str, Any]:
-        return forecast.forecast(profile, on_ranks.sizes(options.sizes))
+        return forecast.forecast(profile, on_ranks.parse_sizes(options.sizes))
 
     if options.profile is None:
         return on_ranks.run(options, lambda group, topology: predict(_probe(group, topology)), forecast.show)

@@ -48,15 +48,16 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     dtype = quality.DTYPES[options.dtype]
-    told = ProgressReporter(sys.stderr)
-    told.say(f"loading {options.model}")
+    progress = ProgressReporter(sys.stderr)
+    progress.report(f"loading {options.model}")
     judge = quality.QualityEvaluator(
-        *(options.model, config, options.seeds, options.steps, options.size, dtype, told.advance), frames=options.frames
+        *(options.model, config, options.seeds, options.steps, options.size, dtype, progress.advance),
+        frames=options.frames,
     )
     masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
-    told.expect((1 + len(rows)) * (1 + len(masks)) * options.steps)
-    record, gallery = quality.measure(judge, rows, masks, told.say)
-    told.end()
+    progress.set_total((1 + len(rows)) * (1 + len(masks)) * options.steps)
+    record, gallery = quality.measure(judge, rows, masks, progress.report)
+    progress.close()
     quality.show(record)
     write_json(options, record)
     if options.plot:

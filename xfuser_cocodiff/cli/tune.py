@@ -60,24 +60,24 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         return fail(str(error))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    told = ProgressReporter(sys.stderr)
-    told.say(f"loading {options.model}")
+    progress = ProgressReporter(sys.stderr)
+    progress.report(f"loading {options.model}")
     logging.getLogger("xfuser_cocodiff").setLevel(logging.ERROR)  # what it would say of each run
     judge = quality.QualityEvaluator(
         *(options.model, config, options.seeds, options.steps, options.size),
-        *(quality.DTYPES[options.dtype], told.advance, options.frames),
+        *(quality.DTYPES[options.dtype], progress.advance, options.frames),
     )
     prompts = prompts or judge.prompts
     both = prompts[::2], prompts[1::2] or prompts
     of = {name: getattr(options, name) for name in ("model", "seeds", "steps", "size", "frames", "virtual", "dtype")}
     of |= {"slow_axes": config.slow_axes, "prompts": prompts, "versions": host.header()["host"]}
-    trials = Trials(judge, both, _part(options), of, told.say)
+    trials = Trials(judge, both, _part(options), of, progress.report)
     runs = max(1, tune.RUNS - trials.done) + tune.CHECKS
-    told.expect(runs * options.steps)
+    progress.set_total(runs * options.steps)
     if trials.done:
-        told.say(f"going on after {trials.done} runs, which {_part(options)} remembers")
+        progress.report(f"going on after {trials.done} runs, which {_part(options)} remembers")
     try:
-        tuner = tune.Tuner(trials, options.model, options.steps, told.say)
+        tuner = tune.Tuner(trials, options.model, options.steps, progress.report)
         tuned = tuner.tune(tune.Target(options.psnr, options.bytes))
     except ValueError as error:
         return fail(str(error))
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\ncocodiff: stopped; the same command goes on, since {_part(options)} remembers", file=sys.stderr)
         return INTERRUPTED
     finally:
-        told.end()
+        progress.close()
     record = {**_header(options), **tuned.record()}
     for name, these, first_seed in zip(("evidence", "held_out"), both, FIRST_SEEDS, strict=True):
         seeds = [*range(first_seed, first_seed + options.seeds)]

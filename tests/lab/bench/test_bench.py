@@ -69,10 +69,10 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_sizes() -> None:
-    assert on_ranks.sizes("4KB, 1mb,500,2B") == [4096, 2**20, 500, 2]
+    assert on_ranks.parse_sizes("4KB, 1mb,500,2B") == [4096, 2**20, 500, 2]
     for text in ("", "4GB", "0KB", "1KB;2KB", "-4"):
         with pytest.raises(ValueError, match="--sizes"):
-            on_ranks.sizes(text)
+            on_ranks.parse_sizes(text)
 
 
 def test_scales_and_shapes() -> None:

@@ -14,7 +14,7 @@ SIZE, STEPS = 128, 3
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
 
 
-def run(solo: SingleRankPipeline, latents: list[torch.Tensor] | None = None, **more: object) -> np.ndarray:
+def run(pipeline: SingleRankPipeline, latents: list[torch.Tensor] | None = None, **more: object) -> np.ndarray:
     """Pictures of two seeds, and the latents that the callback leaves at each step."""
     if latents is not None:
         keep = more["callback_on_step_end"]
@@ -27,39 +27,41 @@ def run(solo: SingleRankPipeline, latents: list[torch.Tensor] | None = None, **m
         more["callback_on_step_end"] = watched
     generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
     size = {"height": SIZE, "width": SIZE, "output_type": "np"}
-    return solo(["a cat", "a rocket"], STEPS, 32, generator=generators, **size, **more).images
+    return pipeline(["a cat", "a rocket"], STEPS, 32, generator=generators, **size, **more).images
 
 
 @torch.no_grad()
-def through_autoencoder(solo: SingleRankPipeline, pictures: np.ndarray) -> np.ndarray:
+def through_autoencoder(pipeline: SingleRankPipeline, pictures: np.ndarray) -> np.ndarray:
     """What its autoencoder makes of pictures, in neither a pipeline's scale nor its layout."""
     pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
-    pixels = pixels[:, :, None] if "Qwen" in type(solo.pipe).__name__ else pixels
-    decoded = solo.pipe.vae.decode(solo.pipe.vae.encode(pixels).latent_dist.mode(), return_dict=False)[0]
+    pixels = pixels[:, :, None] if "Qwen" in type(pipeline.pipe).__name__ else pixels
+    decoded = pipeline.pipe.vae.decode(pipeline.pipe.vae.encode(pixels).latent_dist.mode(), return_dict=False)[0]
     decoded = decoded[:, :, 0] if decoded.ndim == 5 else decoded
     return (decoded / 2 + 0.5).clamp(0, 1).movedim(1, -1).numpy()
 
 
 def inpaint(rank: int, model: str) -> None:
-    solo = SingleRankPipeline(model, torch.float32)
-    solo.use(None)
+    pipeline = SingleRankPipeline(model, torch.float32)
+    pipeline.configure(None)
     if model == "Qwen-Image":  # the small one has no scale
-        channels = len(solo.pipe.vae.config.latents_mean)
-        solo.pipe.vae.register_to_config(latents_mean=[0.5] * channels, latents_std=[2.0 + i for i in range(channels)])
+        channels = len(pipeline.pipe.vae.config.latents_mean)
+        pipeline.pipe.vae.register_to_config(
+            latents_mean=[0.5] * channels, latents_std=[2.0 + i for i in range(channels)]
+        )
     kinds = list(slices.KINDS)[:2]
     pictures = np.stack([slices.draw(kind, SIZE, np.random.default_rng(0)) for kind in kinds])
-    generated = run(solo)
+    generated = run(pipeline)
 
     def hiding(hidden: np.ndarray) -> dict:
-        return {"callback_on_step_end": inpainting.keep_known(solo.pipe, pictures, hidden)}
+        return {"callback_on_step_end": inpainting.keep_known(pipeline.pipe, pictures, hidden)}
 
     nothing, everything = np.zeros((SIZE, SIZE), dtype=bool), np.ones((SIZE, SIZE), dtype=bool)
-    assert np.array_equal(run(solo, **hiding(everything)), generated)
-    assert np.abs(run(solo, **hiding(nothing)) - through_autoencoder(solo, pictures)).max() < 1e-4
+    assert np.array_equal(run(pipeline, **hiding(everything)), generated)
+    assert np.abs(run(pipeline, **hiding(nothing)) - through_autoencoder(pipeline, pictures)).max() < 1e-4
     known: list[torch.Tensor] = []
-    run(solo, known, **hiding(nothing))
+    run(pipeline, known, **hiding(nothing))
     some: list[torch.Tensor] = []
-    run(solo, some, **hiding(inpainting.mask("center", SIZE)))
+    run(pipeline, some, **hiding(inpainting.mask("center", SIZE)))
     for found, wanted in zip(some, known, strict=True):  # the same noise, where something is known
         share = (found != wanted).float().mean().item()
         assert share == pytest.approx(0.25, abs=0.02)

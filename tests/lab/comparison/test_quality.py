@@ -37,14 +37,14 @@ def judge(rank: int) -> tuple[dict, quality.Gallery, np.ndarray]:
     return record, gallery, first.values
 
 
-def be_alone_beside_another(both: object, answers: object) -> None:
+def init_beside_another_process(both: object, answers: object) -> None:
     import torch.distributed as dist
 
     from xfuser_cocodiff.xdit.launching import single_rank
 
     os.environ["MASTER_PORT"] = "12355"  # as xfuser.runner has it where there is none, for all alike
 
-    single_rank.be_alone()
+    single_rank.init_single_rank()
     both.wait(60)  # each has met itself while the other is there
     one = torch.ones(1)
     dist.all_reduce(one)
@@ -53,7 +53,7 @@ def be_alone_beside_another(both: object, answers: object) -> None:
 
 def test_two_may_run_at_once() -> None:
     both, answers = ranks.context.Barrier(2), ranks.context.Queue()
-    processes = [ranks.context.Process(target=be_alone_beside_another, args=(both, answers)) for _ in range(2)]
+    processes = [ranks.context.Process(target=init_beside_another_process, args=(both, answers)) for _ in range(2)]
     for process in processes:
         process.start()
     assert [answers.get(timeout=60) for _ in processes] == [(1, 1.0)] * 2

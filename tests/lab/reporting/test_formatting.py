@@ -1,8 +1,8 @@
-"""Words for figures: as many digits as tell something."""
+"""Formatting of figures."""
 
 import pytest
 
-from xfuser_cocodiff.lab.reporting.formatting import spread
+from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 
 
 @pytest.mark.parametrize(
@@ -14,5 +14,5 @@ from xfuser_cocodiff.lab.reporting.formatting import spread
         ([0.00014, 0.00019, 0.00014], "0.14 ms (0.14 to 0.19)"),
     ],
 )
-def test_a_spread_is_in_the_unit_and_digits_of_its_median(seconds: list[float], expected: str) -> None:
-    assert spread(seconds) == expected
+def test_range_has_the_unit_and_digits_of_the_median(seconds: list[float], expected: str) -> None:
+    assert format_median_range(seconds) == expected

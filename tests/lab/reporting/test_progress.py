@@ -1,14 +1,14 @@
-"""How far long commands say they are: arithmetic on a clock that stands still unless it is told."""
+"""ProgressReporter: estimates and lines, by a clock that the test advances."""
 
 import io
 
 import pytest
 
-from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, duration
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter, format_remaining
 
 
-class RunTracker:
-    """Seconds that pass when a test says so."""
+class ManualClock:
+    """A clock whose seconds the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -23,29 +23,29 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [(0, "about 5 s"), (42, "about 40 s"), (150, "about 2 min"), (3600, "about 1 h 0 min"), (9000, "about 2 h 30 min")],
 )
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_remaining_time_is_rounded(seconds: float, text: str) -> None:
+    assert format_remaining(seconds) == text
 
 
-def test_a_log_has_what_begins() -> None:
+def test_log_gets_a_line_per_new_activity() -> None:
     output = io.StringIO()
-    told = ProgressReporter(output)
-    told.say("loading")
-    told.say("loading still", begins=False)
-    told.end()
+    progress = ProgressReporter(output)
+    progress.report("loading")
+    progress.report("still loading", is_new=False)
+    progress.close()
     assert output.getvalue() == "loading\n"
 
 
-def test_a_terminal_has_one_line() -> None:
-    output, clock = Terminal(), RunTracker()
-    told = ProgressReporter(output, clock)
-    told.say("loading")
-    clock.now += 1000  # which is none of the work
-    told.expect(10)
+def test_terminal_line_is_rewritten_and_cleared() -> None:
+    output, clock = Terminal(), ManualClock()
+    progress = ProgressReporter(output, clock)
+    progress.report("loading")
+    clock.now += 1000  # before the first work item, so it does not count in the estimate
+    progress.set_total(10)
     clock.now += 10
-    told.advance()
-    told.end()
+    progress.advance()
+    progress.close()
     assert output.getvalue().split("\r\x1b[K") == ["", "loading", "loading, about 2 min left", ""]

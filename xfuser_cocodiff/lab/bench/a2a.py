@@ -52,8 +52,8 @@ def measure(
     Returns:
         The record, the same on every rank.
     """
-    told = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
-    told.say("probing the links")
+    progress = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
+    progress.report("probing the links")
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()
     profile = known_of(link_probe.measure(mesh, device), device)
@@ -63,7 +63,7 @@ def measure(
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
-        told.say(f"{_bytes(tensor.nbytes)} per rank")
+        progress.report(f"{_bytes(tensor.nbytes)} per rank")
         contenders = plans | {"auto": planner.choose(profile, tensor.nbytes)}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
@@ -82,7 +82,7 @@ def measure(
                     "plan": its and str(its),
                 }
             )
-    told.end()
+    progress.close()
     return {
         **host.header(),
         "topology": str(topology),

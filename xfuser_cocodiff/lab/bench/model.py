@@ -25,7 +25,7 @@ from xfuser_cocodiff.lab.bench.transformer import Shape, Step
 from xfuser_cocodiff.lab.bench.variant import Variant, without_sending
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.lab.reporting.formatting import spread
+from xfuser_cocodiff.lab.reporting.formatting import format_median_range
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
@@ -81,21 +81,21 @@ def measure(
     if cluster is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = transformer.step(shape, compiled)
-    told = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
+    progress = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
     rows = []
     for scale in asked_scales:
-        told.say(f"scale {scale:g}: probing the links")
+        progress.report(f"scale {scale:g}: probing the links")
         cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
         profile = link_probe.measure(Mesh.over(group, topology), _CPU)
         variants = {"stock": Variant(), **{mode: variant.over(config, profile) for mode, config in settings.items()}}
         known = {"scale": scale, "compiled": compiled, "ring": split.ring}
         of_group = profile if split.ring == 1 else None
-        told.say(f"scale {scale:g}: measuring {', '.join(variants)}")
+        progress.report(f"scale {scale:g}: measuring {', '.join(variants)}")
         rows += [
             {**known, **row} for row in _compare(variants, of_group, step, repeats, shape.message_bytes(topology.size))
         ]
-    told.end()
+    progress.close()
     sizes = {"width": shape.width, "depth": shape.depth, "tokens": shape.tokens, "heads": shape.heads}
     ranks = {"topology": str(topology), "ranks": topology.size}
     return {**host.header(), **ranks, "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
@@ -175,7 +175,7 @@ def show(record: dict[str, Any]) -> None:
         stock = seconds if row["mode"] == "stock" else stock
         ratios = sorted(a / b for a, b in zip(stock, seconds, strict=True))
         table.add_row(
-            *(f"{row['scale']:g}", f"{row['share']:.2f}", row["mode"], spread(seconds)),
+            *(f"{row['scale']:g}", f"{row['share']:.2f}", row["mode"], format_median_range(seconds)),
             f"{row['speedup']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
             f"{median(stock) / row['bound_seconds']:.2f}" if row["bound_seconds"] else "-",
             "-" if row["a2a_seconds"] is None else f"{1000 * row['a2a_seconds']:.0f}",

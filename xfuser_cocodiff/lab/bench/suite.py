@@ -134,7 +134,7 @@ def make(runs: Sequence[Run], folder: Path) -> list[Run]:
 
 def _status(command: Sequence[str], environment: Mapping[str, str], output: Path) -> int:
     """Run a command to its end, which comes with ours, and return its exit status."""
-    with launch.stopped_by_sigterm(), output.open("w") as out, output.with_suffix(".log").open("w") as log:
+    with launch.exit_on_sigterm(), output.open("w") as out, output.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=out, stderr=log, start_new_session=True)
         try:
             return process.wait()

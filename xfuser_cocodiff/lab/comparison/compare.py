@@ -149,7 +149,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> 
         console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
     usual = ACROSS_NODES if cluster and cluster["nodes"] > 1 else EXACT
     contenders = contend(arguments, environment, out, repeats, launcher, how.modes, usual)
-    with launch.stopped_by_sigterm():
+    with launch.exit_on_sigterm():
         (out / "records").mkdir(parents=True, exist_ok=True)
         if how.earlier:
             contenders[0].take(how.earlier, out, repeats)

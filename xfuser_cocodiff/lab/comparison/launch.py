@@ -31,7 +31,7 @@ class LaunchError(RuntimeError):
 
 
 def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: Path, console: Console) -> Path:
-    """Run a command to its end with recording on, within :func:`stopped_by_sigterm`.
+    """Run a command to its end with recording on, within :func:`exit_on_sigterm`.
 
     Args:
         name: what to call the launch on the console.
@@ -50,7 +50,7 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
     shutil.rmtree(folder, ignore_errors=True)
     log = out / "logs" / f"{folder.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    started, told, last_run = time.monotonic(), ProgressReporter(None if console.quiet else console.file), 0
+    started, progress, last_run = time.monotonic(), ProgressReporter(None if console.quiet else console.file), 0
     console.print(f"{name}: started, output in {log}")
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -65,12 +65,12 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
             while process.poll() is None:
                 if found := read_progress(folder / "progress.json"):
                     what = f"{name}: run {found['run']}, step {found['step']} of {found['total_steps'] or '?'}"
-                    told.say(what, begins=found["run"] > last_run)
+                    progress.report(what, is_new=found["run"] > last_run)
                     last_run = found["run"]
                 time.sleep(POLL_SECONDS)
         finally:
             stop(process)
-            told.end()
+            progress.close()
     if process.returncode != 0:
         raise LaunchError(_explain(name, process.returncode, log))
     console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
@@ -78,7 +78,7 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
 
 
 @contextlib.contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Context in which SIGTERM leaves as an exception, so that it stops a launch as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
-from xfuser_cocodiff.lab.reporting.formatting import NOTHING, decibels, size, spread, total
+from xfuser_cocodiff.lab.reporting.formatting import (
+    NOT_MEASURED,
+    format_bytes,
+    format_db,
+    format_median_range,
+    sum_over_axes,
+)
 
 NODE = "node"
 CHANCE = "no significant difference"
@@ -25,24 +31,24 @@ def rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
 
     def sent_bytes(run: Mapping[str, Any]) -> int | None:
         if run["bytes"] is None or not has_nodes:
-            return total(run["bytes"])
+            return sum_over_axes(run["bytes"])
         return round(sum(count * between_nodes(stage, topology) for stage, count in run["bytes"].items()))
 
     return [
         {
             "": run["name"],
-            "step time": spread(run["step_seconds"]),
-            "speedup": NOTHING if run is stock else speedup(run, stock),
-            f"sent{' between nodes' * has_nodes}": size(sent_bytes(run)),
-            "PSNR to stock": NOTHING if run is stock else _psnr(run),
-            "result": NOTHING if run is stock else _result(run),
+            "step time": format_median_range(run["step_seconds"]),
+            "speedup": NOT_MEASURED if run is stock else speedup(run, stock),
+            f"sent{' between nodes' * has_nodes}": format_bytes(sent_bytes(run)),
+            "PSNR to stock": NOT_MEASURED if run is stock else _psnr(run),
+            "result": NOT_MEASURED if run is stock else _result(run),
         }
         for run in record["runs"]
     ]
 
 
 def _psnr(run: Mapping[str, Any]) -> str:
-    return "equal" if run["latents"]["bit_equal"] else decibels(run["image"]["psnr_db"])
+    return "equal" if run["latents"]["bit_equal"] else format_db(run["image"]["psnr_db"])
 
 
 def _result(run: Mapping[str, Any]) -> str:
@@ -61,7 +67,7 @@ def _said(run: Mapping[str, Any], stock: Mapping[str, Any]) -> str:
     said = speedup(run, stock)
     speed = f"{CHANCE} in speed" if said == CHANCE else f"speedup {said}"
     near = run["image"]["psnr_db"]
-    what = SAME if run["latents"]["bit_equal"] else "differs" if near is None else f"PSNR {decibels(near)} to stock"
+    what = SAME if run["latents"]["bit_equal"] else "differs" if near is None else f"PSNR {format_db(near)} to stock"
     return f"{run['name']} {speed}, {what}"
 
 

@@ -22,7 +22,7 @@ from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_sheet
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.lab.reporting.formatting import NOTHING
+from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
 _ALL = "bits={0},bits_o={0}"
@@ -113,14 +113,14 @@ class QualityEvaluator:
         after_step: Callable[[], object] = lambda: None,
         frames: int = 9,
     ) -> None:
-        self._solo, self._config, self._after_step = SingleRankPipeline(model, dtype), config, after_step
+        self._pipeline, self._config, self._after_step = SingleRankPipeline(model, dtype), config, after_step
         # From now on attention is xDiT's, for stock too, as on many ranks: that of diffusers has masks of its own.
-        self._solo.use(replace(config, mode=MODES[-1]))
+        self._pipeline.configure(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
         self._of_slices = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
-        self._shape = {"height": size, "width": size, **({"num_frames": frames} if self._solo.films else {})}
-        self.prompts = _of_videos() if self._solo.films else _of_pictures()
+        self._shape = {"height": size, "width": size, **({"num_frames": frames} if self._pipeline.makes_videos else {})}
+        self.prompts = _of_videos() if self._pipeline.makes_videos else _of_pictures()
         """That the small trained model knows."""
         pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
         self._truth = np.stack(pictures)
@@ -128,7 +128,7 @@ class QualityEvaluator:
     @property
     def inpaints(self) -> bool:
         """Whether it is known how to put known pixels back into latents of the model."""
-        return inpainting.layout(self._solo.pipe) is not None
+        return inpainting.layout(self._pipeline.pipe) is not None
 
     def generate(self, row: Row, prompts: Sequence[str] | None = None, first_seed: int = 0) -> Pictures:
         """Pictures from noise.
@@ -143,7 +143,7 @@ class QualityEvaluator:
 
     def inpaint(self, row: Row, mask: str) -> Pictures:
         """Pictures of which what the mask leaves is known."""
-        keep = inpainting.keep_known(self._solo.pipe, *self.truth(mask))
+        keep = inpainting.keep_known(self._pipeline.pipe, *self.truth(mask))
         return self._run(row, self._of_slices, 0, keep)
 
     def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
@@ -158,13 +158,15 @@ class QualityEvaluator:
             return keep(*step) if keep else {}
 
         approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
-        self._solo.use(None if row.mode == EXACT else approximated, BASELINES.get(row.series))
+        self._pipeline.configure(None if row.mode == EXACT else approximated, BASELINES.get(row.series))
         generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
-        more: dict[str, Any] = {"callback_on_step_end": after_step} if self._solo.takes("callback_on_step_end") else {}
+        more: dict[str, Any] = (
+            {"callback_on_step_end": after_step} if self._pipeline.accepts_argument("callback_on_step_end") else {}
+        )
         more |= {"generator": generators, "output_type": "np", **self._shape}
-        output = self._solo(prompts, self._steps, _TEXT_TOKENS, **more)
+        output = self._pipeline(prompts, self._steps, _TEXT_TOKENS, **more)
         made = output.images if "images" in output else output.frames
-        reports = self._solo.reports
+        reports = self._pipeline.reports
         fractions = tuple(report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes)
         layers = tuple(dict.fromkeys(layer for report in reports for layer in report.errors))
         return Pictures(np.asarray(made).mean(-1), fractions, layers)
@@ -321,7 +323,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def _figure(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1f}"
+    return NOT_MEASURED if value is None else f"{value:.1f}"
 
 
 def draw(record: dict[str, Any], file: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.lab.comparison import charts, overview
 from xfuser_cocodiff.lab.comparison.fidelity import read_picture
-from xfuser_cocodiff.lab.reporting.formatting import NOTHING, decibels, percent, size, time, total
+from xfuser_cocodiff.lab.reporting.formatting import (
+    NOT_MEASURED,
+    format_bytes,
+    format_db,
+    format_percent,
+    format_seconds,
+    sum_over_axes,
+)
 
 LIBRARIES = ("jinja2", "matplotlib", "skimage")
 STEP, PICTURES = "step.svg", "pictures.png"
@@ -45,7 +52,8 @@ def write(record: dict[str, Any], out: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "time": time, "size": size, "total": total, "decibels": decibels}
+    filters = (format_bytes, format_db, format_percent, format_seconds, sum_over_axes)
+    environment.filters |= {each.__name__: each for each in filters}
     rows = overview.rows(record)
     charts.draw_step(record["runs"], out / STEP)
     if shown := _shown(record["runs"], rows, out):
@@ -69,8 +77,10 @@ def _shown(runs: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]],
     """Pictures of a comparison by what is said of them; none where a side has none, or one of another size."""
     if any(run["image"]["path"] is None for run in runs):
         return {}
-    said = [row["result"] if row["PSNR to stock"] in ("equal", NOTHING) else row["PSNR to stock"] for row in rows]
-    names = [run["name"] if each == NOTHING else f"{run['name']}\n{each}" for run, each in zip(runs, said, strict=True)]
+    said = [row["result"] if row["PSNR to stock"] in ("equal", NOT_MEASURED) else row["PSNR to stock"] for row in rows]
+    names = [
+        run["name"] if each == NOT_MEASURED else f"{run['name']}\n{each}" for run, each in zip(runs, said, strict=True)
+    ]
     shown = {name: [read_picture(out / run["image"]["path"])] for name, run in zip(names, runs, strict=True)}
     return shown if len({one.shape for [one] in shown.values()}) == 1 else {}
 
@@ -118,7 +128,7 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
         f"{repeats} runs, on {_count(len(ranks), 'rank')}"
     )
     if latents["max_abs"] is not None:
-        text += f"; the largest difference is {latents['max_abs']:.3g}, PSNR {decibels(latents['psnr_db'])}"
+        text += f"; the largest difference is {latents['max_abs']:.3g}, PSNR {format_db(latents['psnr_db'])}"
     text += "."
     if not stock["latents"]["repeatable"]:
         text += " But stock's own runs differ from each other too, so this says nothing about the plugin: fix the seed."

@@ -1,5 +1,6 @@
-"""What every record and every report shares.
-Input: seconds, bytes and shares, and the machine that this process runs on.
-Public: `host.header`, `formatting.time`, `formatting.size`, `formatting.percent`,
-`progress.ProgressReporter`.
+"""What all records, tables and progress lines of the lab have in common.
+Input: seconds, bytes, fractions, and the machine that this process runs on.
+Output: formatted figures, the header of a record, and progress lines on a terminal or in a log.
+Public: `host.header`, `formatting.format_seconds`, `formatting.format_median_range`, `formatting.format_bytes`,
+`formatting.format_percent`, `formatting.format_db`, `progress.ProgressReporter`.
 """

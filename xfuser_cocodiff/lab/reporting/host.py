@@ -1,4 +1,4 @@
-"""What every record says about where it was made."""
+"""Describes the machine and the software versions in every record."""
 
 import datetime
 import importlib.metadata
@@ -9,10 +9,11 @@ from typing import Any
 from xfuser_cocodiff import __version__
 
 SCHEMA = 1
+"""Version of the record format."""
 
 
 def header() -> dict[str, Any]:
-    """What every record opens with, less the command, which only the caller knows."""
+    """Return the fields that every record begins with; the caller fills in `command`."""
     packages = ("torch", "xfuser", "diffusers")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {

@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.lab.reporting.formatting import percent, size, time
+from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
 from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, Prediction, predict, predictions
@@ -192,9 +192,10 @@ def show(record: dict[str, Any]) -> None:
     console.print(*_divisibility(record), sep="\n")
     if (stock := record["stock"]) and stock["step_seconds"]:
         console.print(
-            f"stock's fastest split is {stock['ulysses']} x {stock['ring']}: {time(stock['step_seconds'])} a step, of "
-            f"which all-to-alls {time(stock['a2a_seconds'])} ({percent(stock['share'])}) and ring "
-            f"{time(stock['ring_seconds'])}"
+            f"stock's fastest split is {stock['ulysses']} x {stock['ring']}: "
+            f"{format_seconds(stock['step_seconds'])} a step, of which all-to-alls "
+            f"{format_seconds(stock['a2a_seconds'])} ({format_percent(stock['share'])}) and ring "
+            f"{format_seconds(stock['ring_seconds'])}"
         )
     sent = ("all-to-all sends", "ring sends")
     print("\nsplits, the fastest first; bytes and times of one step on one rank:")
@@ -232,11 +233,11 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
             "references": f"{row['reference_bytes'] / GIB:.2f} GiB",
             "in 8 bits": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",
         }
-        seconds = (time(row[name]) for name in ("a2a_seconds", "ring_seconds", "step_seconds"))
+        seconds = (format_seconds(row[name]) for name in ("a2a_seconds", "ring_seconds", "step_seconds"))
         speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
         found.add_row(*(known[column] for column in columns), *seconds, speedup)
     return found
 
 
 def _bytes(sent: dict[str, float]) -> str:
-    return ", ".join(f"{axis} {size(count)}" for axis, count in sent.items())
+    return ", ".join(f"{axis} {format_bytes(count)}" for axis, count in sent.items())

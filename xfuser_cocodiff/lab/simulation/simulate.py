@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES as OURS
-from xfuser_cocodiff.lab.reporting.formatting import percent, time
+from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.plan_model import check_count, check_name
 from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, predictions
@@ -105,8 +105,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("cluster", "nodes", "model", "resolution", "batch", "mode")),
-            *(f"{row['degree']} x {row['ring_degree']}", percent(row["share"])),
-            *(time(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "step")),
+            *(f"{row['degree']} x {row['ring_degree']}", format_percent(row["share"])),
+            *(format_seconds(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "step")),
             f"{row['speedup']:.2f}",
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS
-from xfuser_cocodiff.lab.reporting.formatting import NOTHING
+from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.lab.tuning.tune import TUNED
 
 POOR_DB = 30
@@ -22,7 +22,7 @@ def show(record: Mapping[str, Any]) -> None:
         table.add_column(column, justify="left" if not column else "right")
     for name, row in _checked(record).items():
         figures = (row["psnr_db_mean"], 1), (row["psnr_db_sd"], 1), (row["ssim_mean"], 4), (row["lpips_mean"], 4)
-        shown = (NOTHING if value is None else f"{value:.{digits}f}" for value, digits in figures)
+        shown = (NOT_MEASURED if value is None else f"{value:.{digits}f}" for value, digits in figures)
         table.add_row(name, f"{row['bytes_slow_fraction']:.3f}", *shown)
     console.print(table)
     bits = Table(box=None, title=f"bits per value, in phases that begin at {record['starts']} of a run")

@@ -24,7 +24,7 @@ class SingleRankPipeline:
         from xfuser.config import FlexibleArgumentParser, xFuserArgs
         from xfuser.runner import xFuserModelRunner
 
-        be_alone()
+        init_single_rank()
         arguments = ["--model", model, *_task(model)]
         values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(arguments))
         self._runner = xFuserModelRunner(values)
@@ -32,15 +32,15 @@ class SingleRankPipeline:
         self.pipe: Any = self._runner.model.pipe
         self.pipe.to(dtype)
         self.pipe.set_progress_bar_config(disable=True)
-        if self.films:
+        if self.makes_videos:
             self.pipe.vae.enable_slicing()  # one by one: HunyuanVideo 1.5's decodes no batch of videos
 
-    def use(self, config: CocoDiffConfig | None, other: type[VirtualRanks] | None = None) -> None:
+    def configure(self, config: CocoDiffConfig | None, virtual_ranks: type[VirtualRanks] | None = None) -> None:
         """Go on by these settings, whose ranks are virtual; without any as stock xDiT.
 
         Args:
             config: the settings.
-            other: what stands in the place of these ranks.
+            virtual_ranks: what stands in the place of these ranks.
         """
         from xfuser.core.distributed import initialize_runtime_state
 
@@ -48,17 +48,17 @@ class SingleRankPipeline:
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
         runtime = active().runtime
-        if other and runtime and runtime.virtual:
-            runtime.virtual = other(runtime.virtual.topology, runtime.virtual.slow_axes)
+        if virtual_ranks and runtime and runtime.virtual:
+            runtime.virtual = virtual_ranks(runtime.virtual.topology, runtime.virtual.slow_axes)
 
-    def takes(self, argument: str) -> bool:
+    def accepts_argument(self, argument: str) -> bool:
         """Whether the pipeline has an argument of this name."""
         return argument in inspect.signature(self.pipe.__call__).parameters
 
     @property
-    def films(self) -> bool:
+    def makes_videos(self) -> bool:
         """Whether it makes videos."""
-        return self.takes("num_frames")
+        return self.accepts_argument("num_frames")
 
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
         """Run the pipeline and return its output.
@@ -71,11 +71,11 @@ class SingleRankPipeline:
         """
         from xfuser.core.distributed import get_runtime_state
 
-        if not self.films:  # of which xDiT keeps no such state
+        if not self.makes_videos:  # of which xDiT keeps no such state
             get_runtime_state().set_input_parameters(
                 batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
             )
-        if self.takes("max_sequence_length"):
+        if self.accepts_argument("max_sequence_length"):
             more["max_sequence_length"] = text_tokens
         return self.pipe(prompt=prompts, num_inference_steps=steps, **more)
 
@@ -94,7 +94,7 @@ def _task(model: str) -> list[str]:
     return [f"--task={task}" for task in known if task.startswith("t2v")][:1]
 
 
-def be_alone() -> None:
+def init_single_rank() -> None:
     """Make this process a world of its own, which needs no place to meet: xDiT's usual port is the same for all."""
     from xfuser import envs
     from xfuser.core.distributed import init_distributed_environment
