@@ -169,10 +169,10 @@ class Messages:
             return layer_codecs(runtime, layer, key, branch, *given)
 
         def sent(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any) -> Any:
-            way, key = layer_codecs.way, (self._step, self._call, label.what == "o", group)
+            way, key = layer_codecs.way, (self._step, self._call, label.tensors == "o", group)
             shapes, flags = self.seen.setdefault(key, ({}, []))
             links = way.places - 1 if not layer_codecs.at_once else (way.places - 1) * way.near
-            for name, piece in zip(label.what, pieces, strict=True):
+            for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
                 shapes[name] = (links, batch * (1 if layer_codecs.at_once else way.near), *rest)
             flags.append(codecs.aligned(1))

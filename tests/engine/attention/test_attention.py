@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.attention.reshard import send_to_heads
+from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -59,7 +59,7 @@ def check(rank: int, text: str) -> None:
             expected = share(attend(q, k, v, HeadGroup()))
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
-                    sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
+                    sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
                     found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early=sent)
                     assert torch.equal(found, expected), (dtype, key_heads, groups, early)
 
@@ -74,7 +74,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
     mesh, late = mesh_of(text, device), random.Random(rank)
     if staged:
         stages = dataclasses.replace(mesh.stages, staged=staged)
-        mesh = dataclasses.replace(mesh, stages=stages, lane=CommStream(device, staged))
+        mesh = dataclasses.replace(mesh, stages=stages, comm_stream=CommStream(device, staged))
 
     def lag() -> None:
         if late.random() < 0.3:
@@ -95,7 +95,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         for step in range(200):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]
-            sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
+            sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
             lag()
             found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early=sent)
             assert torch.equal(found, share(attend(q, k, v, HeadGroup()))), step
@@ -127,7 +127,7 @@ def fail_between(rank: int, groups: int, early: bool) -> None:
         raise ArithmeticError("in between")
 
     for attention in (fail, attend, fail, attend):
-        sent = send_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
+        sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
         try:
             found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early=sent)
         except ArithmeticError:
@@ -146,9 +146,9 @@ def fail_alone(rank: int) -> str:
     """A rank that fails alone still gives its peers what it had begun to send."""
     mesh = mesh_of("hierarchical")
     value = whole(3, 16, torch.float32)
-    handle = send_to_heads([share(value)], mesh, Label("v"))
+    handle = start_seq_to_heads([share(value)], mesh, Label("v"))
     if rank == 2:
-        handle.abandon()
+        handle.drain()
         return "failed"
     [found] = handle.wait()
     assert torch.equal(found, value.chunk(4, 1)[rank])

@@ -13,7 +13,7 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
 from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
@@ -173,8 +173,8 @@ def test_tokens_are_chosen_by_their_owner(schedule: str, most: float) -> None:
 def chosen_links(rank: int) -> str:
     ring = ring_over(Topology.parse("2x2"))
     flat = Plan.parse("flat*", ring.mesh.topology)
-    policy = Policy(ring.mesh.policy.choose, gather=lambda block_bytes: flat)
-    mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.lane)
+    policy = PlanPolicy(ring.mesh.policy.choose, gather=lambda block_bytes: flat)
+    mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.comm_stream)
     query, key, value = (part(name, rank) for name in "qkv")
     ring_attention(query, key, value, attend, Ring(mesh, rank))
     return ",".join(mesh.traffic.sent_bytes)

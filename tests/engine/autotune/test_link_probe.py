@@ -10,7 +10,7 @@ from tests import ranks
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe, plan_selection
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology import planner
@@ -82,10 +82,10 @@ def test_on_an_accelerator_speeds_are_not_those_of_launches(monkeypatch: pytest.
     be slow, or none."""
     from xfuser_cocodiff.engine.topology import devices as devices
 
-    monkeypatch.setattr(devices, "of", lambda device_type: devices.Capabilities())
+    monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     taken: list[tuple[int, int]] = []
     stages = Stages({(0,): None})
-    measured = link_probe.Probe(Mesh(Topology.flat(2), stages, Policy(lambda size: None)), CPU)
+    measured = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
     monkeypatch.setattr(measured, "_taken", lambda work, calls: taken.append(calls) or 1.0)
     assert measured._codec_speed() >= 2**26 and measured._copy_speed() >= 2**26  # bytes in a call of one second
     assert min(taken) > 1

@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import plan_selection
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 
@@ -43,7 +43,9 @@ def blocking(rank: int) -> list[bool]:
         plan_selection.planned_mesh(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
         for synchronous in (False, True)
     ]
-    return [mesh.policy.ahead(10**8, 3 * 10**8) for mesh in meshes] + [mesh.policy.goes_ahead(10**8) for mesh in meshes]
+    return [mesh.policy.sends_early(10**8, 3 * 10**8) for mesh in meshes] + [
+        mesh.policy.sends_early_in_graph(10**8) for mesh in meshes
+    ]
 
 
 def test_nothing_is_sent_ahead_where_collectives_are_known_to_block() -> None:
@@ -52,19 +54,19 @@ def test_nothing_is_sent_ahead_where_collectives_are_known_to_block() -> None:
 
 def test_graphs_know_the_plan_of_every_size() -> None:
     plans = plan_selection.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
-    policy = Policy(plans, plans.table())
+    policy = PlanPolicy(plans, plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
         traced = [policy.plan_for(size) for size in sizes]
     assert traced == [plans(size) for size in sizes] and len(set(traced)) > 1
-    assert len(policy.traced) == len(set(policy.traced)) < len(plan_selection.SIZES)
+    assert len(policy.graph_plans) == len(set(policy.graph_plans)) < len(plan_selection.SIZES)
 
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
     plans = plan_selection.Plans(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
-    mesh = dataclasses.replace(mesh, policy=Policy(plans, plans.table()))
+    mesh = dataclasses.replace(mesh, policy=PlanPolicy(plans, plans.table()))
     tensor = torch.randn(1, 4, 8, 4)
 
     def exchange(tensor: torch.Tensor) -> torch.Tensor:

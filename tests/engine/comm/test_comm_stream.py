@@ -12,15 +12,15 @@ from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 
 
 def test_work_runs_in_order_behind_the_caller() -> None:
-    lane, order, gate = CommStream(), [], threading.Event()
+    comm_stream, order, gate = CommStream(), [], threading.Event()
 
     def slow() -> str:
         gate.wait()
         order.append("first")
         return "first"
 
-    first = lane.start("first", slow)
-    second = lane.start("second", lambda: order.append("second"))
+    first = comm_stream.start("first", slow)
+    second = comm_stream.start("second", lambda: order.append("second"))
     order.append("caller")
     gate.set()
     assert second.wait() is None
@@ -29,22 +29,22 @@ def test_work_runs_in_order_behind_the_caller() -> None:
 
 
 def test_work_that_is_run_waits_for_what_was_started() -> None:
-    lane, order = CommStream(), []
-    handle = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
-    lane.run(lambda: order.append("second"))
+    comm_stream, order = CommStream(), []
+    handle = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    comm_stream.run(lambda: order.append("second"))
     handle.wait()
     assert order == ["first", "second"]
-    assert lane.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
+    assert comm_stream.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
 
 
 def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
-    lane, order = CommStream(), []
-    first = lane.start("first", lambda: (time.sleep(0.1), order.append("first")))
-    lane.start("second", lambda: order.append("second"), is_awaited=True).wait()
+    comm_stream, order = CommStream(), []
+    first = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
+    comm_stream.start("second", lambda: order.append("second"), is_blocking=True).wait()
     first.wait()
     assert order == ["first", "second"]
-    assert lane.start("third", threading.get_ident, is_awaited=True).wait() == threading.get_ident()
-    lane.start("fourth", lambda: order.append("fourth"), is_awaited=True).abandon()
+    assert comm_stream.start("third", threading.get_ident, is_blocking=True).wait() == threading.get_ident()
+    comm_stream.start("fourth", lambda: order.append("fourth"), is_blocking=True).drain()
     assert order[-1] == "fourth", "peers take part in it"
 
 
@@ -61,11 +61,11 @@ def test_a_handle_is_waited_for_once() -> None:
 
 
 def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
-    lane, done = CommStream(), []
-    handle = lane.start("the exchange", lambda: done.append(1))
+    comm_stream, done = CommStream(), []
+    handle = comm_stream.start("the exchange", lambda: done.append(1))
     with pytest.warns(ResourceWarning, match="the exchange was dropped"):
         del handle
-    lane.start("next", lambda: None).wait()
+    comm_stream.start("next", lambda: None).wait()
     assert done
 
 
@@ -79,21 +79,21 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
         return CommStream().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
 
     with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
-        handle_of_failure().abandon()
+        handle_of_failure().drain()
     handle = handle_of_failure()
     with pytest.raises(ZeroDivisionError):
         try:
             done[5 // 0]
         finally:
-            handle.abandon()  # the error that sent the caller elsewhere is the one to know
+            handle.drain()  # the error that sent the caller elsewhere is the one to know
     try:
         done[5 // 0]
     except ZeroDivisionError:  # a caller that tries again: this error was there before the handle
         with pytest.raises(MemoryError):
-            handle_of_failure().abandon()
+            handle_of_failure().drain()
     assert done == [1, 1, 1]
     handle = CommStream().start("the exchange", lambda: 1, done.append)
-    handle.abandon()
+    handle.drain()
     assert done == [1, 1, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -101,23 +101,23 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
 
 
 def test_errors_reach_who_waits() -> None:
-    lane = CommStream()
-    handle = lane.start("work", lambda: 1 // 0)
+    comm_stream = CommStream()
+    handle = comm_stream.start("work", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         handle.wait()
     with pytest.raises(ZeroDivisionError):
-        lane.start("work", lambda: 1 // 0).abandon()
-    assert lane.start("work", lambda: 1).wait() == 1
+        comm_stream.start("work", lambda: 1 // 0).drain()
+    assert comm_stream.start("work", lambda: 1).wait() == 1
 
 
 def test_what_work_returned_is_not_kept() -> None:
-    lane = CommStream()
-    handle = lane.start("work", lambda: torch.zeros(3))
+    comm_stream = CommStream()
+    handle = comm_stream.start("work", lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
     del handle
-    lane.start("next", lambda: None).wait()
+    comm_stream.start("next", lambda: None).wait()
     assert result() is None
-    handle = lane.start("last", lambda: torch.zeros(3))
+    handle = comm_stream.start("last", lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
     del handle
     deadline = time.monotonic() + 60

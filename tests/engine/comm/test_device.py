@@ -14,13 +14,13 @@ import torch
 from tests import ranks
 from tests.device import CALLER, HAS_BACKENDS, Device, DisorderError, Stream, pretend
 from tests.quick import covering, pairwise, slow_but
-from xfuser_cocodiff.engine.attention.reshard import send_to_heads
+from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs
@@ -69,12 +69,12 @@ def make_tables() -> None:
     codecs._odd_numbers = lambda heads, dim, _: numbers[:heads, :dim]
 
 
-def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, lane: CommStream | None = None) -> Mesh:
+def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream: CommStream | None = None) -> Mesh:
     """A mesh among ranks that are not there either."""
     made = Plan.parse(plan, topology)
     groups = {stage: SimpleNamespace(size=lambda: topology.size, rank=lambda: 0) for stage in made.stages}
     stages = Stages(groups, device(), staged)
-    return Mesh(topology, stages, Policy(lambda nbytes: made), lane or CommStream(device(), staged))
+    return Mesh(topology, stages, PlanPolicy(lambda nbytes: made), comm_stream or CommStream(device(), staged))
 
 
 ONCE = "node, at once"
@@ -87,7 +87,7 @@ def way_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     mesh = mesh_of("hierarchical", staged)
     if slow == "all":
         return mesh, AxisPartition((0, 1), (2, 2), 0, mesh, None)
-    parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.lane) for name in ("node", "gpu")]
+    parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.comm_stream) for name in ("node", "gpu")]
     return mesh, AxisPartition((0,), (2, 2), 0, *parts)
 
 
@@ -100,7 +100,7 @@ def run(mesh: Mesh, groups: int, v_first: bool, steps_of: Iterator[LayerCodecs |
     hidden = torch.randn(2, 8, 8, 16, device=device())
     for layer_codecs in steps_of:
         value = hidden * 3
-        early = send_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
+        early = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
         query, key = hidden + 1, hidden - 1
         hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, layer_codecs=layer_codecs)
 
@@ -135,7 +135,7 @@ def steps_of(way: AxisPartition, codec: Codec, at_once: bool) -> Iterator[LayerC
         yield LayerCodecs(way, codecs_of, wires, account, step, at_once=at_once)
         if step == 1:  # a budget that turned out to be too small
             for wire in wires.values():
-                wire.squeeze(way.fast.lane if way.fast and not at_once else None)
+                wire.squeeze(way.fast.comm_stream if way.fast and not at_once else None)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def expect(rank: int, staged: bool) -> int:
             return False
 
     watching = mock.patch.multiple(
-        failure_detection, expect=lambda *given: expected.append(given), is_attended=lambda: True
+        failure_detection, set_deadline=lambda *given: expected.append(given), is_heartbeat_running=lambda: True
     )
     with Device(), watching, mock.patch.object(torch, "Event", Event):
         run(mesh_of("hierarchical", staged), 2, True, iter([None] * LAYERS))
@@ -212,7 +212,11 @@ def forget(what: str) -> None:
     """Leave out one of the things that keep order."""
     follow = Stream.wait_event
     forgotten: dict[str, tuple[type, str, Callable]] = {
-        "what the lane needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name and follow(self, mark)),
+        "what the comm stream needs": (
+            Stream,
+            "wait_event",
+            lambda self, mark: CALLER in self.name and follow(self, mark),
+        ),
         "what the caller needs": (Stream, "wait_event", lambda self, mark: CALLER in self.name or follow(self, mark)),
         "who else uses memory": (Device, "_record_stream", lambda *_: None),
         "copies to the host": (Stream, "synchronize", lambda self: None),
@@ -230,7 +234,7 @@ def mistaken(rank: int, forgotten: str, staged: bool) -> str:
 @pytest.mark.parametrize(
     ("forgotten", "staged", "found"),
     [
-        ("what the lane needs", False, "an all-to-all on network .* written by the caller's stream"),
+        ("what the comm stream needs", False, "an all-to-all on network .* written by the caller's stream"),
         ("what the caller needs", False, "of the caller's stream was dropped, and network 1 may use it"),
         ("who else uses memory", True, "of stream 1 was dropped, and the caller's stream may use it"),
         ("copies to the host", True, "an all-to-all on the host: pinned memory, written by stream 1"),
@@ -261,7 +265,7 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
             now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
             layer_codecs = LayerCodecs(way, now, wires, CodecStats(), step, at_once=slow == ONCE)
             made.launched.clear()
-            early = send_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
+            early = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
             ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
         kernels = sum(count for name, count in made.launched.items() if name.endswith("_kernel"))
         return kernels, made.launched.total() - kernels
@@ -291,8 +295,8 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
         with Device() as made, made.by_triton():
             make_tables()
             mesh = mesh_of("flat", False, topology)
-            node = mesh_of("flat", False, Topology.named(node=2), mesh.lane) if degree > 2 else mesh
-            fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.lane) if degree > 2 else None
+            node = mesh_of("flat", False, Topology.named(node=2), mesh.comm_stream) if degree > 2 else mesh
+            fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.comm_stream) if degree > 2 else None
             way = AxisPartition((0,), tuple(names.values()), 0, node, fast)
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
             wires: dict = {}

@@ -32,7 +32,7 @@ ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
 
 def start(rank: int, what: str) -> Callable[[], object]:
     """Something that all ranks communicate in: a plan's exchange, the engine's probe, a survey, or one of xDiT's."""
-    failure_detection.PATIENCE_SECONDS = 5.0
+    failure_detection.RESPONSE_SECONDS = 5.0
     group, cpu, topology = dist.group.WORLD, torch.device("cpu"), Topology.parse("2x2", 4)
     if what == "survey":
         return lambda: link_survey.measure(group, None, cpu, timeout=20)
@@ -109,7 +109,7 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
 
 def come_late_then_never(rank: int, text: str) -> str:
     """One rank comes late to an exchange of shares that no buffer holds, which all wait for, and not to the next."""
-    failure_detection.PATIENCE_SECONDS = 5.0
+    failure_detection.RESPONSE_SECONDS = 5.0
     topology = Topology.parse("flat", 3)
     plan = Plan.parse(text, topology)
     mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=6))
@@ -154,7 +154,7 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         collective_failures._in_a_group(fail)(group)
     monkeypatch.setattr(failure_detection, "_stages", {})  # where a rank fails stays known
-    monkeypatch.setattr(failure_detection, "is_attended", lambda: True)
+    monkeypatch.setattr(failure_detection, "is_heartbeat_running", lambda: True)
     monkeypatch.setattr(failure_detection, "_explained", lambda group, stage, failure: f"{group} {stage} {failure}")
     with pytest.raises(UnresponsiveRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
         collective_failures._in_a_group(fail)(group)
@@ -189,20 +189,20 @@ def test_other_errors_stay_what_they_are_at_once(error: Exception, monkeypatch: 
     ],
 )
 def test_errors_of_backends_are_known(text: str) -> None:
-    assert failure_detection.is_backends(RuntimeError(text))
-    assert failure_detection.is_backends(dist.DistBackendError("NCCL communicator was aborted on rank 1"))
+    assert failure_detection.is_backend_error(RuntimeError(text))
+    assert failure_detection.is_backend_error(dist.DistBackendError("NCCL communicator was aborted on rank 1"))
 
 
 def test_threads_communicate_beside_each_other() -> None:
     """The lane's thread and the main one: neither must hide where the other is."""
     inside, leave = threading.Event(), threading.Event()
 
-    def lane() -> None:
+    def comm_stream() -> None:
         with failure_detection.report_failed_ranks([0], "node"):
             inside.set()
             leave.wait(60)
 
-    thread = threading.Thread(target=lane)
+    thread = threading.Thread(target=comm_stream)
     thread.start()
     inside.wait(60)
     with failure_detection.report_failed_ranks([0], "outer"):
@@ -220,12 +220,12 @@ def alarm_twice(rank: int, end: int) -> None:
     one."""
     said: list[str] = []
     failure_detection._logger.error = lambda text, *values: said.append(text % values)
-    failure_detection.PATIENCE_SECONDS = 2.0
-    failure_detection.attend()
+    failure_detection.RESPONSE_SECONDS = 2.0
+    failure_detection.start_heartbeat()
     dist.barrier()
     comes = threading.Event()
-    failure_detection.expect(comes.is_set, [0, 1, CULPRIT], "node", 3.0)
-    failure_detection.expect(lambda: True, [0, 1, CULPRIT], "of what is done nothing is said", 0.1)
+    failure_detection.set_deadline(comes.is_set, [0, 1, CULPRIT], "node", 3.0)
+    failure_detection.set_deadline(lambda: True, [0, 1, CULPRIT], "of what is done nothing is said", 0.1)
     while not said:
         time.sleep(0.1)
     dist.barrier()
@@ -233,7 +233,7 @@ def alarm_twice(rank: int, end: int) -> None:
     time.sleep(2)
     dist.barrier()
     if rank != CULPRIT:
-        failure_detection.expect(lambda: False, [0, 1, CULPRIT], "gpu", 3.0)
+        failure_detection.set_deadline(lambda: False, [0, 1, CULPRIT], "gpu", 3.0)
     elif end != ABSENT:
         os.kill(os.getpid(), end)
     time.sleep(8)
@@ -255,8 +255,8 @@ def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> N
 def recover(rank: int) -> tuple[str, list[str | None]]:
     """What a caller says after another one that was lost within its call; and what is known of its own failure after
     a stage in another group, and after one in the same."""
-    failure_detection.PATIENCE_SECONDS = 3.0
-    failure_detection.attend()
+    failure_detection.RESPONSE_SECONDS = 3.0
+    failure_detection.start_heartbeat()
     dist.barrier()
     world, other, said, known = dist.group.WORLD, [0, 1], "", []
 
@@ -299,11 +299,11 @@ def ask_in_order(rank: int, libraries: tuple[str, ...]) -> list[str]:
             raise OSError(name)
         return Library()
 
-    failure_detection.PATIENCE_SECONDS = 0.5
+    failure_detection.RESPONSE_SECONDS = 0.5
     initialised = mock.patch.object(torch.cuda, "is_initialized", lambda: True)
     with mock.patch.object(failure_detection.ctypes, "CDLL", load), initialised:
-        failure_detection.attend()
-        failure_detection.expect(lambda: bool(did.append("query")) or True, [0], "node", 0.1)
+        failure_detection.start_heartbeat()
+        failure_detection.set_deadline(lambda: bool(did.append("query")) or True, [0], "node", 0.1)
         time.sleep(2)
         return list(did)
 

@@ -14,7 +14,7 @@ from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
@@ -40,7 +40,7 @@ def check_reshard(rank: int, sizes: list[int], shapes: list[tuple], dtype: torch
     plans += [dataclasses.replace(plan, direct=_some(len(plan.stages))) for plan in plans]
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
     for plan in plans:
-        way = dataclasses.replace(mesh, policy=Policy(lambda message_bytes, plan=plan: plan))
+        way = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
         for scatter, gather in ((1, 2), (2, 1)):
             got = reshard(tensors, scatter, gather, way)
             alone = [reshard([tensor], scatter, gather, way)[0] for tensor in tensors]

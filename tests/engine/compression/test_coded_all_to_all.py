@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.quick import in_turn
-from xfuser_cocodiff.engine.attention.reshard import send_to_heads, send_to_sequence
+from xfuser_cocodiff.engine.attention.reshard import start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -114,7 +114,7 @@ def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> t
             plans = [dataclasses.replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
         turns = itertools.cycle(plans)
         mesh = Mesh.over(group, topology, plans)
-        return dataclasses.replace(mesh, policy=Policy(lambda message_bytes: next(turns)))
+        return dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes: next(turns)))
 
     mesh = over(dist.group.WORLD, topology, plans)
     return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, over)
@@ -140,18 +140,18 @@ def carry(
         )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
-            early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
-            late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+            early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+            late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
             found = {"v": early.wait()[0], **dict(zip("qk", late.wait(), strict=True))}
         else:
-            handle = send_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
+            handle = start_seq_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
             found = dict(zip("qkv", handle.wait(), strict=True))
         for name in "vqk":
             wanted = expected_heads(pairs, name, step, rank, size, codec)
             assert torch.equal(found[name], wanted), (name, step)
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
-        send_to_sequence(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
+        start_heads_to_seq(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
@@ -205,8 +205,8 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, at_once: bool) -> tuple[lis
             wholes["v"][0, 15, 3, 1] = torch.nan  # of rank 0, for rank 3, to which rank 1 sends it in stages
         layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=at_once)
         v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
-        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
-        late = send_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
+        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
         for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
             is_repeated = name == "v" and step in bad and (at_once or rank % 2 == 1)
             wanted = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
@@ -247,15 +247,15 @@ def give_up(rank: int, how: str) -> None:
         layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
-        early = send_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
+        early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
                 ulysses_attention(q, k, v, fail, mesh, early=early, layer_codecs=layer_codecs)
             continue
-        late = send_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
+        late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
         if step == 2 and rank == 1:
             for handle in (early, late):
-                handle.abandon()
+                handle.drain()
             continue
         for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
             assert torch.equal(found, expected), step
@@ -298,7 +298,7 @@ def shorten(rank: int, changes: str) -> None:
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
         layer_codecs = runtime.layer_codecs("attn", 1, 0, Share.of(*wholes.values()))
         mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
-        found = send_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
+        found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
         for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V chooses first
             codec = runtime.schedule.codecs(step, STEPS + 4)[name]
             if name == "q" and step >= STEPS:  # V's choice says nothing of so many tokens

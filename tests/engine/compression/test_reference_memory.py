@@ -58,9 +58,12 @@ class Run:
 
     def __init__(self, budget: float | None, layers: int, branches: int = 1) -> None:
         self.said: list[str] = []
-        lane = SimpleNamespace(device=torch.device("cpu"))
+        slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device("cpu")))
         way = SimpleNamespace(
-            places=PLACES, slow=SimpleNamespace(lane=lane), fast=None, is_single_stage=lambda message_bytes: False
+            places=PLACES,
+            slow=slow,
+            fast=None,
+            is_single_stage=lambda message_bytes: False,
         )
         self.runtime = Runtime(
             way, "balanced", None, None, list, budget=budget, say=self.said.append, warn=self.said.append

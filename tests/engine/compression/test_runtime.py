@@ -19,9 +19,11 @@ SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
 
 def way_on(device: str) -> SimpleNamespace:
     """Slow axes with two places, which messages of more than 128 bytes take at once."""
-    lane = SimpleNamespace(device=torch.device(device))
+    slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
     return SimpleNamespace(
-        places=2, slow=SimpleNamespace(lane=lane), is_single_stage=lambda message_bytes: message_bytes > 128
+        places=2,
+        slow=slow,
+        is_single_stage=lambda message_bytes: message_bytes > 128,
     )
 
 

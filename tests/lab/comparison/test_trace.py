@@ -70,7 +70,7 @@ def test_on_an_accelerator_a_profiler_sees_ranges_and_nobody_takes_times() -> No
     traffic = Traffic(timed=True)
     with torch.profiler.profile() as profiler:
         span = traffic.span(Label("v"), torch.device("cuda"))
-        with span.travels(), span.holds():
+        with span.record_transfer(), span.record_wait():
             pass
     assert {"cocodiff.v.exchange", "cocodiff.v.wait"} <= {one.name for one in profiler.events()}
-    assert (span.taken, traffic.spans) == (False, [])
+    assert (span.is_timed, traffic.spans) == (False, [])

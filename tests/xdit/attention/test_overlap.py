@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.attention import ulysses
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -73,13 +73,13 @@ def record_events(rank: int, v_first: bool) -> list[str]:
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj")):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    send = session_module.send_to_heads
+    send = session_module.start_seq_to_heads
 
     def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
-        events.append(f"{label.layer} sends {label.what}")
+        events.append(f"{label.layer} sends {label.tensors}")
         return send(tensors, mesh, label, *part)
 
-    with mock.patch.object(session_module, "send_to_heads", sending):
+    with mock.patch.object(session_module, "start_seq_to_heads", sending):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
@@ -122,7 +122,7 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     assert {"cocodiff.v.exchange", "cocodiff.qk.exchange", "cocodiff.o.exchange", "cocodiff.v.wait"} <= names
     assert len(traffic.spans) == len(spans)
     dist.barrier()
-    return [(span.label.layer, span.label.what) for span in spans]
+    return [(span.label.layer, span.label.tensors) for span in spans]
 
 
 def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
@@ -152,20 +152,20 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
     """What a step sends when the planner has its word, once layers are known; and what it was asked."""
     group, _, step = start(rank, depth=3)
     flat, asked = Plan.flat(Topology.flat(2)), []
-    policy = Policy(lambda size: flat, ahead=lambda *sizes: asked.append(sizes) or ahead)
+    policy = PlanPolicy(lambda size: flat, sends_early=lambda *sizes: asked.append(sizes) or ahead)
     expected = step()
     labels: list[str] = []
 
     def noting(original: Callable) -> Callable:
         def noted(*args: object) -> object:
-            labels.extend(arg.what for arg in args if isinstance(arg, Label))
+            labels.extend(arg.tensors for arg in args if isinstance(arg, Label))
             return original(*args)
 
         return noted
 
     sites = [
-        (session_module, "send_to_heads"),
-        *((ulysses, name) for name in ("reshard", "send_to_heads", "send_to_sequence")),
+        (session_module, "start_seq_to_heads"),
+        *((ulysses, name) for name in ("reshard", "start_seq_to_heads", "start_heads_to_seq")),
     ]
     with contextlib.ExitStack() as patched:
         for module, name in sites:
@@ -203,8 +203,10 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
         events.clear()
         with (
             mock.patch.object(torch.nn.functional, "gelu", gelu),
-            mock.patch.object(ulysses, "send_to_heads", noting(ulysses.send_to_heads, lambda *a: f"sends {a[2].what}")),
-            mock.patch.object(ulysses, "send_to_sequence", noting(ulysses.send_to_sequence, lambda *_: "sends o")),
+            mock.patch.object(
+                ulysses, "start_seq_to_heads", noting(ulysses.start_seq_to_heads, lambda *a: f"sends {a[2].tensors}")
+            ),
+            mock.patch.object(ulysses, "start_heads_to_seq", noting(ulysses.start_heads_to_seq, lambda *_: "sends o")),
         ):
             found = step()
         session.runs.end_step()

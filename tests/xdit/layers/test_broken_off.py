@@ -29,14 +29,14 @@ class Runs:
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        send, results = session_module.send_to_heads, []
+        send, results = session_module.start_seq_to_heads, []
         self.sent.clear()
         if declared:
             self.session.runs.begin(STEPS)
         noting = lambda tensors, mesh, label, *args: (  # noqa: E731
             self.sent.append(label.layer) or send(tensors, mesh, label, *args)
         )
-        with mock.patch.object(session_module, "send_to_heads", noting):
+        with mock.patch.object(session_module, "start_seq_to_heads", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])

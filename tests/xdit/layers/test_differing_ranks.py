@@ -46,7 +46,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
             odd = odd_by_heads(usp._get_attention_function)
             attention = mock.patch.object(usp, "_get_attention_function", odd)
     if what == "links":
-        overlap, policy = Overlap(), dataclasses.replace(policy, ahead=lambda *_: not is_odd)
+        overlap, policy = Overlap(), dataclasses.replace(policy, sends_early=lambda *_: not is_odd)
     with attention:
         expected = step()
         session = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)

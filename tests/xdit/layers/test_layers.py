@@ -31,7 +31,7 @@ class Sent:
     def __init__(self, value: torch.Tensor, layer: str) -> None:
         self.value, self.layer, self.awaited, self.abandoned = value.clone(), layer, False, False
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         self.abandoned = not self.awaited
 
 

@@ -25,7 +25,7 @@ HEADS, SEQUENCE = 1, 2
 _ANY = Label("any")
 
 
-def padded_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
+def pad_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
     """A tensor with as many heads more, of zeros, as a multiple takes.
 
     Args:
@@ -62,18 +62,18 @@ def reshard(
         received = mesh.all_to_all(message, plan)
     else:
         span = mesh.traffic.span(label, tensors[0].device)
-        with span.holds():
-            received = mesh.lane.run(lambda: mesh.travel(message, plan, span))
+        with span.record_wait():
+            received = mesh.comm_stream.run(lambda: mesh.timed_all_to_all(message, plan, span))
     return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
 
 
-def send_to_heads(
+def start_seq_to_heads(
     tensors: Sequence[torch.Tensor],
     mesh: Mesh,
     label: Label,
     head_group: HeadGroup = ALL_HEADS,
     layer_codecs: LayerCodecs | None = None,
-    is_awaited: bool = False,
+    is_blocking: bool = False,
 ) -> Handle[list[torch.Tensor]]:
     """Start to bring tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
 
@@ -83,10 +83,10 @@ def send_to_heads(
         label: what they are; with an encoding, a letter for each.
         head_group: of the heads that each rank gets.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
+        is_blocking: whether the caller waits for it next, and computes nothing meanwhile.
     """
     if layer_codecs:
-        plan = mesh.by_axes
+        plan = mesh.hierarchical_plan
         pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
         heads = [piece.shape[len(plan.shape) + HEADS] for piece in pieces]
         results = [
@@ -94,7 +94,7 @@ def send_to_heads(
             for tensor, count in zip(tensors, heads, strict=True)
         ]
         targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
-        return coded_all_to_all.send(pieces, targets, mesh, layer_codecs, label, head_group, results, is_awaited)
+        return coded_all_to_all.send(pieces, targets, mesh, layer_codecs, label, head_group, results, is_blocking)
     plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
     pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
     message = _pack(pieces, plan)
@@ -102,17 +102,17 @@ def send_to_heads(
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
         return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
 
-    return mesh.post(message, plan, label, merge, is_awaited)
+    return mesh.start_all_to_all(message, plan, label, merge, is_blocking)
 
 
-def send_to_sequence(
+def start_heads_to_seq(
     tensor: torch.Tensor,
     target: torch.Tensor,
     mesh: Mesh,
     label: Label,
     head_group: HeadGroup,
     layer_codecs: LayerCodecs | None = None,
-    is_awaited: bool = False,
+    is_blocking: bool = False,
 ) -> Handle[None]:
     """Start to bring a head group back, from (B, H/P/head_group.count, S, D) to its place in `target`.
 
@@ -123,18 +123,18 @@ def send_to_sequence(
         label: what it is.
         head_group: which one.
         layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        is_awaited: whether the caller waits for it next, and computes nothing meanwhile.
+        is_blocking: whether the caller waits for it next, and computes nothing meanwhile.
     """
-    plan = mesh.by_axes if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
+    plan = mesh.hierarchical_plan if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
-        return coded_all_to_all.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_awaited)
+        return coded_all_to_all.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_blocking)
     message = _pack([piece], plan)
 
     def place_it(received: torch.Tensor) -> None:
         place.copy_(_unpack(received, [piece], plan)[0])
 
-    return mesh.post(message, plan, label, place_it, is_awaited)
+    return mesh.start_all_to_all(message, plan, label, place_it, is_blocking)
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:

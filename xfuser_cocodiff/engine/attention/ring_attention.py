@@ -76,7 +76,7 @@ def ring_attention(
             merged.take(handle.wait())
     finally:  # after an error, peers still have to get what they were promised
         for handle in handles:
-            handle.abandon()
+            handle.drain()
     return merged.output
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, reshard, send_to_heads, send_to_sequence
+from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, reshard, start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
@@ -53,22 +53,22 @@ class Exchanges:
     def send_value(self, value: torch.Tensor) -> None:
         """Start to send V, or its first head group, before Q and K."""
         label = Label("v", self._layer)
-        self._early = send_to_heads([value], self._mesh, label, self.head_groups[0], self.layer_codecs)
+        self._early = start_seq_to_heads([value], self._mesh, label, self.head_groups[0], self.layer_codecs)
 
-    def send(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_awaited: bool = False) -> None:
+    def send(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_blocking: bool = False) -> None:
         """Start to send all head groups, so that the links never run dry.
 
         Args:
             query: shape (B, H, S/P, D).
             key: the same, perhaps with fewer heads.
             value: as `key`.
-            is_awaited: whether the caller waits for them next, and computes nothing meanwhile.
+            is_blocking: whether the caller waits for them next, and computes nothing meanwhile.
         """
         for head_group in self.head_groups:
             is_ahead = self._early is not None and head_group.index == 0
             tensors, what = ([query, key], "qk") if is_ahead else ([query, key, value], "qkv")
-            label, is_next = Label(what, self._layer), is_awaited and not is_ahead
-            self._coming.append(send_to_heads(tensors, self._mesh, label, head_group, self.layer_codecs, is_next))
+            label, is_next = Label(what, self._layer), is_blocking and not is_ahead
+            self._coming.append(start_seq_to_heads(tensors, self._mesh, label, head_group, self.layer_codecs, is_next))
 
     def receive(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Wait for Q, K and V of a head group, (B, h, S, D) each."""
@@ -77,13 +77,13 @@ class Exchanges:
         query, key, value = [*self._coming[index].wait(), *first]
         return query, key, value
 
-    def send_back(self, output: torch.Tensor, index: int, is_awaited: bool = False) -> None:
+    def send_back(self, output: torch.Tensor, index: int, is_blocking: bool = False) -> None:
         """Start to send O of a head group, (B, h, S, D), to the ranks that its tokens are of."""
         if self._result is None:
             self._result = output_like(output, len(self.head_groups), self._mesh.topology.size)
         head_group, label = self.head_groups[index], Label("o", self._layer)
         self._going.append(
-            send_to_sequence(output, self._result, self._mesh, label, head_group, self.layer_codecs, is_awaited)
+            start_heads_to_seq(output, self._result, self._mesh, label, head_group, self.layer_codecs, is_blocking)
         )
 
     def end(self) -> torch.Tensor:
@@ -92,11 +92,11 @@ class Exchanges:
             going.wait()
         return self._result
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         """Wait for what is still under way."""
         under_way: list[Handle[Any]] = [*self._coming, *self._going, *([self._early] if self._early else [])]
         for handle in under_way:
-            handle.abandon()
+            handle.drain()
 
 
 def output_like(output: torch.Tensor, groups: int, num_ranks: int) -> torch.Tensor:
@@ -135,15 +135,15 @@ def ulysses_attention(
     try:
         if groups == 1 and layer_codecs is None and beside is None:
             return _at_once(query, key, value, attend, mesh, layer, early)
-        exchanges.send(query, key, value, is_awaited=groups == 1 and beside is None)
+        exchanges.send(query, key, value, is_blocking=groups == 1 and beside is None)
         if beside:
             beside()
         for head_group in exchanges.head_groups:
             attended = attend(*exchanges.receive(head_group.index), head_group)
-            exchanges.send_back(attended, head_group.index, is_awaited=groups == 1)
+            exchanges.send_back(attended, head_group.index, is_blocking=groups == 1)
         return exchanges.end()
     finally:
-        exchanges.abandon()
+        exchanges.drain()
 
 
 def _at_once(

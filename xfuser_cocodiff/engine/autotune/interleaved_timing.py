@@ -119,5 +119,5 @@ def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    if devices.of(device.type).queues:
+    if devices.capabilities(device.type).is_asynchronous:
         torch.accelerator.synchronize()

@@ -55,7 +55,7 @@ class Probe:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.mesh, self.device = mesh.uncounted(), device
+        self.mesh, self.device = mesh.with_separate_traffic(), device
         # The mesh's own group of all ranks, which has the mesh's timeout, as the caller's need not.
         self.group = mesh.stages.groups[Plan.flat(mesh.topology).stages[0]]
         self._axes = tuple((dim,) if axis.size > 1 else None for dim, axis in enumerate(mesh.topology.axes))
@@ -65,7 +65,7 @@ class Probe:
         """Return the profile."""
         speeds = self._copy_speed(), self._codec_speed()
         profile = self._along_axes(speeds, direct=False)
-        if devices.of(self.device.type).sends_directly:
+        if devices.capabilities(self.device.type).supports_direct_sends:
             # Only gloo's collective, which is that of the CPU, leaves something to gain by direct sends.
             return dataclasses.replace(profile, direct=self._along_axes(speeds, direct=True))
         return profile
@@ -104,13 +104,13 @@ class Probe:
     def _copy_speed(self) -> float:
         """Bytes per second at which a message is reordered between two stages."""
         size = self.mesh.topology.size
-        share = _COPIED_BYTES[devices.of(self.device.type).queues] // size**2
+        share = _COPIED_BYTES[devices.capabilities(self.device.type).is_asynchronous] // size**2
         buffer = torch.empty(size, size, share, dtype=torch.uint8, device=self.device).transpose(0, 1)
         return buffer.nbytes / self._taken(lambda: buffer.contiguous(), _SMALL_CALLS)
 
     def _codec_speed(self) -> float:
         """Bytes of values per second that go through a codec: encoded here, and others decoded."""
-        queues = devices.of(self.device.type).queues
+        queues = devices.capabilities(self.device.type).is_asynchronous
         values = torch.randn(1, 1, 1, _CODED_TOKENS[queues], 2**7, device=self.device)
         values = values.to(torch.bfloat16) if queues else values
         target = torch.empty_like(values)

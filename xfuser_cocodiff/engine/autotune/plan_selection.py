@@ -12,7 +12,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
@@ -45,7 +45,7 @@ class Plans:
         return self._choose(1 << round(math.log2(message_bytes)))
 
     def table(self) -> tuple[tuple[int, Plan], ...]:
-        """Return all of them, for graphs; see :attr:`Policy.traced`."""
+        """Return all of them, for graphs; see :attr:`PlanPolicy.graph_plans`."""
         found: list[tuple[int, Plan]] = []
         for power in SIZES:
             plan, limit = self._choose(1 << power), round(2 ** (power + 0.5))
@@ -97,7 +97,7 @@ def planned_mesh(
     over = functools.partial(Mesh.over, timeout=timeout, device=device)
     mesh = over(group, config.topology, [config.plan] if config.plan else None)
     if beside:
-        mesh = mesh.within(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
+        mesh = mesh.as_part_of(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
     known = known or TuningCache({})
     if group.size() == 1:
         return Planned(mesh, None, known, config.synchronous)
@@ -109,7 +109,7 @@ def planned_mesh(
     flat, plan = None, config.plan
     if profile and plan is None:
         plans = [Plan.flat(mesh.topology)]
-        flat = replace(mesh, policy=Policy(lambda message_bytes: plans[0]))
+        flat = replace(mesh, policy=PlanPolicy(lambda message_bytes: plans[0]))
         mesh = _choosing(mesh, profile)
     mesh = _sending_ahead(mesh, profile, config.synchronous)
     way = None
@@ -142,8 +142,8 @@ def _choosing(mesh: Mesh, profile: Profile | None) -> Mesh:
         return mesh
     plans = Plans(profile.along(mesh.topology))
     # On a CPU a profile of an accelerator's links says nothing of direct sends, by which others gather here.
-    gathers = profile.direct is not None or not devices.of(mesh.lane.device.type).sends_directly
-    policy = Policy(plans, plans.table(), gather=plans.gather if gathers else lambda block_bytes: None)
+    gathers = profile.direct is not None or not devices.capabilities(mesh.comm_stream.device.type).supports_direct_sends
+    policy = PlanPolicy(plans, plans.table(), gather=plans.gather if gathers else lambda block_bytes: None)
     return replace(mesh, policy=policy)
 
 
@@ -160,7 +160,7 @@ def _sending_ahead(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Me
         if not ahead(1 << power, _TENSORS << power):
             break
         traced = 1 << power
-    return replace(mesh, policy=replace(mesh.policy, ahead=ahead, traced_ahead=traced))
+    return replace(mesh, policy=replace(mesh.policy, sends_early=ahead, graph_early_bytes=traced))
 
 
 def check_fits(plan: Plan, device: torch.device, option: str) -> None:
@@ -172,7 +172,7 @@ def check_fits(plan: Plan, device: torch.device, option: str) -> None:
     Raises:
         ValueError: the plan has direct sends, which the device cannot run; names the option that it comes from.
     """
-    if any(plan.direct) and not devices.of(device.type).sends_directly:
+    if any(plan.direct) and not devices.capabilities(device.type).supports_direct_sends:
         raise ValueError(
             f"{option}: '{plan}' sends directly ({DIRECT}), which is for the CPU; valid on {device.type} are plans "
             f"without {DIRECT}, or 'auto'"
@@ -181,4 +181,4 @@ def check_fits(plan: Plan, device: torch.device, option: str) -> None:
 
 def known_of(profile: Profile, device: torch.device) -> Profile:
     """Return a profile as it applies to a device: accelerators have no direct sends, which are measured on CPUs."""
-    return profile if devices.of(device.type).sends_directly else replace(profile, direct=None)
+    return profile if devices.capabilities(device.type).supports_direct_sends else replace(profile, direct=None)

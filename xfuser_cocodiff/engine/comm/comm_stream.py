@@ -75,7 +75,7 @@ class Handle(Generic[T]):
             result = arrive()
         return self._finish(result) if self._finish else result
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         """Wait, if nobody did, and drop what came of it: for callers that are sent elsewhere.
 
         What the caller runs on the result is run too: other ranks go by it. An error of it is raised unless another one
@@ -112,7 +112,7 @@ class CommStream:
         work: Callable[[], Any],
         finish: Callable[[Any], T] | None = None,
         holds: Callable[[], AbstractContextManager] = nullcontext,
-        is_awaited: bool = False,
+        is_blocking: bool = False,
     ) -> Handle[T]:
         """Run work behind the caller's back, under the caller's inference and gradient modes.
 
@@ -121,10 +121,10 @@ class CommStream:
             work: what to run.
             finish: what the caller runs on the result when it has waited.
             holds: context of its wait.
-            is_awaited: whether the caller waits for it next, and computes nothing meanwhile: then a thread would only
+            is_blocking: whether the caller waits for it next, and computes nothing meanwhile: then a thread would only
                 cost time, and without a stream it runs in the caller's, when it is waited for.
         """
-        if is_awaited and self._stream is None:
+        if is_blocking and self._stream is None:
             return Handle(name, lambda: self.run(work), finish, holds)
         queue = self._on_stream(work)
         if self._stream is not None and not self.staged:
@@ -181,16 +181,16 @@ class CommStream:
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    able = devices.of(device.type)
-    if not able.queues:
+    able = devices.capabilities(device.type)
+    if not able.is_asynchronous:
         return None
-    return torch.Stream(device, priority=_HIGH) if able.prioritises else torch.Stream(device)
+    return torch.Stream(device, priority=_HIGH) if able.has_stream_priorities else torch.Stream(device)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors on accelerators in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
-        if devices.of(value.device.type).queues:
+        if devices.capabilities(value.device.type).is_asynchronous:
             yield value
     elif isinstance(value, (tuple, list)):
         for each in value:

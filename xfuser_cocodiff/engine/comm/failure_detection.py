@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-PATIENCE_SECONDS = 10.0
+RESPONSE_SECONDS = 10.0
 """How long a rank may take to answer."""
 _LISTEN_SECONDS, _POLL_SECONDS = 0.5, 0.05
 _CALLS = "cocodiff/roll_call/calls"
@@ -81,7 +81,7 @@ class report_failed_ranks:  # noqa: N801 (reads as what it does; a class costs a
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, UnresponsiveRankError):
             return  # it stays known where this rank was
-        if error is not None and is_backends(error):
+        if error is not None and is_backend_error(error):
             _note_failure(self.group)
             raise UnresponsiveRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
         if error is None and self.failed is self.group is _failed:
@@ -92,7 +92,7 @@ class report_failed_ranks:  # noqa: N801 (reads as what it does; a class costs a
             _stages[threading.get_ident()] = self.before
 
 
-def is_backends(error: BaseException) -> bool:
+def is_backend_error(error: BaseException) -> bool:
     """Whether an error is one that a backend of torch.distributed raises when ranks do not come together: not that
     memory ran out, in the backend or elsewhere, nor what tensors are to blame for."""
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or _MEMORY.search(str(error)):
@@ -115,7 +115,7 @@ _expected: collections.deque[_Expected] = collections.deque(maxlen=10_000)
 _expecting = threading.Lock()
 
 
-def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
+def set_deadline(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
     """Have the roll called for an exchange that the host does not wait for, should it not come to its end.
 
     What comes of it is logged on this rank, in time before the backend's timeout, whose watchdog ends the process.
@@ -127,9 +127,9 @@ def expect(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], st
         stage: its name, for the message.
         timeout: seconds after which the backend gives up.
     """
-    if not is_attended():
+    if not is_heartbeat_running():
         return
-    seconds = max(timeout - 2 * PATIENCE_SECONDS, timeout / 2)
+    seconds = max(timeout - 2 * RESPONSE_SECONDS, timeout / 2)
     with _expecting:
         while _expected and _expected[0].is_done():
             _expected.popleft()
@@ -164,12 +164,12 @@ def _relax() -> bool:
     return False
 
 
-def is_attended() -> bool:
+def is_heartbeat_running() -> bool:
     """Whether this rank answers when the roll is called."""
     return _attended() is not None
 
 
-def attend() -> None:
+def start_heartbeat() -> None:
     """Answer from now on when the roll is called; every rank that may be waited for must have done so."""
     global _attended
     store = _get_default_store()
@@ -233,7 +233,7 @@ def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -
     # In a thread, because a store whose host was stopped never returns.
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    caller.join(2 * PATIENCE_SECONDS)
+    caller.join(2 * RESPONSE_SECONDS)
     nobody = "the rendezvous store does not answer either, so the rank that hosts it (usually rank 0) is gone"
     finding = findings[0] if findings else nobody
     return f"rank {here}: communication along {stage!r} among ranks {members} {failure}: {finding}"
@@ -253,7 +253,7 @@ def _call(members: list[int], here: int, stage: str) -> str:
         return now if int(answered) >= number else None
 
     attending = {rank for rank in range(dist.get_world_size()) if _read(store, "answers", rank) is not None}
-    missing, deadline = set(members) | attending, time.monotonic() + PATIENCE_SECONDS
+    missing, deadline = set(members) | attending, time.monotonic() + RESPONSE_SECONDS
     while missing and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         missing = {rank for rank in missing if said(rank) is None}

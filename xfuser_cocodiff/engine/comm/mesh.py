@@ -16,7 +16,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 from xfuser_cocodiff.engine.comm.groups import subgroup
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label, Span, Traffic
 from xfuser_cocodiff.engine.topology import devices as devices
@@ -32,9 +32,9 @@ class Mesh:
     topology: Topology
     stages: Stages
     """How messages move."""
-    policy: Policy
+    policy: PlanPolicy
     """By which plans."""
-    lane: CommStream = field(default_factory=CommStream, compare=False)
+    comm_stream: CommStream = field(default_factory=CommStream, compare=False)
     """Where exchanges run that somebody has to carry on."""
 
     @classmethod
@@ -59,18 +59,18 @@ class Mesh:
         ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
         if len(ranks) != topology.size:
             raise ValueError(f"topology {topology} has {topology.size} ranks, the group has {len(ranks)}")
-        failure_detection.attend()
+        failure_detection.start_heartbeat()
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
             members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
             groups[stage] = subgroup(group, members, timeout)
-        staged = devices.of(device.type).queues and dist.get_backend(group) == dist.Backend.GLOO
+        staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
         stages = Stages(groups, device, staged, timeout)
-        return cls(topology, stages, Policy(lambda message_bytes: plans[0]), CommStream(device, staged))
+        return cls(topology, stages, PlanPolicy(lambda message_bytes: plans[0]), CommStream(device, staged))
 
     @functools.cached_property
-    def by_axes(self) -> Plan:
+    def hierarchical_plan(self) -> Plan:
         """The plan of one stage per axis: how a buffer is seen that no plan has been chosen for."""
         return Plan.hierarchical(self.topology)
 
@@ -79,22 +79,22 @@ class Mesh:
         """What moves, as it is counted."""
         return self.stages.traffic
 
-    def uncounted(self) -> "Mesh":
+    def with_separate_traffic(self) -> "Mesh":
         """The same mesh with an account of its own, for messages that are not the user's."""
         return replace(self, stages=replace(self.stages, traffic=Traffic()))
 
-    def within(self, whole: "Mesh", name: str) -> "Mesh":
+    def as_part_of(self, whole: "Mesh", name: str) -> "Mesh":
         """The same mesh as one over some axes of another, whose lane and account it shares; the name is of these."""
         stages = replace(self.stages, traffic=whole.traffic, flat_name=name)
-        return replace(self, stages=stages, lane=whole.lane)
+        return replace(self, stages=stages, comm_stream=whole.comm_stream)
 
-    def post(
+    def start_all_to_all(
         self,
         message: torch.Tensor,
         plan: Plan,
         label: Label,
         finish: Callable[[torch.Tensor], Any],
-        is_awaited: bool = False,
+        is_blocking: bool = False,
     ) -> Handle[Any]:
         """Start :meth:`all_to_all` and return at once, where that can be.
 
@@ -103,25 +103,25 @@ class Mesh:
             plan: how.
             label: what it is.
             finish: what to make of the result once it was waited for.
-            is_awaited: whether the caller waits for it next.
+            is_blocking: whether the caller waits for it next.
         """
         if len(plan.stages) > 1 or self.stages.staged or self._sees_ends(message):
-            return self.start(label, lambda: self.all_to_all(message, plan), finish, is_awaited)
+            return self.start(label, lambda: self.all_to_all(message, plan), finish, is_blocking)
         span = self.traffic.span(label, message.device)
         # One stage needs nobody to carry it on, and need not wait for those before it.
-        if span.taken:  # somebody has to see when it ends
+        if span.is_timed:  # somebody has to see when it ends
             arrive = self.stages.start(message, plan, 0)
-            return self.start(label, arrive, finish, is_awaited, span)
-        with span.travels():
+            return self.start(label, arrive, finish, is_blocking, span)
+        with span.record_transfer():
             arrive = self.stages.start(message, plan, 0)
-        return Handle(str(label), arrive, finish, span.holds)
+        return Handle(str(label), arrive, finish, span.record_wait)
 
     def start(
         self,
         label: Label,
         travel: Callable[[], Any],
         finish: Callable[[Any], Any],
-        is_awaited: bool = False,
+        is_blocking: bool = False,
         span: Span | None = None,
     ) -> Handle[Any]:
         """Start an exchange in the lane.
@@ -130,24 +130,24 @@ class Mesh:
             label: what it is.
             travel: moves it and returns what has come.
             finish: what to make of that once it was waited for.
-            is_awaited: whether the caller waits for it next.
+            is_blocking: whether the caller waits for it next.
             span: its times, where it has begun already.
         """
-        span = span or self.traffic.span(label, self.lane.device)
+        span = span or self.traffic.span(label, self.comm_stream.device)
 
         def timed() -> Any:
-            with span.travels():
+            with span.record_transfer():
                 return travel()
 
-        return self.lane.start(str(label), timed, finish, span.holds, is_awaited)
+        return self.comm_stream.start(str(label), timed, finish, span.record_wait, is_blocking)
 
     def _sees_ends(self, message: torch.Tensor) -> bool:
         """Whether a stream of its own is to see when the exchange ends: the caller's sees it after what it computes."""
-        return self.traffic.timed and devices.of(message.device.type).queues
+        return self.traffic.timed and devices.capabilities(message.device.type).is_asynchronous
 
-    def travel(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
+    def timed_all_to_all(self, message: torch.Tensor, plan: Plan, span: Span) -> torch.Tensor:
         """:meth:`all_to_all`, with the times taken."""
-        with span.travels():
+        with span.record_transfer():
             return self.all_to_all(message, plan)
 
     def all_to_all(self, buffer: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -161,9 +161,9 @@ class Mesh:
         Returns:
             The same shape, indexed by source; a view whose memory order is that of the last stage.
         """
-        return self.begin(buffer, plan)()
+        return self.begin_all_to_all(buffer, plan)()
 
-    def begin(self, buffer: torch.Tensor, plan: Plan) -> Callable[[], torch.Tensor]:
+    def begin_all_to_all(self, buffer: torch.Tensor, plan: Plan) -> Callable[[], torch.Tensor]:
         """Start the first stage of :meth:`all_to_all`; what is returned carries it to its end. So two of them are under
         way beside each other."""
         first = self.stages.start(buffer, plan, 0)
@@ -180,7 +180,7 @@ class Mesh:
         """How an all-gather of blocks of so many bytes runs: by the policy, or else along one axis after the other, the
         outermost first."""
         return self.policy.gather(block_bytes) or Plan.gathering(
-            self.topology, devices.of(self.stages.device.type).sends_directly
+            self.topology, devices.capabilities(self.stages.device.type).supports_direct_sends
         )
 
     def all_gather(self, block: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -9,31 +9,31 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 
 
 @dataclass(frozen=True)
-class Policy:
+class PlanPolicy:
     """What exchanges go by; everything in it is the same on every rank."""
 
     choose: Callable[[int], Plan]
     """The plan for a message of so many bytes."""
-    traced: tuple[tuple[int, Plan], ...] = ()
+    graph_plans: tuple[tuple[int, Plan], ...] = ()
     """Plans for graphs, each with the size below which it is used, ascending, the last one for all that is larger: as
     comparisons of sizes, they can be traced for sizes that are not known yet. Where there are none, `choose` is asked,
     which must then not look at the size."""
-    ahead: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
+    sends_early: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
     """Whether a tensor of so many bytes is better sent ahead than in one message with others, of so many together."""
     gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """The plan of an all-gather of blocks of so many bytes; where there is none, the mesh's own is taken."""
-    traced_ahead: int | None = 0
+    graph_early_bytes: int | None = 0
     """The same for graphs: bytes of a tensor from which it is sent ahead; None where it never is."""
 
     def plan_for(self, message_bytes: int) -> Plan:
         """The plan for a message of so many bytes, here or in the graph that is traced."""
-        if not (self.traced and torch.compiler.is_compiling()):
+        if not (self.graph_plans and torch.compiler.is_compiling()):
             return self.choose(message_bytes)
-        for limit, plan in self.traced[:-1]:
+        for limit, plan in self.graph_plans[:-1]:
             if message_bytes < limit:
                 return plan
-        return self.traced[-1][1]
+        return self.graph_plans[-1][1]
 
-    def goes_ahead(self, ahead_bytes: int) -> bool:
+    def sends_early_in_graph(self, ahead_bytes: int) -> bool:
         """Whether a tensor of so many bytes is sent ahead in the graph that is traced."""
-        return self.traced_ahead is not None and ahead_bytes >= self.traced_ahead
+        return self.graph_early_bytes is not None and ahead_bytes >= self.graph_early_bytes

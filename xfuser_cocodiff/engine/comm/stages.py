@@ -27,7 +27,7 @@ _TAG = 0
 and messages between two ranks keep their order: one tag serves all."""
 
 
-UnderWay = Callable[[], torch.Tensor]
+PendingStage = Callable[[], torch.Tensor]
 """A stage that has been started: waits for it, and returns what arrived, indexed by source."""
 
 
@@ -51,9 +51,9 @@ class Stages:
     @functools.cached_property
     def _host_waits(self) -> bool:
         """Whether the host sees when a stage has ended."""
-        return self.staged or not devices.of(self.device.type).queues
+        return self.staged or not devices.capabilities(self.device.type).is_asynchronous
 
-    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> UnderWay:
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         """Begin a stage with a buffer (*plan.shape, payload)."""
         dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
@@ -63,39 +63,39 @@ class Stages:
         arrive = self._begun(sent, sent.shape, plan, number)
         return (lambda: arrive().movedim(0, dim)) if dim else arrive
 
-    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> UnderWay:
+    def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         """Begin a stage of an all-gather with what this rank holds; (ranks, *block.shape) arrives."""
         shape = self.groups[plan.stages[number]].size(), *block.shape
         return self._begun(block.contiguous(), shape, plan, number, gathers=True)
 
     def _begun(
         self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, gathers: bool = False
-    ) -> UnderWay:
+    ) -> PendingStage:
         group = self.groups[plan.stages[number]]
         label = self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
-        with self.traffic.time(label, sent.device), failure_detection.report_failed_ranks(group, label):
+        with self.traffic.time_stage(label, sent.device), failure_detection.report_failed_ranks(group, label):
             outgoing = _on_host(sent) if self.staged else sent
-            self.traffic.count_block(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
-            began = self.traffic.begins(sent.device)
+            self.traffic.count_bytes(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
+            began = self.traffic.record_start(sent.device)
             begin = _swap if plan.direct[number] else _collective
             received, works = begin(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
-            with self.traffic.time(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
+            with self.traffic.time_stage(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
                 for work in works:  # as long as its group's timeout; on a device, one given here stops the host
                     work.wait()
                 arrived = _wait(received)
             if self.staged:
                 arrived = arrived.to(self.device, non_blocking=True)
-            self.traffic.ends(label, began)
-            if not self._host_waits and failure_detection.is_attended():
+            self.traffic.record_end(label, began)
+            if not self._host_waits and failure_detection.is_heartbeat_running():
                 self._watch(label, group)
             return arrived.view(shape)
 
         return wait
 
     def _empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        pins = self.staged and devices.of(self.device.type).queues
+        pins = self.staged and devices.capabilities(self.device.type).is_asynchronous
         return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=pins)
 
     def _watch(self, label: str, group: dist.ProcessGroup) -> None:
@@ -105,7 +105,7 @@ class Stages:
             ended = torch.Event(self.device.type)  # which holds nothing, where the collective's work holds its tensors
             ended.record()
             timeout = self.timeout or (self.device.type == "cuda" and default_pg_nccl_timeout) or default_pg_timeout
-            failure_detection.expect(ended.query, group, label, timeout.total_seconds())
+            failure_detection.set_deadline(ended.query, group, label, timeout.total_seconds())
 
 
 _Begun = tuple[torch.Tensor, tuple[dist.Work, ...]]
@@ -113,7 +113,7 @@ _Begun = tuple[torch.Tensor, tuple[dist.Work, ...]]
 
 
 def _collective(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Begun:
-    if devices.of(sent.device.type).functional_only:
+    if devices.capabilities(sent.device.type).functional_only:
         return functional.all_gather_tensor(sent.flatten(), 0, group) if gathers else _functional(sent, group), ()
     if gathers:
         return received, (_all_gather(received.view(-1), sent.view(-1), group=group, async_op=True),)
@@ -122,7 +122,7 @@ def _collective(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessG
 
 def _on_host(sent: torch.Tensor) -> torch.Tensor:
     """A copy in memory of the host that the device reads and writes by itself, once it is there."""
-    if not devices.of(sent.device.type).queues:
+    if not devices.capabilities(sent.device.type).is_asynchronous:
         return sent.clone()
     copy = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
     copy.copy_(sent, non_blocking=True)

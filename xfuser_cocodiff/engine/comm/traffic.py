@@ -17,11 +17,11 @@ _UNTIMED = nullcontext()
 class Label(NamedTuple):
     """What an exchange brings, and for which layer."""
 
-    what: str
+    tensors: str
     layer: str = ""
 
     def __str__(self) -> str:
-        return f"the exchange of {self.what}" + (f" in {self.layer}" if self.layer else "")
+        return f"the exchange of {self.tensors}" + (f" in {self.layer}" if self.layer else "")
 
 
 @dataclass
@@ -29,37 +29,37 @@ class Span:
     """When an exchange was under way, in seconds of the host's clock, and how long its caller was held up by it."""
 
     label: Label
-    taken: bool = True
+    is_timed: bool = True
     """Whether anybody wants to know; on an accelerator the host does not see when it ends."""
-    ranges: bool = True
+    is_profiled: bool = True
     """Whether a profiler may, who does."""
     begin: float = field(default_factory=time.perf_counter)
     end: float = 0.0
-    held_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
-    def travels(self) -> AbstractContextManager[None]:
+    def record_transfer(self) -> AbstractContextManager[None]:
         """Around the exchange, where it runs; it may have begun before."""
-        return self._travels() if self.ranges else _UNTIMED
+        return self._record_transfer() if self.is_profiled else _UNTIMED
 
     @contextmanager
-    def _travels(self) -> Iterator[None]:
-        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.exchange"):
+    def _record_transfer(self) -> Iterator[None]:
+        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.tensors}.exchange"):
             yield
         self.end = time.perf_counter()
 
-    def holds(self) -> AbstractContextManager[None]:
+    def record_wait(self) -> AbstractContextManager[None]:
         """Around the wait for it, where the caller is."""
-        return self._holds() if self.ranges else _UNTIMED
+        return self._record_wait() if self.is_profiled else _UNTIMED
 
     @contextmanager
-    def _holds(self) -> Iterator[None]:
+    def _record_wait(self) -> Iterator[None]:
         started = time.perf_counter()
-        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.what}.wait"):
+        with torch.autograd.profiler.record_function(f"cocodiff.{self.label.tensors}.wait"):
             yield
-        self.held_seconds = time.perf_counter() - started
+        self.exposed_seconds = time.perf_counter() - started
 
 
-_UNSEEN = Span(Label(""), taken=False, ranges=False)
+_UNSEEN = Span(Label(""), is_timed=False, is_profiled=False)
 
 
 class Traffic:
@@ -80,17 +80,17 @@ class Traffic:
 
     def count(self, stage: str, ranks: int, buffer: torch.Tensor) -> None:
         """Count an all-to-all of `buffer` among so many ranks."""
-        self.count_block(stage, ranks, buffer.nbytes // ranks)
+        self.count_bytes(stage, ranks, buffer.nbytes // ranks)
 
-    def count_block(self, stage: str, ranks: int, nbytes: int) -> None:
+    def count_bytes(self, stage: str, ranks: int, nbytes: int) -> None:
         """Count so many bytes that go to each of the other ranks."""
         self.sent_bytes[stage] += nbytes * (ranks - 1)
         self.calls[stage] += 1
 
     def span(self, label: Label, device: torch.device) -> Span:
         """Take the times of an exchange."""
-        if devices.of(device.type).queues:
-            return Span(label, taken=False) if _profiled() else _UNSEEN
+        if devices.capabilities(device.type).is_asynchronous:
+            return Span(label, is_timed=False) if _profiled() else _UNSEEN
         if not (self.timed or _profiled()):
             return _UNSEEN
         span = Span(label)
@@ -113,31 +113,31 @@ class Traffic:
             for begin, end in sorted((span.begin, span.end) for span in spans):
                 seconds += max(0.0, end - max(begin, until))
                 until = max(until, end)
-            found[layer] = seconds, max(0.0, seconds - sum(span.held_seconds for span in spans))
+            found[layer] = seconds, max(0.0, seconds - sum(span.exposed_seconds for span in spans))
         return found
 
-    def time(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
+    def time_stage(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
         """Take the time of a collective on the host, around its start and around its wait."""
-        return self._time(stage, device) if self.timed or _profiled() else _UNTIMED
+        return self._time_stage(stage, device) if self.timed or _profiled() else _UNTIMED
 
     @contextmanager
-    def _time(self, stage: str, device: torch.device) -> Iterator[None]:
+    def _time_stage(self, stage: str, device: torch.device) -> Iterator[None]:
         with torch.autograd.profiler.record_function(f"cocodiff.{stage}"):
             started = time.perf_counter()
             yield
-            if self.timed and not devices.of(device.type).queues:
+            if self.timed and not devices.capabilities(device.type).is_asynchronous:
                 self._seconds[stage] += time.perf_counter() - started
 
-    def begins(self, device: torch.device) -> torch.Event | None:
+    def record_start(self, device: torch.device) -> torch.Event | None:
         """Mark that a collective may begin on an accelerator, in the stream that waits for it in the end; None where
         nobody wants to know when."""
-        if not (self.timed and devices.of(device.type).queues):
+        if not (self.timed and devices.capabilities(device.type).is_asynchronous):
             return None
         event = torch.Event(device.type, enable_timing=True)
         event.record()
         return event
 
-    def ends(self, stage: str, began: torch.Event | None) -> None:
+    def record_end(self, stage: str, began: torch.Event | None) -> None:
         """Mark that a collective has ended which was marked when it began. So its time is all of it, as that of a
         collective that nothing overlaps, however long its caller computed meanwhile."""
         if began is not None:

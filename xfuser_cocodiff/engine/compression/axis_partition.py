@@ -116,7 +116,7 @@ class AxisPartition(Axes):
             own = subgroup(group, members, mesh.stages.timeout)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
             names = "+".join(topology.axes[dim].name for dim in reversed(dims))
-            return made.within(mesh, names)
+            return made.as_part_of(mesh, names)
 
         if not slow:
             return None

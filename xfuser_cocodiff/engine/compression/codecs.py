@@ -197,7 +197,9 @@ def choose(
         generator = torch.Generator().manual_seed(seed)
         links = rows.others(len(values), here)
         # From pinned memory, so that the host need not wait for its copy.
-        scores = torch.rand(tokens, generator=generator, pin_memory=devices.of(values.device.type).queues)
+        scores = torch.rand(
+            tokens, generator=generator, pin_memory=devices.capabilities(values.device.type).is_asynchronous
+        )
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
         values = rows.away(values, here)

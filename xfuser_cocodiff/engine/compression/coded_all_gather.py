@@ -87,7 +87,7 @@ def _far(
     def travel() -> torch.Tensor:
         """(F, S - 1, n), of which F is 1 where all axes are slow."""
         values, here = [tensor[None] for tensor in tensors], range(way.here, way.here + 1)
-        message = Message(label.what, values, layer_codecs, head_group, here, copies=way.places - 1)
+        message = Message(label.tensors, values, layer_codecs, head_group, here, copies=way.places - 1)
         received = _along(message.encoded()[0], way.slow)
         blocks = tensors[0].new_empty(way.places, sum(sizes))
         landings = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]

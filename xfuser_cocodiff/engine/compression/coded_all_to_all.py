@@ -40,7 +40,7 @@ class _Exchange(NamedTuple):
     layer_codecs: LayerCodecs
     label: Label
     head_group: HeadGroup
-    is_awaited: bool
+    is_blocking: bool
 
     @property
     def way(self) -> AxisPartition:
@@ -49,7 +49,7 @@ class _Exchange(NamedTuple):
 
     def message(self, values: list[torch.Tensor], here: range) -> Message:
         """Make a message of what goes to other places."""
-        return Message(self.label.what, values, self.layer_codecs, self.head_group, here)
+        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, here)
 
     def receive(
         self,
@@ -71,7 +71,7 @@ class _Exchange(NamedTuple):
         landings = [self.way.landing(target, len(received)) for target in self.targets]
         for (landing, _), own in zip(landings, near, strict=True):
             landing[here.start : here.stop].copy_(own)
-        again = self.mesh.lane.run
+        again = self.mesh.comm_stream.run
         message.decode(received, [landing for landing, _ in landings], lambda sent: again(lambda: carry(sent)))
         for (landing, is_target), target in zip(landings, self.targets, strict=True):
             if not is_target:
@@ -86,7 +86,7 @@ def send(
     label: Label,
     head_group: HeadGroup,
     result: T,
-    is_awaited: bool = False,
+    is_blocking: bool = False,
 ) -> Handle[T]:
     """Start an exchange.
 
@@ -98,9 +98,9 @@ def send(
         label: what it is: a letter for each piece, which is q, k, v or o.
         head_group: of the heads.
         result: what waiting returns.
-        is_awaited: whether the caller waits for it next.
+        is_blocking: whether the caller waits for it next.
     """
-    way, exchange = layer_codecs.way, _Exchange(targets, mesh, layer_codecs, label, head_group, is_awaited)
+    way, exchange = layer_codecs.way, _Exchange(targets, mesh, layer_codecs, label, head_group, is_blocking)
     split = [way.split(piece) for piece in pieces]
     if way.fast is None or layer_codecs.at_once:
         return _at_once(split, exchange, result)
@@ -122,15 +122,15 @@ def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handl
         return result
 
     if way.fast is None:
-        return mesh.post(*far, label, lambda received: end(received, stays), exchange.is_awaited)
+        return mesh.start_all_to_all(*far, label, lambda received: end(received, stays), exchange.is_blocking)
     fast, near = way.fast, _along(_packed(stays), way.fast)
 
     def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        first, second = mesh.begin(*far), fast.begin(*near)
+        first, second = mesh.begin_all_to_all(*far), fast.begin_all_to_all(*near)
         return first(), _unpacked(second(), stays)
 
     # In the lane, even where both have one stage: others may have a stage among the same ranks, and keep their order.
-    return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_awaited)
+    return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_blocking)
 
 
 def _to_all(message: torch.Tensor, way: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
@@ -165,7 +165,7 @@ def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Han
         exchange.receive(message, received, [each[way.here, None] for each in values], here, carry)
         return result
 
-    return mesh.start(exchange.label, travel, end, exchange.is_awaited)
+    return mesh.start(exchange.label, travel, end, exchange.is_blocking)
 
 
 def _along(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:

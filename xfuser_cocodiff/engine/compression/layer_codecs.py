@@ -31,14 +31,14 @@ class LinkState:
         """What is held."""
         return self.sent.nbytes + self.received.nbytes
 
-    def squeeze(self, lane: CommStream | None = None) -> None:
+    def squeeze(self, comm_stream: CommStream | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
 
         Args:
             lane: in which, and on whose stream, values are encoded; None where their exchanges are started.
         """
-        if lane:
-            lane.start("squeezing references", self.sent.squeeze).wait()
+        if comm_stream:
+            comm_stream.start("squeezing references", self.sent.squeeze).wait()
         else:
             self.sent.squeeze()
         self.received.squeeze()

@@ -75,7 +75,7 @@ class Message:
             loss = codecs.encode(self._by_name[name], reference, self._codecs[name], active, payload, self._left_out)
             losses += [loss] if loss else []
         account.losses += losses
-        if not devices.of(buffer.device.type).queues:
+        if not devices.capabilities(buffer.device.type).is_asynchronous:
             buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
         return buffer
 
@@ -94,7 +94,7 @@ class Message:
                 of these ranks see that, since each tells all others, and send theirs as they are.
         """
         self._read_choices(received)
-        if not devices.of(received.device.type).queues and received[:, :_FLAG_BYTES].any():
+        if not devices.capabilities(received.device.type).is_asynchronous and received[:, :_FLAG_BYTES].any():
             self._layer_codecs.account.repeated += 1
             self._codecs = dict.fromkeys(self._by_name, EXACT)
             received = carry(self._written({}))

@@ -259,7 +259,7 @@ class Runtime:
     def _defers(self) -> bool:
         """Whether what is not finite is only seen when a step has ended."""
         way = self._way or self._ring_way
-        return way is not None and devices.of(way.slow.lane.device.type).queues
+        return way is not None and devices.capabilities(way.slow.comm_stream.device.type).is_asynchronous
 
     @property
     def _places(self) -> int:
@@ -309,9 +309,9 @@ class Runtime:
             for state in self._states.values():
                 in_lane = self._way and self._way.fast and not state.at_once
                 for wire in state.wires.values():
-                    wire.squeeze(self._way.fast.lane if in_lane else None)
+                    wire.squeeze(self._way.fast.comm_stream if in_lane else None)
                 for wire in state.ring_wires.values():  # whose both ends are used in the lane
-                    self._ring_way.slow.lane.start("squeezing references", wire.squeeze).wait()
+                    self._ring_way.slow.comm_stream.start("squeezing references", wire.squeeze).wait()
 
     # What the user is told, once a step has shown it.
 

@@ -48,7 +48,7 @@ def resolved(choice: str, device_type: str) -> str:
         raise ValueError(f"{choice!r} is not valid here, since {reason}; valid are {AUTO!r} and {TORCH!r}")
     if choice != AUTO:
         return choice
-    usual = TRITON if devices.of(device_type).builds_triton else NUMBA
+    usual = TRITON if devices.capabilities(device_type).uses_triton else NUMBA
     return TORCH if lacking[usual](device_type) else usual
 
 
@@ -63,7 +63,7 @@ def _lacks_triton(device_type: str) -> str | None:
     """What keeps Triton's kernels from running on a device; None where they run."""
     if not _has("triton"):
         return "it is not installed"
-    if devices.of(device_type).builds_triton:
+    if devices.capabilities(device_type).uses_triton:
         return None if _can_build() else "it has no C compiler, or none of Python's headers, to build with"
     if os.environ.get("TRITON_INTERPRET") == "1":  # slowly, on any device
         return None

@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, slowest
 from xfuser_cocodiff.engine.autotune.plan_selection import known_of
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
@@ -117,7 +117,7 @@ def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
 
 
 def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:
-    fixed = replace(mesh, policy=Policy(lambda message_bytes: plan))
+    fixed = replace(mesh, policy=PlanPolicy(lambda message_bytes: plan))
     return lambda: reshard([tensor], 1, 2, fixed)
 
 

@@ -13,8 +13,8 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.policy import Policy
-from xfuser_cocodiff.engine.comm.stages import Stages, UnderWay
+from xfuser_cocodiff.engine.comm.policy import PlanPolicy
+from xfuser_cocodiff.engine.comm.stages import PendingStage, Stages
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
@@ -184,17 +184,19 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
 class _Still(Stages):
     """Messages arrive at once, as they were sent: what is left of an exchange is what the device does."""
 
-    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> UnderWay:
+    def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
         return lambda: sent.movedim(0, dim)
 
 
-def _still(lane: CommStream, **axes: int) -> Mesh:
+def _still(comm_stream: CommStream, **axes: int) -> Mesh:
     """A mesh over some axes."""
     topology = Topology.named(**axes)
     plan = Plan.hierarchical(topology)
-    return Mesh(topology, _Still(dict.fromkeys(plan.stages), lane.device), Policy(lambda nbytes: plan), lane)
+    return Mesh(
+        topology, _Still(dict.fromkeys(plan.stages), comm_stream.device), PlanPolicy(lambda nbytes: plan), comm_stream
+    )
 
 
 def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Work]:
@@ -205,9 +207,9 @@ def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device
 def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.device, mode: str) -> Callable[[], object]:
     """All exchanges of a layer of which a rank has so many tokens, as in the later steps of a long run in a mode."""
     torch.manual_seed(SEED)
-    lane, near = CommStream(device), {"gpu": degree // PLACES} if degree > PLACES else {}
-    mesh, fast = _still(lane, node=PLACES, **near), _still(lane, **near) if near else None
-    way = AxisPartition((0,), mesh.topology.shape, 0, _still(lane, node=PLACES), fast)
+    comm_stream, near = CommStream(device), {"gpu": degree // PLACES} if degree > PLACES else {}
+    mesh, fast = _still(comm_stream, node=PLACES, **near), _still(comm_stream, **near) if near else None
+    way = AxisPartition((0,), mesh.topology.shape, 0, _still(comm_stream, node=PLACES), fast)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )

@@ -94,7 +94,7 @@ class _PairProbe:
         self._deadline = time.monotonic() + timeout
 
     def measure(self) -> Pairs:
-        failure_detection.attend()
+        failure_detection.start_heartbeat()
         self._gather_from_all(torch.zeros(1))  # a barrier, which also makes the backend connect all ranks
         latency, bandwidth = (np.zeros((self._size, self._size)) for _ in range(2))
         for peers in rounds(self._size):

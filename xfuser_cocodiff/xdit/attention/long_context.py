@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.attention.reshard import padded_heads, reshard
+from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.eager_attention import followed_attention, value_under_way
 from xfuser_cocodiff.xdit.attention.patch_points import fits
@@ -100,9 +100,9 @@ class _Exchange:
             if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, session):
                 return original(module, attn, query, key, value, **options)
             heads, degree, as_given = query.shape[_HEADS], session.mesh.topology.size, value.transpose(1, 2)
-            query, key, value = (padded_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
+            query, key, value = (pad_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
             options |= {
-                name: padded_heads(text, degree, _HEADS)
+                name: pad_heads(text, degree, _HEADS)
                 for name, text in options.items()
                 if name in _TEXTS and text is not None
             }

@@ -86,5 +86,5 @@ def gathered(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor 
 
 def _come(block: torch.Tensor, mesh: Mesh, plan: Plan) -> torch.Tensor:
     """(ranks of the mesh, *block.shape). It is no all-to-all, of which accounts are kept."""
-    found = mesh.lane.run(lambda: mesh.uncounted().all_gather(block, plan))
+    found = mesh.comm_stream.run(lambda: mesh.with_separate_traffic().all_gather(block, plan))
     return found.reshape(mesh.topology.size, *block.shape)

@@ -79,7 +79,7 @@ def settle(
     """
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.planned.flat
     whole = query.nbytes + key.nbytes + value.nbytes
-    pays = fixed is None and kind.ready and policy.ahead(value.nbytes, whole)
+    pays = fixed is None and kind.ready and policy.sends_early(value.nbytes, whole)
     has_mlp = kind.has_parallel_mlp and fixed is not False and not session.planned.synchronous
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays else [whole]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}

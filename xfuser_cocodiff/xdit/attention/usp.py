@@ -64,7 +64,7 @@ def _usp(original: Callable) -> Callable:
         under_way = None if is_traced else value_under_way(value, session)
         if not _ours(query, key, value, given, session):
             if under_way:
-                under_way.abandon()
+                under_way.drain()
             return original(query, key, value, *args, **kwargs)
         heads = query.shape[HEADS]
         if any(tensor.shape[HEADS] % session.mesh.topology.size for tensor in (query, key)):

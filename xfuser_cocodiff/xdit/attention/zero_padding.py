@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, padded_heads
+from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, pad_heads
 from xfuser_cocodiff.xdit.patching.log import info
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
@@ -120,11 +120,11 @@ def evened(tensors: list[torch.Tensor], given: Any, degree: int) -> tuple[list[t
     together = query.shape[HEADS] // key.shape[HEADS]
     multiples = degree * together, degree, degree
     texts = {
-        name: padded_heads(getattr(given, name), multiple)
+        name: pad_heads(getattr(given, name), multiple)
         for name, multiple in zip(_JOINT, multiples, strict=True)
         if getattr(given, name) is not None
     }
-    even = [padded_heads(tensor, multiple) for tensor, multiple in zip((query, key, value), multiples, strict=True)]
+    even = [pad_heads(tensor, multiple) for tensor, multiple in zip((query, key, value), multiples, strict=True)]
     return even, dataclasses.replace(given, **texts) if texts else given
 
 

@@ -95,7 +95,7 @@ class Layer(Place):
             returned = forward(*args, **kwargs)
         finally:
             self.call = None
-            call.abandon()
+            call.drain()
         call.ended()
         return returned
 
@@ -122,7 +122,7 @@ class Layer(Place):
         kind = self.call.kind
         if not kind.rehearsed and not self.call.is_attended:
             kind.refusal = kind.refusal or ELSEWHERE
-        self.call.abandon()
+        self.call.drain()
         return returned
 
     def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -213,13 +213,13 @@ class Layer(Place):
             return None
         handle, call.ahead = call.handle, {}  # the exchange has a copy
         if value.shape != kind.recipe.shape:  # on every rank, or no exchange could be
-            handle.abandon()
+            handle.drain()
             kind.refusal = "V has another shape than before"
             return None
         if call.asked.keys() != {*kind.recipe.paths} or (
             kind.keeps_place and not self._keeps_place(value, kind.recipe)
         ):
-            handle.abandon()
+            handle.drain()
             raise RuntimeError(
                 f"{self.name}: V does not come from {' and '.join(kind.recipe.paths)} as it did before; run with "
                 "--cocodiff_v_first off"
@@ -268,6 +268,6 @@ class Layer(Place):
         kind.keeps_place = keeps_place and (kind.keeps_place or not kind.rehearsed)
         kind.rehearsed, kind.recipe, kind.refusal = True, recipe, None if recipe else refusal
         kind.rehearsed_by.add(self)
-        call.abandon()
+        call.drain()
         if kind.refusal:
             self._shared.say(f"{kind.name}: {kind.status}")

@@ -87,8 +87,8 @@ class Call(LayerCall):
             one.made()
         self.later.clear()
 
-    def abandon(self) -> None:
+    def drain(self) -> None:
         """Forget what was done ahead."""
         handle, self.handle, self.ahead, self.asked = self.handle, None, {}, {}
         if handle:
-            handle.abandon()
+            handle.drain()

@@ -33,10 +33,10 @@ def watch_all_to_all(original: Callable) -> Callable:
             return original(x)
         traffic = active().traffic
         traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
-        with traffic.time(FLAT, x.device):
-            began = traffic.begins(x.device)
+        with traffic.time_stage(FLAT, x.device):
+            began = traffic.record_start(x.device)
             exchanged = original(x)
-            traffic.ends(FLAT, began)
+            traffic.record_end(FLAT, began)
         return exchanged
 
     return _sdpa_all_to_all_single
@@ -51,7 +51,7 @@ def watch_ring(original: Callable) -> Callable:
         function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            active().traffic.count_block(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
+            active().traffic.count_bytes(_RING, get_ring_parallel_world_size(), key.nbytes + value.nbytes)
         return original(function, query, key, value, *args, **kwargs)
 
     return ring_attn

@@ -30,7 +30,7 @@ def patches() -> list[Patch]:
 
 def _is_named() -> bool:
     # Asked in this order: what is traced must not depend on who listens.
-    return not torch.compiler.is_compiling() and failure_detection.is_attended()
+    return not torch.compiler.is_compiling() and failure_detection.is_heartbeat_running()
 
 
 def _in_a_group(original: Callable) -> Callable:

@@ -72,7 +72,7 @@ class Trials:
     def end_step(self) -> None:
         """End a step; decide once every turn has had its step."""
         ran = tuple((trial, trial.calls) for trial in self._trials() if trial.calls and trial.chosen is None)
-        queues = devices.of(self._device.type).queues
+        queues = devices.capabilities(self._device.type).is_asynchronous
         is_open = bool(ran or self._usual)
         if is_open and queues:
             torch.accelerator.synchronize()

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
-from xfuser_cocodiff.engine.attention.reshard import padded_heads, send_to_heads
+from xfuser_cocodiff.engine.attention.reshard import pad_heads, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune.plan_selection import Planned
 from xfuser_cocodiff.engine.comm import failure_detection
@@ -80,7 +80,9 @@ class Session:
         self.layers = Layers(self._follows, self.send_value, self.all_agree, info, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Found here, since PyTorch cannot trace what is cached.
-        self._sends_directly = self.mesh is not None and devices.of(self.mesh.stages.device.type).sends_directly
+        self._sends_directly = (
+            self.mesh is not None and devices.capabilities(self.mesh.stages.device.type).supports_direct_sends
+        )
         if self.mesh:
             self.planned = self.planned or Planned(self.mesh, None)
             self.trials = Trials(self._schedules, self._mean, self.all_agree, compute_device(), self.keep)
@@ -103,7 +105,7 @@ class Session:
     def sends_value_ahead(self, value: torch.Tensor) -> bool:
         """Whether V goes first in a graph that calls none of them."""
         wanted = self.overlap.v_first
-        return self.mesh.policy.goes_ahead(value.numel() * value.element_size()) if wanted is None else wanted
+        return self.mesh.policy.sends_early_in_graph(value.numel() * value.element_size()) if wanted is None else wanted
 
     def enter(self) -> None:
         """Have what is below engines do as this one is set."""
@@ -209,7 +211,7 @@ class Session:
         if call:
             if call.layer:
                 call.layer.call = None
-            call.exchanges.abandon()
+            call.exchanges.drain()
 
     def layer_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
@@ -244,8 +246,8 @@ class Session:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
         self.enter()
         head_group = HeadGroup(0, layer.call.schedule.groups)
-        value = padded_heads(value, self.mesh.topology.size)
-        return send_to_heads(
+        value = pad_heads(value, self.mesh.topology.size)
+        return start_seq_to_heads(
             [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
         )
 

@@ -102,7 +102,7 @@ def _time(given: Any) -> tuple[float, tuple, torch.UntypedStorage | None]:
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
-    return not devices.of(tensor.device.type).queues
+    return not devices.capabilities(tensor.device.type).is_asynchronous
 
 
 def _version(tensor: torch.Tensor) -> int | None:
