@@ -1,10 +1,9 @@
-"""The options of the plugin: names, variables, defaults and what is said of them."""
+"""The options of the plugin: flags, environment variables, defaults and help texts."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.settings.ring_placement import PLACEMENTS
 from xfuser_cocodiff.engine.topology import launcher, plans
 from xfuser_cocodiff.engine.topology.topology import NOTATION
@@ -45,113 +44,118 @@ class Option:
 
 
 OPTIONS = (
-    Option(ASKED, "COCODIFF_ENABLE", False, "Run Ulysses attention over CoCoDiff's exchanges."),
+    Option(ASKED, "COCODIFF_ENABLE", False, "Enable the plugin."),
     Option(
         "cocodiff_topology",
         "COCODIFF_TOPOLOGY",
         None,
-        f"Topology of a Ulysses group: {NOTATION}. With --ring_degree it may be that of all ranks of both. Detected "
-        "from the launcher when not given.",
+        f"Topology of a Ulysses group, or with --ring_degree of all ranks that share a sequence: {NOTATION}. Default: "
+        "detected from the launcher.",
     ),
     Option(
         "cocodiff_ring",
         "COCODIFF_RING",
         None,
-        "Where the ring lies with --ring_degree: outer (the default, xDiT's own: across the machine, Ulysses among "
-        "neighbouring ranks) or inner (the other way round). `cocodiff plan --model` says which is faster.",
+        "Placement with --ring_degree: 'outer' (default, as in xDiT) lays the ring across the slowest axis, 'inner' "
+        "the Ulysses group. `cocodiff plan --model` predicts which is faster.",
         PLACEMENTS,
     ),
     Option(
         "cocodiff_a2a",
         "COCODIFF_A2A",
         None,
-        f"Plan of the all-to-all: {AUTO!r} (the default, the planner's choice for each size), {plans.NOTATION}.",
+        f"Plan of the all-to-all: {plans.NOTATION}, or {AUTO!r} (default): the planner chooses one for each message "
+        "size.",
     ),
     Option(
         "cocodiff_profile",
         "COCODIFF_PROFILE",
         None,
-        "What the planner goes by: a file that `cocodiff probe --json` wrote. The links are probed when not given.",
+        "Link profile for the planner, written by `cocodiff probe --json`. Default: links are probed at startup.",
     ),
     Option(
         "cocodiff_timeout",
         "COCODIFF_TIMEOUT",
         None,
-        "Seconds after which an all-to-all that a rank does not answer ends the job; torch's default when not given.",
+        "Seconds after which an unresponsive rank ends the job with an error that names it. Default: the timeout of "
+        "PyTorch's backend.",
     ),
     Option(
         "cocodiff_v_first",
         "COCODIFF_V_FIRST",
         None,
-        "Whether V's exchange starts before Q and K are there: on, off, or auto (the default): if the planner says "
-        "that it pays and no comparison of whole steps says otherwise.",
+        "Send V before Q and K are computed: 'on', 'off', or 'auto' (default): if the planner predicts a gain and "
+        "timed steps confirm it.",
         OVERLAPS,
     ),
     Option(
         "cocodiff_head_groups",
         "COCODIFF_HEAD_GROUPS",
         None,
-        "Groups of a rank's heads, of which one attends while others travel, in exact mode and not in compiled "
-        f"graphs: a number; {AUTO} (the default) is one.",
+        "Number of groups into which the heads of a rank are split, so that one attends while others are sent. Only in "
+        f"exact mode and outside of compiled graphs. {AUTO!r} (default) is 1.",
     ),
     Option(
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        "What travels on slow axes: exact equals stock xDiT bit for bit; the others approximate. Without it, "
-        f"{ACROSS_NODES} where the launcher started ranks on several nodes and for virtual ranks, else exact.",
+        f"Compression on slow axes: 'exact' is lossless, the others are lossy. Default: {ACROSS_NODES!r} if the ranks "
+        "of a sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
         MODES,
     ),
     Option(
         "cocodiff_schedule",
         "COCODIFF_SCHEDULE",
         None,
-        f"Changes to a mode's schedule, such as {modes.NOTATION}; @FILE is one that cocodiff tune has made.",
+        "Changes to the schedule of the mode, such as 'refresh=10,bits=4->2', or '@FILE' from `cocodiff tune`. Without "
+        f"--cocodiff_mode it implies {ACROSS_NODES!r}.",
     ),
     Option(
         "cocodiff_slow_axes",
         "COCODIFF_SLOW_AXES",
         None,
-        f"Axes on which a mode may approximate, such as 'node,gpu', or {AUTO!r}: those that are measured as "
-        "slow. When not given, the axis 'node', and of virtual ranks all but the innermost.",
+        f"Axes on which a mode may be lossy, such as 'node,gpu', or {AUTO!r}: those measured as slow. Default: 'node'; "
+        "for virtual ranks, all axes but the innermost.",
     ),
     Option(
         "cocodiff_virtual",
         "COCODIFF_VIRTUAL",
         None,
-        "Topology of ranks that are not there: with --ulysses_degree 1, approximate as they would, to see the cost.",
+        "Topology of virtual ranks: one rank with --ulysses_degree 1 applies the compression of that many, to evaluate "
+        "quality. 'ring:TOPOLOGY' simulates a ring.",
     ),
     Option(
         "cocodiff_max_error",
         "COCODIFF_MAX_ERROR",
         None,
-        "Relative error of a layer's values above which the next step travels exactly; no bound when not given.",
+        "Relative error of a layer above which the next step is lossless. Default: no limit.",
     ),
     Option(
         "cocodiff_memory_budget",
         "COCODIFF_MEMORY_BUDGET",
         None,
-        "GiB that a mode's references may take on each rank; no bound when not given.",
+        "GiB of link references on each rank. Default: no limit.",
     ),
     Option(
         "cocodiff_kernels",
         "COCODIFF_KERNELS",
         None,
-        f"Kernels of the codecs: triton, numba, torch, or {AUTO} (the default): Triton on accelerators, "
-        "Numba on CPUs, PyTorch where these are not to be had.",
+        f"Kernels of the codecs. {AUTO!r} (default): Triton on accelerators, Numba on CPUs, PyTorch where these are "
+        "not available.",
         kernels.CHOICES,
     ),
     Option(
         "cocodiff_cache",
         "COCODIFF_CACHE",
         None,
-        "Folder that caches link profiles and chosen schedules for the next process; off keeps nothing. "
-        "~/.cache/cocodiff when not given.",
+        f"Folder that caches link profiles and tuned schedules for later runs; {OFF!r} disables it. Default: "
+        "~/.cache/cocodiff.",
     ),
     Option(
         launcher.SHARE_FIELD,
         launcher.SHARE_VARIABLE,
         False,
-        "Several ranks have one device: messages go through the host's memory. Detected where ranks outnumber devices.",
+        "Several ranks share one device, and messages go through host memory. Default: detected if a node has more "
+        "ranks than devices.",
     ),
 )
