@@ -131,9 +131,9 @@ COLUMNS = (
     "family",
     "names in xDiT's registry",
     "attention",
-    "exact",
-    "V first, from",
-    "coded",
+    "exact mode",
+    "V projections",
+    "lossy modes",
     "small models in tests",
 )
 
@@ -143,9 +143,9 @@ def cells() -> list[tuple[str, ...]]:
     return [
         (
             family.name,
-            ", ".join(family.names) or "in scripts",
-            {"usp": "USP", "yunchang": "yunchang", "own": "its own"}[family.attention],
-            "stock's bits" if family.is_exact else "nothing moves",
+            ", ".join(family.names) or "scripts only",
+            {"usp": "USP", "yunchang": "yunchang", "own": "own"}[family.attention],
+            "bit-identical" if family.is_exact else "no all-to-all",
             "no" if isinstance(family.v_first, str) else ", ".join(family.v_first),
             "yes" if family.coded is True else "no",
             ", ".join(family.small or family.loops) or "-",
