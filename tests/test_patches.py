@@ -327,7 +327,7 @@ def with_plugin() -> list:
     installed = activation._installed
     plug_in()
     assert install() and activation._installed is installed
-    return [before, {state.site: state.state for state in activation.states()}]
+    return [before, {state.site: state.state for state in activation.patch_states()}]
 
 
 @pytest.mark.slow  # of the patched copy; test_activation has the entry point
@@ -348,7 +348,7 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
         "ready",
         "used",
     }
-    assert not any(state.state == "not needed" for state in activation.states())  # with the release as it is
+    assert not any(state.state == "not needed" for state in activation.patch_states())  # with the release as it is
 
 
 @torch.no_grad()

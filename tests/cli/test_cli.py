@@ -29,7 +29,7 @@ def test_env_shows_versions_platform_topology_and_every_row(
     for word in ("xfuser", "0.7", "cpu (added by the plugin)", "gloo", "node=2,gpu=6", "installed"):
         assert word in shown
     record = json.loads((tmp_path / "env.json").read_text())
-    assert [row["site"] for row in record["patches"]] == [row.name for row in activation.table()]
+    assert [row["site"] for row in record["patches"]] == [row.name for row in activation.patch_table()]
     assert all(row["why"] in shown for row in record["patches"])
     assert (record["schema"], record["topology"], record["ranks_per_node"]) == (1, "node=2,gpu=6", 6)
     assert {row["state"] for row in record["patches"]} <= {"applied", "ready", "used"}

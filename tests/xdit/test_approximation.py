@@ -29,7 +29,7 @@ class Approximating(Run):
         from xfuser_cocodiff.xdit.integration import activation
         from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 
-        activation.ask()
+        activation.activate()
         end_step = RunTracker.end_step
 
         def keep(clock: Any, run: Any, latents: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     sessions = [Session(), *(starting.create_session(group, config_of(*config)) for config in configs)]
     expected, figures = None, []
     for session in sessions:
-        bare_runtime.use(session)
+        bare_runtime.use_session(session)
         session.traffic.timed = record  # as a recorder has it
         torch._dynamo.reset()
         counters.clear()
@@ -90,7 +90,7 @@ def trace_as_for_devices(rank: int) -> None:
         session = Session() if v_first is None else starting.create_session(group, config_of(2, "flat"))
         session._sends_directly = False
         session.overlap = dataclasses.replace(session.overlap, v_first=v_first)
-        bare_runtime.use(session)
+        bare_runtime.use_session(session)
         torch._dynamo.reset()
         graphs: list[str] = []
 
@@ -186,7 +186,7 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     config = dataclasses.replace(config_of(2, None), overlap=Overlap(True))
     results, events = [], []
     for make in (Session, lambda: starting.create_session(group, config)):
-        bare_runtime.use(make())
+        bare_runtime.use_session(make())
         if others:
             xFuserModel._enable_compute_comm_overlap(None)
         torch._dynamo.reset()

@@ -60,7 +60,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
     from xfuser_cocodiff.xdit.integration import activation
 
     prepare_ranks(rank, degree, cfg)
-    activation.ask()
+    activation.activate()
     activation._clock.listeners = [recorder := Recorder(Path(folder))]
 
     def config(**options: Any) -> Any:

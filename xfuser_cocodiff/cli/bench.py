@@ -72,7 +72,7 @@ def _a2a(options: argparse.Namespace) -> int:
         sizes = on_ranks.parse_sizes(options.sizes) if options.sizes else a2a.SIZES
         if options.repeats < 1:
             raise ValueError(f"--repeats {options.repeats} is not valid; it starts at 1")
-        return a2a.measure(group, topology, compute_device(), bare_runtime.stock_exchange(), sizes, options.repeats)
+        return a2a.measure(group, topology, compute_device(), bare_runtime.stock_all_to_all(), sizes, options.repeats)
 
     return on_ranks.run(options, work, a2a.show)
 

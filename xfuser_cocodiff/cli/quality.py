@@ -81,10 +81,10 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 def config_of(options: argparse.Namespace) -> Any:
     """What is the same for all codecs."""
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
-    from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, virtual_ranks
+    from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, parse_virtual_ranks
     from xfuser_cocodiff.engine.topology.topology import Topology
 
-    virtual, is_ring = virtual_ranks(options.virtual)
+    virtual, is_ring = parse_virtual_ranks(options.virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
     slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
     if not slow_axes or not set(slow_axes) <= set(axes):

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.autotune import plan_selection
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
-from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
+from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
     """Slow axes where each half of the ranks has found another profile, as beside a ring."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
-    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=MEASURED)
+    config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=MEASURED_SLOW_AXES)
 
     def largest(values: list[float]) -> list[float]:
         everybody = torch.tensor(values)

@@ -91,7 +91,7 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
     config = CocoDiffConfig(topology=Topology.parse(topology, 2), mode=mode, slow_axes=slow, cache=cache)
     with mock.patch.object(link_probe, "measure", side_effect=link_probe.measure) as probed:
         session = starting.create_session(group, config)
-    bare_runtime.use(session)
+    bare_runtime.use_session(session)
     session.runs.begin(50)
     steps = 0
     while not (steps > 2 and session.trials.settled):

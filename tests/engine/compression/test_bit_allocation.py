@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, 
 from xfuser_cocodiff.engine.compression.codecs import ADAPTS
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 STARTS = (0.0, 0.5)
@@ -85,7 +85,9 @@ VALUES = {"use_cocodiff": True, "cocodiff_topology": "2x2"}
 
 def test_the_flag_alone_is_enough_and_tells_contents_apart(file: Path) -> None:
     def schedule(model: str | None = "black-forest-labs/FLUX.1-dev") -> tuple[str, str]:
-        config = resolve({**VALUES, "cocodiff_schedule": f"@{file}", "model": model}, {}, Ranks(4, Topology.flat(4)))
+        config = resolve(
+            {**VALUES, "cocodiff_schedule": f"@{file}", "model": model}, {}, SequenceRanks(4, Topology.flat(4))
+        )
         return config.mode, config.schedule
 
     mode, first = schedule()
@@ -120,7 +122,7 @@ def test_what_is_no_schedule_is_refused_with_the_flag(tmp_path: Path, change: ob
     elif change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps(change))
     with pytest.raises(ValueError, match="valid is @FILE, which cocodiff tune has written") as caught:
-        resolve({**VALUES, "cocodiff_schedule": f"@{file}"}, {}, Ranks(4, Topology.flat(4)))
+        resolve({**VALUES, "cocodiff_schedule": f"@{file}"}, {}, SequenceRanks(4, Topology.flat(4)))
     assert "--cocodiff_schedule" in str(caught.value) and words in str(caught.value)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from xfuser_cocodiff.engine.settings.config import Overlap, resolve, slow_axes
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.settings.config import Overlap, parse_slow_axes, resolve
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -15,16 +15,16 @@ FLAT = Topology.flat(4)
 
 
 def test_nothing_asked_for_is_none() -> None:
-    assert resolve({}, {}, Ranks(4, FLAT)) is None
-    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, Ranks(4, FLAT)) is None
+    assert resolve({}, {}, SequenceRanks(4, FLAT)) is None
+    assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, SequenceRanks(4, FLAT)) is None
 
 
 def test_flags_win_over_variables() -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
-    by_variable = resolve({}, environment, Ranks(4, FLAT))
+    by_variable = resolve({}, environment, SequenceRanks(4, FLAT))
     assert str(by_variable.topology) == "node=4"
     assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
-    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, Ranks(4, FLAT))
+    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, SequenceRanks(4, FLAT))
     assert str(by_flag.topology) == "node=2,gpu=2"
     assert by_flag.plan == Plan.hierarchical(by_flag.topology)
 
@@ -60,7 +60,7 @@ def test_flags_win_over_variables() -> None:
 )
 def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
-        resolve({"use_cocodiff": True, **values}, environment, Ranks(4, FLAT))
+        resolve({"use_cocodiff": True, **values}, environment, SequenceRanks(4, FLAT))
     for word in words:
         assert word in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_slow_axes_go_by_topology_and_flags(
     topology: str, ring: str | None, virtual: bool, given: str | None, expected: tuple[str, ...]
 ) -> None:
     parsed, around = Topology.parse(topology), Topology.parse(ring) if ring else None
-    assert slow_axes(given or "", parsed, around, virtual) == expected
+    assert parse_slow_axes(given or "", parsed, around, virtual) == expected
 
 
 def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -> None:
@@ -94,27 +94,27 @@ def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -
     topology = Topology.parse("2x2")
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": Profile(topology, links, 0.0, 1e12, 1e12).to_json()}))
-    for virtual, ranks in ((None, Ranks(4, topology)), ("2x2", Ranks(1, Topology.flat(1)))):
+    for virtual, ranks in ((None, SequenceRanks(4, topology)), ("2x2", SequenceRanks(1, Topology.flat(1)))):
         values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_profile": str(file)}
         values |= {"cocodiff_virtual": virtual}
         assert resolve(values, {}, ranks).slow_axes == ("node",)
         assert resolve(values | {"cocodiff_slow_axes": "auto"}, {}, ranks).slow_axes == ("auto",)
     alone = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_slow_axes": "auto"}
     with pytest.raises(ValueError, match=r"--cocodiff_slow_axes: 'auto' is not valid: .* needs --cocodiff_profile"):
-        resolve(alone, {}, Ranks(1, Topology.flat(1)))
+        resolve(alone, {}, SequenceRanks(1, Topology.flat(1)))
 
 
 def test_the_usual_mode_is_lossy_only_across_nodes_of_the_topology() -> None:
-    ranks = Ranks(4, Topology.parse("2x2"))
+    ranks = SequenceRanks(4, Topology.parse("2x2"))
     assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
-    assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, Ranks(4, FLAT)).mode == "exact"
+    assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, SequenceRanks(4, FLAT)).mode == "exact"
 
 
 def test_overlap() -> None:
     def overlap(**options: str) -> Overlap:
         values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
-        return resolve(values, {}, Ranks(2, Topology.flat(2))).overlap
+        return resolve(values, {}, SequenceRanks(2, Topology.flat(2))).overlap
 
     assert overlap() == overlap(v_first="auto", head_groups="auto") == Overlap()
     assert overlap(v_first="on", head_groups="4") == Overlap(v_first=True, head_groups=4)

@@ -10,7 +10,7 @@ from tests import ranks
 from xfuser_cocodiff.engine.settings import ignored_options
 from xfuser_cocodiff.engine.settings.config import resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS, OTHER_VARIABLES
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 def warnings(values: dict, environment: dict, ring_degree: int = 1) -> list[str]:
     degree = 1 if "cocodiff_virtual" in values else 4
-    ranks = Ranks(degree, Topology.flat(degree), ring_degree, Topology.flat(degree * ring_degree))
+    ranks = SequenceRanks(degree, Topology.flat(degree), ring_degree, Topology.flat(degree * ring_degree))
     return ignored_options.warnings(values, environment, resolve(values, environment, ranks), ring_degree)
 
 
@@ -82,7 +82,7 @@ def warned(rank: int) -> list[str]:
     from xfuser_cocodiff.xdit.integration import flags
 
     said: list[str] = []
-    flags.warn = said.append
+    flags.warn_once = said.append
     os.environ["COCODIFF_MODES"] = "fast"
     xFuserArgs(model="tiny", cocodiff_a2a="flat").create_config()
     return said

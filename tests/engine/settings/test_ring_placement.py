@@ -11,7 +11,7 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks, Split
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -61,7 +61,7 @@ def profile(sizes: str, *speeds: float) -> Profile:
 
 
 FAST = 1e12
-OUTER, INNER = Split(4, 2, "outer"), Split(4, 2, "inner")
+OUTER, INNER = UlyssesRingSplit(4, 2, "outer"), UlyssesRingSplit(4, 2, "inner")
 
 
 def test_times_by_hand() -> None:
@@ -102,7 +102,7 @@ def test_a_gather_of_gloos_is_one_ring() -> None:
 
 
 WHOLE = Topology.parse("2x4")
-RANKS = Ranks(4, Topology.flat(4), 2, WHOLE)
+RANKS = SequenceRanks(4, Topology.flat(4), 2, WHOLE)
 
 
 def settings(tmp_path: Path, known: Profile | None, **values: str):
@@ -124,7 +124,7 @@ def test_settings(tmp_path: Path) -> None:
     found = settings(tmp_path, known)
     assert (found.ring, str(found.topology), found.mode) == ("outer", "gpu=4", "balanced")
     assert found.profile.topology == found.topology and found.ring_profile.topology == Topology.parse("node=2")
-    alone = resolve({"use_cocodiff": True}, {}, Ranks(1, Topology.flat(1), 8, WHOLE))
+    alone = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, Topology.flat(1), 8, WHOLE))
     assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "balanced")
     assert alone.ring_topology == WHOLE
     found = settings(tmp_path, known, mode="exact", ring="inner")

@@ -16,7 +16,7 @@ import pytest
 from tests.quick import slow_but
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.comparison import compare, launch, report
-from xfuser_cocodiff.xdit.launching import command
+from xfuser_cocodiff.xdit.launching import command_line
 
 SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
 """And the exit status that they lead to."""
@@ -24,11 +24,11 @@ SIGNALS = (signal.SIGINT, 130), (signal.SIGTERM, 143)
 
 def test_options_are_read_in_every_spelling() -> None:
     line = ["--ulysses_degree", "2", "--num-iterations=4", "--use-cocodiff", "--prompt", "a cat", "--use_cocodiff"]
-    assert command.option(line, "ulysses_degree") == "2"
-    assert command.option(line, "num_iterations") == "4"
-    assert command.option(line, "seed") is None
-    assert command.option(["--seed", "1", "--seed=2"], "seed") == "2"
-    assert command.without(line, "use_cocodiff") == line[:3] + line[4:6]
+    assert command_line.option_value(line, "ulysses_degree") == "2"
+    assert command_line.option_value(line, "num_iterations") == "4"
+    assert command_line.option_value(line, "seed") is None
+    assert command_line.option_value(["--seed", "1", "--seed=2"], "seed") == "2"
+    assert command_line.without_flag(line, "use_cocodiff") == line[:3] + line[4:6]
 
 
 def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
@@ -51,8 +51,16 @@ def test_the_sides_differ_by_one_flag(tmp_path: Path) -> None:
 
 def test_stock_has_none_of_the_plugins_options_but_shares_the_device() -> None:
     line = ["a.py", "--cocodiff-share-device", "--cocodiff_mode=fast", "--seed", "1", "--cocodiff-a2a", "flat", "--x"]
-    assert command.of_stock([*line, "--use-cocodiff"]) == ["a.py", "--cocodiff-share-device", "--seed", "1", "--x"]
-    assert command.bearing_on_stock([*line, "--master_port", "1", "--output-directory=o"]) == command.of_stock(line)
+    assert command_line.stock_arguments([*line, "--use-cocodiff"]) == [
+        "a.py",
+        "--cocodiff-share-device",
+        "--seed",
+        "1",
+        "--x",
+    ]
+    assert command_line.arguments_for_stock(
+        [*line, "--master_port", "1", "--output-directory=o"]
+    ) == command_line.stock_arguments(line)
     stock, _ = compare.contend(line, {"COCODIFF_SHARE_DEVICE": "1", "COCODIFF_MODE": "fast"}, Path(), 1)
     assert stock.environment == {"COCODIFF_SHARE_DEVICE": "1"}
 
@@ -196,7 +204,9 @@ def test_another_launcher_starts_the_ranks(script: Callable, launcher: str, tmp_
     assert cli.main([line[0], "--launcher", launcher, *line[1:]]) == 0
     assert (tmp_path / "out/logs/stock-1.log").read_text() == "launched 2\n"
     assert len(list((tmp_path / "out/records/exact-1").glob("rank*.json"))) == 2
-    xdit = command.launch(["--model", "M", "--ulysses_degree=2", "--ring_degree", "3"], "mpiexec -n {ranks} 'rank it'")
+    xdit = command_line.launch_command(
+        ["--model", "M", "--ulysses_degree=2", "--ring_degree", "3"], "mpiexec -n {ranks} 'rank it'"
+    )
     assert xdit[:5] == ["mpiexec", "-n", "6", "rank it", sys.executable]
     assert xdit[5:] == ["-m", "xfuser.runner", "--model", "M", "--ulysses_degree=2", "--ring_degree", "3"]
 

@@ -19,7 +19,7 @@ from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
 from xfuser_cocodiff.engine.settings.config import Overlap, resolve
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks, Split
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
@@ -108,13 +108,13 @@ def test_what_is_proposed_would_do() -> None:
 def test_traffic_by_hand() -> None:
     """FLUX.1-dev, 1024 px, 16 ranks as two nodes of 8, 8 x 2 with the ring inside, exact."""
     case = case_of(cluster="ethernet")
-    found = predict(case, Split(8, 2, "inner"), "exact")
+    found = predict(case, UlyssesRingSplit(8, 2, "inner"), "exact")
     one = 57 * 288 * 24 * 128 * 2  # a tensor of all layers: 288 tokens of 24 heads of 128 values in two bytes
     assert found.ring_bytes == {"gpu": 2 * one}  # K and V to the one other rank
     assert found.sent_bytes["node"] == pytest.approx(4 * one / 2)  # half of all ranks are in the other node
     flat, by_axis = 4 * one * 3 / 8, 4 * one * 3 / 4
     assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
-    encoded = predict(case, Split(8, 2, "inner"), "balanced")
+    encoded = predict(case, UlyssesRingSplit(8, 2, "inner"), "balanced")
     assert encoded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
     # A step in 8 bits, then 1.6 for Q, 2 for K and V and 2.7 for O; and a byte for each 128 values.
     first, later = 4 * 128, 26 + 2 * 32 + 43
@@ -124,7 +124,7 @@ def test_traffic_by_hand() -> None:
 
 def test_heads_that_are_added_travel_too() -> None:
     """FLUX.1-dev's 24 heads on 16 ranks are two on each, 32 in all."""
-    found = predict(case_of(cluster="ethernet"), Split(16, 1), "exact")
+    found = predict(case_of(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
     assert found.sent_bytes["node"] == pytest.approx(57 * 4 * 288 * 32 * 128 * 2 / 2)  # half of it to the other node
 
 
@@ -133,12 +133,12 @@ def test_what_is_coded_depends_on_nodes_alone() -> None:
     holds only what crosses nodes, and nothing in one node."""
     case = case_of("qwen-image", 1536, 24)
     assert case.slow_axes == ("node",) != case.profile_of(case.topology, 1e6).slow_axes
-    coded = predict(case, Split(24, 1), "balanced")
+    coded = predict(case, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
     need = Need.of(Share(4 * values, values, 128, 2), modes.usual("balanced", 50), places=2)
     assert (coded.reference_bytes, coded.compact_reference_bytes) == (need.full * 120, need.compact * 120)
     inside = case_of("qwen-image", 1536, 12)
-    one, other = (predict(inside, Split(12, 1), mode) for mode in ("balanced", "exact"))
+    one, other = (predict(inside, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))
     assert one == dataclasses.replace(other, mode="balanced")
 
 
@@ -150,7 +150,7 @@ SMALL = {
 
 
 def moved_by_ranks(
-    rank: int, model: str, mode: str, text: int, split: Split, whole: Topology
+    rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology
 ) -> tuple[dict[str, int], int]:
     """What a rank sends in a run, and what references it then holds."""
     from xfuser_cocodiff.xdit.session.session import active
@@ -175,17 +175,19 @@ def moved_by_ranks(
 @pytest.mark.parametrize(
     ("model", "mode", "text", "split", "whole"),
     [
-        slow("FLUX.1-dev", "exact", 32, Split(4, 1), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, Split(4, 1), "2x2"),
-        slow("FLUX.1-dev", "fast", 32, Split(2, 1), "node=2"),
-        slow("FLUX.1-dev", "fast", 32, Split(4, 1), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, Split(2, 2, "inner"), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, Split(2, 2, "outer"), "2x2"),
-        slow("FLUX.1-dev", "fast", 32, Split(1, 4), "2x2"),
-        slow("SD3.5", "fast", 333, Split(4, 1), "2x2"),  # every rank has all text, beside Q and O alone
+        slow("FLUX.1-dev", "exact", 32, UlyssesRingSplit(4, 1), "2x2"),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "2x2"),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(2, 1), "node=2"),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(4, 1), "2x2"),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "inner"), "2x2"),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "outer"), "2x2"),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(1, 4), "2x2"),
+        slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2"),  # every rank has all text, beside Q and O alone
     ],
 )
-def test_ranks_send_and_hold_what_is_foreseen(model: str, mode: str, text: int, split: Split, whole: str) -> None:
+def test_ranks_send_and_hold_what_is_foreseen(
+    model: str, mode: str, text: int, split: UlyssesRingSplit, whole: str
+) -> None:
     topology = Topology.parse(whole)
     known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
@@ -218,7 +220,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = written["flags"].split()
     given = {words[i].lstrip("-"): words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--cocodiff")}
     ulysses, ring = (int(words[words.index(flag) + 1]) for flag in ("--ulysses_degree", "--ring_degree"))
-    flat = Ranks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
+    flat = SequenceRanks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
     found = resolve({"use_cocodiff": True, **given}, {}, flat)
     assert (str(found.topology), found.ring, found.mode) == (best["topology"], best["placement"], best["mode"])
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from xfuser_cocodiff import cli
-from xfuser_cocodiff.engine.settings.ring_placement import Split
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -51,7 +51,7 @@ def boundless(machine: Machine) -> Machine:
 def flops(work: Workload, resolution: int) -> float:
     """Of a step, on a rank that shares nothing."""
     case = Case(work, resolution, 1, 1, Topology.flat(1), AURORA.over, flops=1.0)
-    return predict(case, Split(1, 1), STOCK).compute_seconds
+    return predict(case, UlyssesRingSplit(1, 1), STOCK).compute_seconds
 
 
 def tiny_transformer(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Workload]:

@@ -69,7 +69,7 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     def step(number: int) -> torch.Tensor:
         return transformer(hidden_states * (1 + 0.02 * number), text)
 
-    bare_runtime.use(Session())
+    bare_runtime.use_session(Session())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
         session = in_force(group, config_of("exact", overlap=Overlap(v_first)))
@@ -102,7 +102,7 @@ def attend_unevenly(rank: int, joint: str) -> None:
     """Eight heads on three ranks, against attention to all tokens at once; with codecs too."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
     group = bare_runtime.start()
-    bare_runtime.make_state(9, 0)
+    bare_runtime.init_runtime_state(9, 0)
     torch.manual_seed(0)
     transformer, text = Transformer(linear=False, joint=joint), torch.randn(2, TEXT, WIDTH)
     whole = torch.randn(2, 3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(9))

@@ -52,7 +52,7 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
 def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
     """Go on with a session by these settings."""
     session = starting.create_session(group, config, known)
-    bare_runtime.use(session)
+    bare_runtime.use_session(session)
     return session
 
 
@@ -60,7 +60,7 @@ def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = Non
     """Go on with a session on two ranks by flat collectives, and by a policy if there is one."""
     mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
     session = Session(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
-    bare_runtime.use(session)
+    bare_runtime.use_session(session)
     return session
 
 

@@ -54,7 +54,7 @@ SITE = """
     import xfuser.model_executor.layers.usp as usp, xfuser.config.args
     {after}
     from xfuser_cocodiff.xdit.integration import activation
-    activation.ask()
+    activation.activate()
     print(json.dumps(["site-packages" not in usp._ft_c_input_all_to_all.__code__.co_filename,
                       hasattr(xfuser.config.args.xFuserArgs(), "use_cocodiff")]))
 """
@@ -113,12 +113,12 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
         from xfuser_cocodiff.xdit.patching import log
         before = everything()
         assert xfuser_cocodiff.install()
-        activation.ask()
+        activation.activate()
         assert graphs.order_exchanges()
-        log.warn("said")
+        log.warn_once("said")
         during = everything()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
-        states = {state.state for state in activation.states()}
+        states = {state.state for state in activation.patch_states()}
         xfuser_cocodiff.uninstall()
         after = everything()
         changed = [key for key in before if during[key] != before[key]]
@@ -144,7 +144,7 @@ def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
         import xfuser_cocodiff
         assert not xfuser_cocodiff.install()
         from xfuser_cocodiff.xdit.integration import activation
-        activation.ask()
+        activation.activate()
         assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
         """,
         **STOCK,
@@ -227,9 +227,9 @@ def test_a_row_stays_out_where_the_host_does_its_work() -> None:
 
     before = module.run
     rows = [
-        Patch(module.__name__, "run", "", lambda _: len, unless=(module.__name__, "outcomes")),
-        Patch(module.__name__, "gone", "", lambda _: len, unless=("xfuser.envs", "get_device")),
-        Patch(module.__name__, "_read", "", lambda _: len, unless=(module.__name__, "gone")),
+        Patch(module.__name__, "run", "", lambda _: len, unless_present=(module.__name__, "outcomes")),
+        Patch(module.__name__, "gone", "", lambda _: len, unless_present=("xfuser.envs", "get_device")),
+        Patch(module.__name__, "_read", "", lambda _: len, unless_present=(module.__name__, "gone")),
     ]
     patch_set = PatchSet(rows, "tests")
     assert patch_set.problems() == []
@@ -257,7 +257,7 @@ def test_the_entry_point_that_xdit_calls(
 
 
 def test_the_table_fits_the_installed_xdit() -> None:
-    assert [state for state in activation.states() if state.state not in ("applied", "ready", "used")] == []
+    assert [state for state in activation.patch_states() if state.state not in ("applied", "ready", "used")] == []
 
 
 @pytest.mark.parametrize("rank", slow_but(["1"], ["0", "1"]))

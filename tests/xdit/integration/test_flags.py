@@ -152,12 +152,12 @@ def test_ranks_that_were_told_alike_start() -> None:
         assert ranks.outcomes(start_engine, 2, ["--ulysses_degree", "2"], [environment], hosted=True) == ["started"] * 2
 
 
-def settings_on_rank_0(rank: int, told: bool) -> str:
+def settings_on_rank_0(rank: int, is_enabled: bool) -> str:
     from xfuser_cocodiff.xdit.integration import agreement
 
-    agreement.PATIENCE = None  # who waits fails
+    agreement.TIMEOUT = None  # who waits fails
     if rank == 0:
-        return settings_of(rank, ["--ulysses_degree", "2"], [ENABLED if told else {}], False)
+        return settings_of(rank, ["--ulysses_degree", "2"], [ENABLED if is_enabled else {}], False)
     return "elsewhere"
 
 
@@ -188,7 +188,7 @@ def nodes_that_differ(rank: int, choice: str) -> str:
     from xfuser_cocodiff.xdit.integration import flags
 
     warnings: list[str] = []
-    flags.warn = warnings.append
+    flags.warn_once = warnings.append
     flags.platform.compute_device = lambda: argparse.Namespace(type="cuda")
     kernels._can_build = lambda: rank != 1
     config = flags.settings({"use_cocodiff": True, "cocodiff_kernels": choice}, 2)
@@ -207,11 +207,11 @@ def answer_or_stay_silent(rank: int) -> str:
 
     from xfuser_cocodiff.xdit.integration import agreement
 
-    agreement.PATIENCE = timedelta(seconds=3)
+    agreement.TIMEOUT = timedelta(seconds=3)
     if rank == 1:
         time.sleep(8)
         return "silent"
-    return str(agreement.agree(lambda: {"mode": "exact"}))
+    return str(agreement.gather_proposals(lambda: {"mode": "exact"}))
 
 
 def test_a_rank_that_never_answers_is_named() -> None:
@@ -226,9 +226,9 @@ def go_without(rank: int) -> str:
 
     from xfuser_cocodiff.xdit.integration import agreement
 
-    agreement.PATIENCE_OF_THE_UNTOLD = timedelta(seconds=2)
+    agreement.DISABLED_RANK_TIMEOUT = timedelta(seconds=2)
     if rank == 0:  # where rank 1 is, the plugin is missing
-        agreement.check_all(told=False)
+        agreement.check_all(is_enabled=False)
     return "went on"
 
 
@@ -260,8 +260,8 @@ def test_ranks_that_were_told_different_things_fail_alike() -> None:
         ("HEAD_GROUPS", "1", "2"),
         ("RING", "outer", "inner"),
     ):
-        told = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
-        results = ranks.outcomes(settings_of, 2, arguments, told, False)
+        environments = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
+        results = ranks.outcomes(settings_of, 2, arguments, environments, False)
         flag = f"--cocodiff_{name.lower()}"
         assert_all_say(results, f"differ between ranks: {flag}: rank 0: ", "; rank 1: ")
         assert str(results[0]).count("--cocodiff_") == 1

@@ -46,7 +46,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def test_every_private_name_of_a_host_is_a_row() -> None:
-    rows = activation.table()
+    rows = activation.patch_table()
     known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.mentions)}
     known |= {
         *required_internals.UNCHECKED,
@@ -87,9 +87,9 @@ def test_a_digest_is_of_what_a_function_does(
         (tmp_path / name / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
         symbol_lookup._tree.cache_clear()
-        digests.append(symbol_lookup.digest(f"{name}.usp", ("USP",)))
+        digests.append(symbol_lookup.source_digest(f"{name}.usp", ("USP",)))
     assert (digests[0] == digests[1]) is same
-    assert symbol_lookup.digest("one.usp", ("USP", "ring_attn")) is None
+    assert symbol_lookup.source_digest("one.usp", ("USP", "ring_attn")) is None
 
 
 def changed(rank: int) -> tuple[bool, bool, list[str]]:
@@ -114,7 +114,7 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
         found.append(usp.USP(*tensors))
         session.runs.end_step()
     moved = bool(session.traffic.calls)
-    bare_runtime.use(Session())
+    bare_runtime.use_session(Session())
     stock = usp.USP(*tensors)
     return all(torch.equal(each, stock) for each in found), moved, said
 

@@ -50,7 +50,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
     with attention:
         expected = step()
         session = Session(mesh=dataclasses.replace(mesh, policy=policy), overlap=overlap)
-        bare_runtime.use(session)
+        bare_runtime.use_session(session)
         if is_odd and what == "hooks from the start":
             watch(transformer)
         results = run(session, step)

@@ -12,12 +12,12 @@ from xfuser_cocodiff.xdit.patching import log
 logger = logging.getLogger("xfuser_cocodiff")
 level = logger.level
 for _ in range(2):
-    log.info("normal")
-    log.warn("act")
+    log.info_once("normal")
+    log.warn_once("act")
 log.begin_session()
-log.warn("act")
+log.warn_once("act")
 {after}
-log.info("late")
+log.info_once("late")
 log.close()
 assert not logger.handlers and logger.level == level
 """

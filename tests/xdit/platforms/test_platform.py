@@ -40,7 +40,7 @@ def rows_of(here: platform.Platform) -> dict[str, Patch]:
     rows = {row.name: row for row in platform.patches(here)}
     for row in rows.values():
         if row.module.startswith("xfuser"):
-            declared = symbol_lookup.parameters(row.module, row.symbol)
+            declared = symbol_lookup.source_parameters(row.module, row.symbol)
             assert declared is not None and row.parameters in (None, declared), row.name
     return rows
 
@@ -173,7 +173,7 @@ def test_legacy_packages_are_imported_when_the_platform_is_found(
 
     monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(platform.importlib, "import_module", import_module)
-    monkeypatch.setattr(platform, "warn", notes.append)
+    monkeypatch.setattr(platform, "warn_once", notes.append)
     assert platform.detect().device_type == "xpu"
     assert imported == ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"]
     assert len(notes) == (2 if error else 0)

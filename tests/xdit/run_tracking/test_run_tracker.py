@@ -164,7 +164,7 @@ def test_uninstalling_leaves_diffusers_as_it_was() -> None:
     before = sites()
     for _ in range(2):
         assert activation.install()
-        activation.ask()
+        activation.activate()
         for scheduler in schedulers:
             run(pipeline(scheduler()), total=3)
         assert not any(now is then for now, then in zip(sites(), before, strict=True))

@@ -24,9 +24,9 @@ def said(rank: int, text_tokens: int, model: str) -> list[list[str]]:
     for _ in range(2):
         notes: list[str] = []
         session = session_module.Session(mesh=Mesh.over(group, Topology.flat(2)), model=model)
-        bare_runtime.use(session)
+        bare_runtime.use_session(session)
         session.runs.begin(3)
-        with mock.patch.object(replicated_text, "info", notes.append):
+        with mock.patch.object(replicated_text, "info_once", notes.append):
             for _ in range(2):
                 step()
                 session.runs.end_step()

@@ -26,7 +26,7 @@ TIMES = (1.0, 0.75, 0.5, 0.25)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the user is told."""
     said: list[str] = []
-    monkeypatch.setattr(runs, "warn", lambda message: said.append(message) if message not in said else None)
+    monkeypatch.setattr(runs, "warn_once", lambda message: said.append(message) if message not in said else None)
     return said
 
 

@@ -36,7 +36,7 @@ def side_by_side(rank: int) -> None:
         found = [[] for _ in sessions]
         for at[0] in range(STEPS):
             for session, results in zip(sessions, found, strict=True):
-                bare_runtime.use(session)
+                bare_runtime.use_session(session)
                 if at[0] == 0:
                     session.runs.begin(STEPS)
                 results.append(step())

@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
+from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.engine.topology import planner
@@ -122,7 +122,7 @@ def planned_mesh(
 
 
 def _measures_slow_axes(config: CocoDiffConfig) -> bool:
-    return config.mode != EXACT and config.slow_axes == MEASURED
+    return config.mode != EXACT and config.slow_axes == MEASURED_SLOW_AXES
 
 
 def _needs_links(config: CocoDiffConfig) -> bool:

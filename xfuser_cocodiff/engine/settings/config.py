@@ -14,17 +14,24 @@ from xfuser_cocodiff.engine.compression import bit_allocation, modes
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import (
-    ACROSS_NODES,
     AUTO,
     EXACT,
     MODES,
+    MULTI_NODE_MODE,
     OFF,
     OPTIONS,
     OVERLAPS,
     RECORD_VARIABLE,
     Option,
 )
-from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, Ground, Ranks, has_nodes, settle
+from xfuser_cocodiff.engine.settings.ring_placement import (
+    OUTER,
+    PLACEMENTS,
+    GroupPlacement,
+    SequenceRanks,
+    has_nodes,
+    place_groups,
+)
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -33,7 +40,7 @@ from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
 MAX_SECONDS = 1e8
 """Of a timeout: three years, which every backend can count."""
-MEASURED = (AUTO,)
+MEASURED_SLOW_AXES = (AUTO,)
 """Slow axes that are those along which a rank sends slowly: all ranks agree on them once links are known."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -83,7 +90,7 @@ class CocoDiffConfig:
     """Changes to the mode's schedule."""
 
     slow_axes: tuple[str, ...] = ()
-    """Axes on which the mode may approximate, of topology and flags alone; MEASURED leaves them to the probe."""
+    """Names of the axes on which a lossy mode may approximate; MEASURED_SLOW_AXES leaves it to the link probe."""
 
     virtual: Topology | None = None
     """Of ranks that one rank stands for."""
@@ -116,7 +123,7 @@ class CocoDiffConfig:
 def resolve(
     values: Mapping[str, Any],
     environment: Mapping[str, str],
-    ranks: Ranks,
+    ranks: SequenceRanks,
     device_type: str = "cuda",
 ) -> CocoDiffConfig | None:
     """Combine flags and environment variables; flags win.
@@ -146,14 +153,16 @@ def resolve(
     topology = ground.topology
     slow = _read(
         (chosen["cocodiff_slow_axes"][0] or "", chosen["cocodiff_slow_axes"][1]),
-        lambda text: slow_axes(text, virtual or topology, None if virtual else ground.ring_topology, bool(virtual)),
+        lambda text: parse_slow_axes(
+            text, virtual or topology, None if virtual else ground.ring_topology, bool(virtual)
+        ),
     )
-    if virtual and slow == MEASURED and not chosen["cocodiff_profile"][0]:
+    if virtual and slow == MEASURED_SLOW_AXES and not chosen["cocodiff_profile"][0]:
         source = chosen["cocodiff_slow_axes"][1]
         raise ValueError(f"{source}: {AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
     is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
-    across = has_nodes(ranks.detected_whole or ranks.detected) and slow
-    mode = mode or (ACROSS_NODES if virtual or is_tuned or across else EXACT)
+    across = has_nodes(ranks.full_topology or ranks.detected) and slow
+    mode = mode or (MULTI_NODE_MODE if virtual or is_tuned or across else EXACT)
     v_first, source = chosen["cocodiff_v_first"]
     _check_choice(source, v_first or AUTO, OVERLAPS)
     overlap = Overlap(
@@ -184,22 +193,22 @@ def resolve(
     )
 
 
-def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: Ranks, ring: str, source: str) -> Ground:
+def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: SequenceRanks, ring: str, source: str) -> GroupPlacement:
     given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
     profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
-    return _read((ring, source), lambda ring: settle(ranks, given, ring, profile))
+    return _read((ring, source), lambda ring: place_groups(ranks, given, ring, profile))
 
 
-def _topology(text: str, ranks: Ranks) -> Topology:
+def _topology(text: str, ranks: SequenceRanks) -> Topology:
     """Of a Ulysses group, or of all ranks."""
     if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.whole:
         return Topology.parse(text)
     return Topology.parse(text, ranks.ulysses)
 
 
-def usual_mode(detected: Topology) -> str:
+def default_mode(detected: Topology) -> str:
     """The mode for which none is given, by where the ranks lie that share a sequence."""
-    return ACROSS_NODES if has_nodes(detected) else EXACT
+    return MULTI_NODE_MODE if has_nodes(detected) else EXACT
 
 
 def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:
@@ -220,10 +229,10 @@ def _plan(text: str, topology: Topology) -> Plan | None:
         raise ValueError(f"{error}, or {AUTO!r}") from None
 
 
-def _profile(text: str, topology: Topology, ranks: Ranks) -> Profile:
+def _profile(text: str, topology: Topology, ranks: SequenceRanks) -> Profile:
     profile = Profile.read(Path(text))
     if profile.topology != topology:
-        beside = f", and {ranks.detected_whole} with its rings" if ranks.ring > 1 else ""
+        beside = f", and {ranks.full_topology} with its rings" if ranks.ring > 1 else ""
         raise ValueError(
             f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}{beside}; "
             "--cocodiff_topology can say that they are the same"
@@ -249,10 +258,10 @@ def _schedule(text: str, mode: str, model: str | None) -> str:
 def _virtual(text: str, degree: int) -> tuple[Topology, bool]:
     if degree > 1:
         raise ValueError(f"{text!r} is for one rank that stands for many; valid with it is --ulysses_degree 1")
-    return virtual_ranks(text)
+    return parse_virtual_ranks(text)
 
 
-def virtual_ranks(text: str) -> tuple[Topology, bool]:
+def parse_virtual_ranks(text: str) -> tuple[Topology, bool]:
     """Read '2x2' or 'ring:2x2': the topology of virtual ranks, and whether they are a ring.
 
     Raises:
@@ -264,7 +273,7 @@ def virtual_ranks(text: str) -> tuple[Topology, bool]:
 _RING = "ring:"
 
 
-def slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: bool = False) -> tuple[str, ...]:
+def parse_slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: bool = False) -> tuple[str, ...]:
     """Return the axes on which a mode may approximate: by default those between nodes, of virtual ranks all but the
     innermost one that has several places.
 
@@ -282,7 +291,7 @@ def slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: 
     if not text:
         return (moving[:-1] or moving) if is_virtual else tuple(name for name in moving if name == AXIS_NAMES[0])
     if text == AUTO:
-        return MEASURED
+        return MEASURED_SLOW_AXES
     found, known = tuple(name.strip() for name in text.split(",")), dict.fromkeys(axis.name for axis in axes)
     if not set(found) <= set(known):
         around = f" and of its rings, {ring}," if ring else ""
@@ -308,7 +317,7 @@ def _cache(text: str) -> Path | None:
     return None if text == OFF else Path(text)
 
 
-def check_record(environment: Mapping[str, str]) -> None:
+def check_record_folder(environment: Mapping[str, str]) -> None:
     """Make the folder that COCODIFF_RECORD names, before a run would write there.
 
     Raises:
@@ -360,7 +369,7 @@ def _head_groups(text: str) -> int | None:
     return int(text)
 
 
-def given(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+def given_options(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
     """The options that the user gave, each with the flag or variable that counts."""
     said = {option.field: _choose(option, values, environment) for option in OPTIONS}
     return {option.field: said[option.field][1] for option in OPTIONS if said[option.field][0] != option.default}

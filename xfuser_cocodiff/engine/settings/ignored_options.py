@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, given
-from xfuser_cocodiff.engine.settings.options import ASKED, EXACT, OPTIONS, OTHER_VARIABLES
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, given_options
+from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION, EXACT, OPTIONS, OTHER_VARIABLES
 from xfuser_cocodiff.engine.topology import launcher
 
 _PREFIX = "COCODIFF_"
@@ -28,11 +28,11 @@ def warnings(
         config: what came of them.
         ring_degree: Ring degree.
     """
-    sources = {field.removeprefix("cocodiff_"): source for field, source in given(values, environment).items()}
+    sources = {field.removeprefix("cocodiff_"): source for field, source in given_options(values, environment).items()}
     found = list(_unknown(environment))
     if config is None:
-        alone = [source for name, source in sources.items() if name not in (ASKED, *_PREFERENCES)]
-        return [*found, f"without --{ASKED} there is no effect of {', '.join(alone)}"] if alone else found
+        alone = [source for name, source in sources.items() if name not in (ENABLE_OPTION, *_PREFERENCES)]
+        return [*found, f"without --{ENABLE_OPTION} there is no effect of {', '.join(alone)}"] if alone else found
 
     def vain(names: tuple[str, ...], why: str) -> Iterator[str]:
         if said := [sources[name] for name in names if name in sources]:

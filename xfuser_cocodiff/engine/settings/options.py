@@ -12,10 +12,10 @@ AUTO = "auto"
 OFF = "off"
 EXACT = "exact"
 MODES = (EXACT, "paper", "balanced", "fast")
-ACROSS_NODES = "balanced"
+MULTI_NODE_MODE = "balanced"
 """The mode where none is given and ranks lie on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
-ASKED = "use_cocodiff"
+ENABLE_OPTION = "use_cocodiff"
 """The option that asks for the plugin."""
 RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
@@ -44,7 +44,7 @@ class Option:
 
 
 OPTIONS = (
-    Option(ASKED, "COCODIFF_ENABLE", False, "Enable the plugin."),
+    Option(ENABLE_OPTION, "COCODIFF_ENABLE", False, "Enable the plugin."),
     Option(
         "cocodiff_topology",
         "COCODIFF_TOPOLOGY",
@@ -99,8 +99,8 @@ OPTIONS = (
         "cocodiff_mode",
         "COCODIFF_MODE",
         None,
-        f"Compression on slow axes: 'exact' is lossless, the others are lossy. Default: {ACROSS_NODES!r} if the ranks "
-        "of a sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
+        f"Compression on slow axes: 'exact' is lossless, the others are lossy. Default: {MULTI_NODE_MODE!r} if the "
+        "ranks of a sequence are on several nodes and for virtual ranks, otherwise 'exact'.",
         MODES,
     ),
     Option(
@@ -108,7 +108,7 @@ OPTIONS = (
         "COCODIFF_SCHEDULE",
         None,
         "Changes to the schedule of the mode, such as 'refresh=10,bits=4->2', or '@FILE' from `cocodiff tune`. Without "
-        f"--cocodiff_mode it implies {ACROSS_NODES!r}.",
+        f"--cocodiff_mode it implies {MULTI_NODE_MODE!r}.",
     ),
     Option(
         "cocodiff_slow_axes",

@@ -16,7 +16,7 @@ OUTER, INNER = PLACEMENTS = ("outer", "inner")
 
 
 @dataclass(frozen=True)
-class Split:
+class UlyssesRingSplit:
     """How the ranks of a sequence-parallel group are parted."""
 
     ulysses: int
@@ -41,7 +41,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SequenceRanks:
     """The ranks that share a sequence, as the launcher has them."""
 
     ulysses: int
@@ -50,7 +50,7 @@ class Ranks:
     """Of so many neighbouring ranks: it is used when none is given, and tells whether these lie on several nodes."""
     ring: int = 1
     """Ring degree."""
-    detected_whole: Topology | None = None
+    full_topology: Topology | None = None
     """Of all ranks of both; None without a ring."""
 
     @property
@@ -60,7 +60,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Ground:
+class GroupPlacement:
     """Where the Ulysses groups and rings of a run lie."""
 
     topology: Topology
@@ -73,7 +73,7 @@ class Ground:
     """Of the ring's axes, likewise."""
 
 
-def settle(ranks: Ranks, given: Topology | None, ring: str, profile: Profile | None) -> Ground:
+def place_groups(ranks: SequenceRanks, given: Topology | None, ring: str, profile: Profile | None) -> GroupPlacement:
     """Settle where Ulysses groups and rings lie.
 
     Args:
@@ -86,13 +86,13 @@ def settle(ranks: Ranks, given: Topology | None, ring: str, profile: Profile | N
         ValueError: the groups do not lie on the axes of the profile.
     """
     if ranks.ring == 1:
-        return Ground(given or ranks.detected)
-    assert ranks.detected_whole  # there is a ring
-    whole = given if given and given.size == ranks.whole else ranks.detected_whole
+        return GroupPlacement(given or ranks.detected)
+    assert ranks.full_topology  # there is a ring
+    whole = given if given and given.size == ranks.whole else ranks.full_topology
     known = profile if profile and profile.topology == whole and given in (None, whole) else None
     if ranks.ulysses == 1:
-        return Ground(ranks.detected, whole, None, known)
-    split = Split(ranks.ulysses, ranks.ring, ring)
+        return GroupPlacement(ranks.detected, whole, None, known)
+    split = UlyssesRingSplit(ranks.ulysses, ranks.ring, ring)
     if known and not split.fits(whole):
         raise ValueError(
             f"{ring!r} is not valid: groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not lie alike on the "
@@ -100,9 +100,9 @@ def settle(ranks: Ranks, given: Topology | None, ring: str, profile: Profile | N
         )
     around = split.ring_topology(whole)
     if given not in (None, whole):
-        return Ground(given, around)
+        return GroupPlacement(given, around)
     topology = ranks.detected if ring == OUTER and not (given or known) else split.ulysses_topology(whole)
-    return Ground(topology, around, known and known.along(topology), known and known.along(around))
+    return GroupPlacement(topology, around, known and known.along(topology), known and known.along(around))
 
 
 def has_nodes(topology: Topology) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, mean
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.settings.ring_placement import Split
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -75,7 +75,7 @@ def measure(
     Raises:
         ValueError: unknown modes, or no emulated cluster.
     """
-    split = Split(*(part.size() for part in bare_runtime.groups()))
+    split = UlyssesRingSplit(*(part.size() for part in bare_runtime.process_groups()))
     settings = {mode: variant.settings_of(mode, topology, split) for mode in modes}
     cluster = links.from_environment()
     if cluster is None:

@@ -56,11 +56,11 @@ def step(shape: Shape, compiled: bool = False) -> Step:
     """One denoising step: what a call of the transformer does, on inputs that are the same on every rank. From step to
     step they change as a run's latents and times do: from noise to something else on a straight line."""
     text = text_tokens(dist.get_world_size())
-    bare_runtime.make_state(shape.heads, text)
-    bare_runtime.watch_stock()
+    bare_runtime.init_runtime_state(shape.heads, text)
+    bare_runtime.count_stock_traffic()
     model = bare_runtime.flux_transformer(shape.width, shape.heads, shape.depth, _TEXT_WIDTH)
     if compiled:
-        model = bare_runtime.compiled(model)
+        model = bare_runtime.compile_transformer(model)
     side = math.ceil(math.sqrt(shape.tokens))
     places = torch.stack([torch.zeros(side * side), *torch.cartesian_prod(*[torch.arange(side)] * 2).T], -1)
     generator = torch.Generator().manual_seed(1)

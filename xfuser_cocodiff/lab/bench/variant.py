@@ -9,7 +9,7 @@ from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.engine.settings.options import OFF
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks, Split
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -47,7 +47,7 @@ class Variant:
 
     def run(self, step: Step, anew: bool = False) -> torch.Tensor:
         """Run a step; if `anew`, the first one of a run."""
-        bare_runtime.use(self.session)
+        bare_runtime.use_session(self.session)
         self.plans.clear()
         self.session.traffic.reset()
         if self.runtime:
@@ -95,7 +95,7 @@ class Variant:
         return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
 
 
-def settings_of(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
+def settings_of(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDiffConfig:
     """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
     main, *fixed = mode.split("@")
     name, _, plan = main.partition("/")
@@ -105,17 +105,17 @@ def settings_of(mode: str, topology: Topology, split: Split) -> CocoDiffConfig:
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
         values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
-        return resolve(values, {}, Ranks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
+        return resolve(values, {}, SequenceRanks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
 def over(config: CocoDiffConfig, profile: Profile) -> Variant:
     """Return a variant of the plugin, which notes its plans."""
-    group, around = bare_runtime.groups()
+    group, around = bare_runtime.process_groups()
     if around.size() > 1:
         config = replace(config, ring_profile=profile.along(config.ring_topology))
-    ulysses = Split(group.size(), around.size()).ulysses_topology(profile.topology)
+    ulysses = UlyssesRingSplit(group.size(), around.size()).ulysses_topology(profile.topology)
     known = TuningCache({}, profile.along(ulysses) if group.size() > 1 else None)
     session = startup.create_session(group, config, known, around=around if around.size() > 1 else None)
     choose, plans = session.mesh.policy.choose, dict[str, None]()
@@ -134,7 +134,7 @@ def without_sending(step: Step) -> Callable[[], object]:
     stock = Variant()
 
     def run() -> None:
-        with bare_runtime.nothing_sent():
+        with bare_runtime.without_communication():
             stock.run(step)
 
     return run

@@ -11,12 +11,19 @@ from typing import Any
 
 from rich.console import Console
 
-from xfuser_cocodiff.engine.settings.options import ACROSS_NODES, ASKED, EXACT, MODES, OPTIONS, TRACE_VARIABLE
+from xfuser_cocodiff.engine.settings.options import (
+    ENABLE_OPTION,
+    EXACT,
+    MODES,
+    MULTI_NODE_MODE,
+    OPTIONS,
+    TRACE_VARIABLE,
+)
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
 from xfuser_cocodiff.lab.comparison.figures import Outcome, figures
 from xfuser_cocodiff.lab.reporting import host
-from xfuser_cocodiff.xdit.launching import command
+from xfuser_cocodiff.xdit.launching import command_line
 
 STOCK = "stock"
 _MODE = "cocodiff_mode"
@@ -47,14 +54,16 @@ class Contender:
 
     def launch(self, out: Path, console: Console) -> None:
         """Run once more, recording into a fresh folder."""
-        label = self.name if not command.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
-        self.launched = command.launch(self.arguments, self.launcher)
+        label = self.name if not command_line.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
+        self.launched = command_line.launch_command(self.arguments, self.launcher)
         self.folders.append(launch.run(label, self.launched, self.environment, out, console))
 
     def launch_traced(self, out: Path, console: Console) -> None:
         """Run once more for a trace; a launch of its own, since tracing takes time."""
-        arguments = self.arguments if command.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
-        launched = command.launch(arguments, self.launcher)
+        arguments = (
+            self.arguments if command_line.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
+        )
+        launched = command_line.launch_command(arguments, self.launcher)
         environment = {**self.environment, TRACE_VARIABLE: "1"}
         self.traces = trace.files(launch.run(f"{self.name} traced", launched, environment, out, console))
 
@@ -82,8 +91,8 @@ class Contender:
             raise UsageError(
                 f"--stock {earlier} is no folder of a comparison whose {self.name} side is finished: {error}"
             ) from None
-        wanted = command.bearing_on_stock(command.launch(self.arguments, self.launcher))
-        if (command.bearing_on_stock(ran), recorded) != (wanted, repeats):
+        wanted = command_line.arguments_for_stock(command_line.launch_command(self.arguments, self.launcher))
+        if (command_line.arguments_for_stock(ran), recorded) != (wanted, repeats):
             raise UsageError(
                 f"--stock {earlier} ran {shlex.join(ran)!r}, repeats: {recorded}; valid here is a comparison of "
                 f"{shlex.join(wanted)!r}, repeats: {repeats}"
@@ -115,7 +124,7 @@ class How:
     traced: bool = False
     """Whether to launch each side once more for a trace of its last steps."""
     launcher: str | None = None
-    """What starts the ranks, see :func:`command.launch`; torchrun when not given."""
+    """What starts the ranks, see :func:`command_line.launch_command`; torchrun when not given."""
     emulated: emulate.Wish | None = None
     """The emulated cluster that they run on, if they do."""
     earlier: Path | None = None
@@ -139,7 +148,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> 
         LaunchError: xDiT failed.
         RecordError: xDiT ran, but not as expected.
     """
-    degree, script = check(arguments), command.is_script(arguments)
+    degree, script = check(arguments), command_line.is_script(arguments)
     repeats = how.repeats if script else _number(arguments, "num_iterations", how.repeats)
     if repeats < 1:
         raise UsageError(f"{repeats} repeats leave nothing to compare")
@@ -147,7 +156,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> 
     arguments, launcher, environment, cluster = _where(arguments, how)
     if degree == 1:
         console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
-    usual = ACROSS_NODES if cluster and cluster["nodes"] > 1 else EXACT
+    usual = MULTI_NODE_MODE if cluster and cluster["nodes"] > 1 else EXACT
     contenders = contend(arguments, environment, out, repeats, launcher, how.modes, usual)
     with launch.exit_on_sigterm():
         (out / "records").mkdir(parents=True, exist_ok=True)
@@ -171,7 +180,7 @@ def _check_modes(modes: Sequence[str], arguments: Sequence[str]) -> None:
         if mode not in MODES or list(modes).count(mode) > 1:
             valid = f"some of {', '.join(MODES)}, each once"
             raise UsageError(f"--modes {','.join(modes)!r} is not valid; valid are {valid}")
-    if modes and (asked := command.option(arguments, _MODE)):
+    if modes and (asked := command_line.option_value(arguments, _MODE)):
         raise UsageError(f"--modes {','.join(modes)} and --{_MODE} {asked} both say what to compare; give one")
 
 
@@ -197,7 +206,7 @@ def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, 
     """Run each side as often as it takes; one whose records are complete is finished."""
     for contender in to_run:
         _manifest(out, contender.name).unlink(missing_ok=True)
-    turns = repeats if command.is_script(to_run[0].arguments) else 1
+    turns = repeats if command_line.is_script(to_run[0].arguments) else 1
     for turn in range(turns):
         # Turns change, so that neither side always runs first.
         for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
@@ -211,12 +220,12 @@ def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, 
 
 def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:
     """What the record says of each side."""
-    per_launch = 1 if command.is_script(arguments) else repeats
+    per_launch = 1 if command_line.is_script(arguments) else repeats
     outcomes = [Outcome.read(contender.folders, per_launch) for contender in contenders]
     return [
         {
             "name": contender.name,
-            "model": command.option(arguments, "model"),
+            "model": command_line.option_value(arguments, "model"),
             "degree": check(arguments),
             "command": shlex.join(contender.launched),
             "trace": contender.traces[0].relative_to(out).as_posix() if contender.traces else None,
@@ -235,9 +244,9 @@ def check(arguments: Sequence[str]) -> int:
     """
     if not arguments:
         raise UsageError("xDiT's arguments are missing: put them, or a script and its arguments, after --")
-    if command.is_script(arguments) and not Path(arguments[0]).is_file():
+    if command_line.is_script(arguments) and not Path(arguments[0]).is_file():
         raise UsageError(f"there is no script {arguments[0]}")
-    if command.option(arguments, "ulysses_degree") is None:
+    if command_line.option_value(arguments, "ulysses_degree") is None:
         raise UsageError(
             "--ulysses_degree is missing after --: the plugin works on Ulysses attention, so there is nothing to "
             "compare without it; try --ulysses_degree 2"
@@ -246,7 +255,7 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _number(arguments: Sequence[str], name: str, default: int) -> int:
-    value = command.option(arguments, name)
+    value = command_line.option_value(arguments, name)
     try:
         return default if value is None else int(value)
     except ValueError:
@@ -255,7 +264,7 @@ def _number(arguments: Sequence[str], name: str, default: int) -> int:
 
 def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:
     try:
-        command.launch(arguments, launcher)
+        command_line.launch_command(arguments, launcher)
     except ValueError as error:
         raise UsageError(f"--launcher {launcher!r} is not valid: {error}; valid is a command line") from None
 
@@ -276,15 +285,15 @@ def contend(
     shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
     ours = {variable for field, variable in _VARIABLES.items() if field != SHARE_FIELD}
     off = {name: value for name, value in shared.items() if name not in ours}
-    plain = command.without(arguments, ASKED)
+    plain = command_line.without_flag(arguments, ENABLE_OPTION)
     asked = {mode: [*plain, f"--{_MODE}={mode}"] for mode in modes}
     if not asked:
-        asked[command.option(arguments, _MODE) or environment.get(_VARIABLES[_MODE]) or usual] = plain
+        asked[command_line.option_value(arguments, _MODE) or environment.get(_VARIABLES[_MODE]) or usual] = plain
     sides = [
-        Contender(STOCK, command.of_stock(arguments), off, launcher),
-        *(Contender(mode, [*line, f"--{ASKED}"], shared, launcher) for mode, line in asked.items()),
+        Contender(STOCK, command_line.stock_arguments(arguments), off, launcher),
+        *(Contender(mode, [*line, f"--{ENABLE_OPTION}"], shared, launcher) for mode, line in asked.items()),
     ]
-    if not command.is_script(arguments):
+    if not command_line.is_script(arguments):
         for side in sides:
             side.arguments += _missing(arguments, side.name, out, repeats)
     return sides
@@ -295,4 +304,4 @@ def _missing(arguments: Sequence[str], name: str, out: Path, repeats: int) -> li
     folder = out / "output" / name
     wanted = {"num_iterations": repeats, "warmup_calls": 1, "output_directory": folder}
     folder.mkdir(parents=True, exist_ok=True)
-    return [f"--{key}={value}" for key, value in wanted.items() if command.option(arguments, key) is None]
+    return [f"--{key}={value}" for key, value in wanted.items() if command_line.option_value(arguments, key) is None]

@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.comparison.overview import NODE
 from xfuser_cocodiff.lab.emulation import cluster
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
-from xfuser_cocodiff.xdit.launching import command
+from xfuser_cocodiff.xdit.launching import command_line
 
 OPTION = "--emulate"
 NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "opencl:cpu"}
@@ -44,7 +44,7 @@ def cluster_for(wish: Wish, arguments: Sequence[str]) -> Cluster:
     Raises:
         ValueError: the wish is not valid, or is of another number of ranks.
     """
-    ranks = command.num_ranks(arguments)
+    ranks = command_line.num_ranks(arguments)
     built = cluster.of_preset(OPTION, wish.preset, wish.topology or topology_for(wish.preset, arguments), wish.scale)
     if built.size != ranks:
         raise ValueError(
@@ -60,7 +60,7 @@ def topology_for(preset: str, arguments: Sequence[str]) -> str:
     Raises:
         ValueError: it must be given.
     """
-    ranks, named = command.num_ranks(arguments), command.option(arguments, _TOPOLOGY)
+    ranks, named = command_line.num_ranks(arguments), command_line.option_value(arguments, _TOPOLOGY)
     if preset == FLAT:
         return f"{FLAT}={ranks}"
     if named and _size(named) == ranks:
@@ -81,7 +81,7 @@ def _size(topology: str) -> int | None:
 
 
 def launcher(built: Cluster) -> str:
-    """What starts the ranks of a command on a cluster, for :func:`command.launch`."""
+    """What starts the ranks of a command on a cluster, for :func:`command_line.launch_command`."""
     flat = f"{FLAT}={built.size}" if str(built.topology) == FLAT else str(built.topology)
     options = [f"--preset={built.preset}", f"--topology={flat}", f"--scale={built.scale:g}", "--"]
     return shlex.join([sys.executable, "-m", cluster.__name__, *options])
@@ -102,8 +102,8 @@ def check(built: Cluster) -> None:
 
 def on_cluster(arguments: Sequence[str], built: Cluster) -> list[str]:
     """A command as it is on a cluster: its Ulysses groups have the topology that the links have, unless it says."""
-    is_whole = command.option(arguments, "ulysses_degree") == str(built.size)
-    known = command.option(arguments, _TOPOLOGY) is not None
+    is_whole = command_line.option_value(arguments, "ulysses_degree") == str(built.size)
+    known = command_line.option_value(arguments, _TOPOLOGY) is not None
     return [*arguments] if known or not is_whole else [*arguments, f"--{_TOPOLOGY}={built.topology}"]
 
 

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from xfuser_cocodiff.engine.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
 from xfuser_cocodiff.lab.comparison.image_grid import strip
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session.session import Session, active
@@ -126,7 +126,7 @@ class Recorder:
             self._tracer.stop()
         if self.latents is None:
             if self.runs and self.runs[-1]["steps"] and "latents_sha256" not in self.runs[-1]:
-                warn(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
+                warn_once(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
             return
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()

@@ -14,8 +14,8 @@ import torch
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
-from xfuser_cocodiff.engine.settings.config import slow_axes, usual_mode
-from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, Split
+from xfuser_cocodiff.engine.settings.config import default_mode, parse_slow_axes
+from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -60,7 +60,7 @@ class Case:
     @property
     def slow_axes(self) -> tuple[str, ...]:
         """Axes on which modes approximate where --cocodiff_slow_axes is not given."""
-        return slow_axes("", self.topology, None)
+        return parse_slow_axes("", self.topology, None)
 
     def message_bytes(self, name: str) -> int:
         """Return the bytes of one of q, k, v and o on a rank."""
@@ -91,9 +91,9 @@ class Prediction:
     """None, as computation, where it is unknown how fast ranks compute."""
 
     @property
-    def split(self) -> Split:
+    def split(self) -> UlyssesRingSplit:
         """Its degrees."""
-        return Split(self.ulysses, self.ring, self.placement)
+        return UlyssesRingSplit(self.ulysses, self.ring, self.placement)
 
     @property
     def cost(self) -> float:
@@ -101,12 +101,12 @@ class Prediction:
         return self.a2a_seconds + self.ring_seconds if self.step_seconds is None else self.step_seconds
 
 
-def splits(case: Case, mode: str) -> list[Split]:
+def splits(case: Case, mode: str) -> list[UlyssesRingSplit]:
     """Return every split that lies on the axes. Stock places its ring across the slowest axis, and its heads must
     divide; the plugin adds heads of zeros."""
     degree, is_stock = case.topology.size, mode == STOCK
     found = [
-        Split(ulysses, degree // ulysses, placement)
+        UlyssesRingSplit(ulysses, degree // ulysses, placement)
         for ulysses in ulysses_degrees(case.workload.heads if is_stock else degree, degree)
         for placement in (PLACEMENTS if 1 < ulysses < degree and not is_stock else (OUTER,))
     ]
@@ -115,11 +115,11 @@ def splits(case: Case, mode: str) -> list[Split]:
 
 def predictions(case: Case, mode: str | None) -> list[Prediction]:
     """Return all splits, the fastest first, in a mode: that of a run without --cocodiff_mode if None is given."""
-    mode = mode or usual_mode(case.topology)
+    mode = mode or default_mode(case.topology)
     return sorted((predict(case, split, mode) for split in splits(case, mode)), key=lambda found: found.cost)
 
 
-def predict(case: Case, split: Split, mode: str) -> Prediction:
+def predict(case: Case, split: UlyssesRingSplit, mode: str) -> Prediction:
     """Predict a step of a split, by the plugin in a mode or by stock."""
     run, work, per_layer = _Run(case, split, mode), case.workload, case.layer_calls
     sent: dict[str, float] = {}
@@ -201,7 +201,7 @@ class _Moved(NamedTuple):
 class _Run:
     """A run of a case by a split."""
 
-    def __init__(self, case: Case, split: Split, mode: str) -> None:
+    def __init__(self, case: Case, split: UlyssesRingSplit, mode: str) -> None:
         self._case, self._split, self._is_stock = case, split, mode == STOCK
         self._heads = -(-case.workload.heads // split.ulysses)
         """Of a rank; some are of zeros where they do not divide."""

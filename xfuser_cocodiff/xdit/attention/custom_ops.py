@@ -18,10 +18,10 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
 from xfuser_cocodiff.engine.attention.ulysses import Attend, Exchanges, output_like
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.reference_memory import Share
-from xfuser_cocodiff.xdit.attention.schedule_choice import settle
+from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.session import UNGROUPED, active
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
@@ -65,7 +65,7 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     session = active()
     session.enter()
     if (session.overlap.head_groups or 1) > 1:
-        warn(UNGROUPED)
+        warn_once(UNGROUPED)
     layer = session.layers.traced(path)
     kind = session.layers.kinds.of_graph(layer.name, value) if layer else None
     schedule = kind.trial.schedule if kind and kind.trial else Schedule()
@@ -84,7 +84,7 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     if call.kind:
         call.kind.share = share
         if call.kind.trial is None:
-            settle(call.kind, session, query, key, value)
+            choose_schedules(call.kind, session, query, key, value)
     call.exchanges.layer_codecs = session.layer_codecs(call.layer, share)
     call.exchanges.send(query, key, value)
     return _a_ticket()

@@ -11,11 +11,11 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import Share
-from xfuser_cocodiff.xdit.attention.schedule_choice import Comparing, settle, wanted_groups
+from xfuser_cocodiff.xdit.attention.schedule_choice import HeadGroupCheck, choose_schedules, usable_head_groups
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def value_under_way(value: torch.Tensor, session: Session) -> Handle | None:
+def started_value(value: torch.Tensor, session: Session) -> Handle | None:
     """The exchange of V that the layer that runs has begun, if it has; the layer abandons it at the end of its call
     if nobody has waited for it. Every rank of the group must call this.
 
@@ -30,7 +30,7 @@ def value_under_way(value: torch.Tensor, session: Session) -> Handle | None:
     return layer.value_under_way(value) if layer else None
 
 
-def followed_attention(
+def scheduled_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -46,7 +46,7 @@ def followed_attention(
         key: the same, perhaps with fewer heads or of other tokens.
         value: as `key`.
         attend_by: what attention is, given how a ring's K and V are encoded and the name of the layer.
-        under_way: see :func:`value_under_way`.
+        under_way: see :func:`started_value`.
         session: in force.
         cuts_heads: whether attention may be called for some of the heads.
 
@@ -66,10 +66,10 @@ def followed_attention(
         return attend(query, key, value, ALL_HEADS)
     if kind and kind.trial is None and (kind.ready or kind.refusal):
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-        groups = wanted_groups(session, *heads) if cuts_heads else 1
-        comparing = Comparing(attend, groups)
+        groups = usable_head_groups(session, *heads) if cuts_heads else 1
+        comparing = HeadGroupCheck(attend, groups)
         result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-        settle(kind, session, query, key, value, groups, comparing.is_same)
+        choose_schedules(kind, session, query, key, value, groups, comparing.is_same)
         return result
     beside = layer.call.catch_up if layer and layer.call.later else None
     mesh = session.mesh_of(schedule)

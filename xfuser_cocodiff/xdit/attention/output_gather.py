@@ -37,7 +37,7 @@ def _along_the_topology(original: Callable) -> Callable:
         is_traced = torch.compiler.is_compiling()  # graphs have stock's
         is_piecemeal = separate_tensors and dim != 0  # stock's tensors are pieces of several ranks' then
         takes = not (is_traced or is_piecemeal) and _is_of_a_sequence(self) and dim in range(-input_.ndim, input_.ndim)
-        blocks = gathered(active(), input_, self.world_size) if takes else None
+        blocks = gather_along_topology(active(), input_, self.world_size) if takes else None
         if blocks is None:
             return original(self, input_, dim, separate_tensors)
         return list(blocks) if separate_tensors else torch.cat(list(blocks), dim)
@@ -52,7 +52,7 @@ def _is_of_a_sequence(group: object) -> bool:
     return group is parallel_state._SP and not is_captured()
 
 
-def gathered(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
+def gather_along_topology(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
     """What each of so many ranks has, which all of them must call for.
 
     Args:

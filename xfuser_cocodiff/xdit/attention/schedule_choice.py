@@ -8,11 +8,11 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def wanted_groups(session: Session, *heads: int) -> int:
+def usable_head_groups(session: Session, *heads: int) -> int:
     """Return the number of head groups that the user wants, where whole tensors are sent that it divides, else 1.
 
     Args:
@@ -23,15 +23,17 @@ def wanted_groups(session: Session, *heads: int) -> int:
     if groups == 1:
         return 1
     if session.runtime:
-        warn("--cocodiff_head_groups is ignored: in lossy modes, references belong to whole tensors")
+        warn_once("--cocodiff_head_groups is ignored: in lossy modes, references belong to whole tensors")
         return 1
     if any(number % groups for number in heads):
-        warn(f"--cocodiff_head_groups {groups} is ignored: it does not divide {' and '.join(map(str, heads))} heads")
+        warn_once(
+            f"--cocodiff_head_groups {groups} is ignored: it does not divide {' and '.join(map(str, heads))} heads"
+        )
         return 1
     return groups
 
 
-class Comparing:
+class HeadGroupCheck:
     """Attention that also finds out whether cutting its heads into groups changes a bit of it.
 
     Args:
@@ -57,7 +59,7 @@ class Comparing:
         return result
 
 
-def settle(
+def choose_schedules(
     kind: LayerSignature,
     session: Session,
     query: torch.Tensor,
@@ -88,7 +90,7 @@ def settle(
     pays, has_mlp, is_flat, is_same = map(bool, answers)
     if not is_same:
         kind.unequal = (groups,)
-        warn(f"--cocodiff_head_groups {groups} is ignored: attention in groups of heads would change bits")
+        warn_once(f"--cocodiff_head_groups {groups} is ignored: attention in groups of heads would change bits")
         groups = 1
     known = session.known_schedule(kind)
     ours = Schedule(kind.ready if fixed else pays, groups, has_mlp)

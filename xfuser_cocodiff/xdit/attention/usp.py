@@ -15,9 +15,9 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import Share
 from xfuser_cocodiff.xdit.attention import custom_ops
-from xfuser_cocodiff.xdit.attention.eager_attention import followed_attention, value_under_way
+from xfuser_cocodiff.xdit.attention.eager_attention import scheduled_attention, started_value
 from xfuser_cocodiff.xdit.attention.segments import segments
-from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, evened, without_padding
+from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.graph_order import order_exchanges
@@ -61,14 +61,14 @@ def _usp(original: Callable) -> Callable:
             session.enter()
             return _virtually(original, query, key, value, given, session)
         is_traced = torch.compiler.is_compiling()
-        under_way = None if is_traced else value_under_way(value, session)
+        under_way = None if is_traced else started_value(value, session)
         if not _ours(query, key, value, given, session):
             if under_way:
                 under_way.drain()
             return original(query, key, value, *args, **kwargs)
         heads = query.shape[HEADS]
         if any(tensor.shape[HEADS] % session.mesh.topology.size for tensor in (query, key)):
-            (query, key, value), given = evened([query, key, value], given, session.mesh.topology.size)
+            (query, key, value), given = pad_to_divisible([query, key, value], given, session.mesh.topology.size)
         if is_traced:
             result = _traced(original, query, key, value, given, session)
         else:
@@ -180,7 +180,7 @@ def _attention(
     query = _prepared(query, key, value, given)
     cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
     attend_by = functools.partial(_attend, given, None if given.is_causal else session.ring, session.padding)
-    return followed_attention(query, key, value, attend_by, under_way, session, cuts_heads)
+    return scheduled_attention(query, key, value, attend_by, under_way, session, cuts_heads)
 
 
 def _prepared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
             is_last = around.order[place] == ring - 1  # of the sequence
-            key, value = without_padding(key, value, padding if is_last else 0)
+            key, value = drop_padding(key, value, padding if is_last else 0)
             output, lse, *_ = function(query, *repeated(key, value), **options(place))
             return output, lse
 
@@ -248,7 +248,7 @@ def _attend(
             return ring_attention(query, key, value, attend_block, around, layer, head_group, ring_codecs)
         if ring > 1:  # of which xDiT's wants blocks that are alike
             return usp.ring_attn(function, query, *repeated(key, value), **options(0))
-        key, value = without_padding(key, value, padding)
+        key, value = drop_padding(key, value, padding)
         return function(query, *repeated(key, value), **options(0))[0]
 
     def repeated(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

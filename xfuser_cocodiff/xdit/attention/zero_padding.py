@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, pad_heads
-from xfuser_cocodiff.xdit.patching.log import info
+from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.session import active
@@ -37,14 +37,14 @@ def patches() -> list[Patch]:
             "rows that do not divide, of which PipeFusion alone wants to know",
             _with_any_rows,
             ("self",),
-            unless=_THEIRS,
+            unless_present=_THEIRS,
         ),
         Patch(
             _FLUX,
             f"{_WRAPPER}.forward",
             "tokens that do not divide are padded, where xDiT calls what is not there",
             _with_any_tokens,
-            unless=_THEIRS,
+            unless_present=_THEIRS,
         ),
     ]
 
@@ -59,7 +59,7 @@ def _with_any_heads(original: Callable) -> Callable:
             original(self, pipeline, parallel_config)
             return
         most = -(-heads // degree)
-        info(f"{heads} heads are not divisible by {degree} ranks: zero-padded to {most * degree}")
+        info_once(f"{heads} heads are not divisible by {degree} ranks: zero-padded to {most * degree}")
 
     return _check_model_and_parallel_config
 
@@ -108,7 +108,7 @@ def can_pad(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.shape[HEADS] % key.shape[HEADS] == 0
 
 
-def evened(tensors: list[torch.Tensor], given: Any, degree: int) -> tuple[list[torch.Tensor], Any]:
+def pad_to_divisible(tensors: list[torch.Tensor], given: Any, degree: int) -> tuple[list[torch.Tensor], Any]:
     """Q, K and V, and what USP was given beside them, with heads that a degree divides.
 
     Args:
@@ -128,7 +128,7 @@ def evened(tensors: list[torch.Tensor], given: Any, degree: int) -> tuple[list[t
     return even, dataclasses.replace(given, **texts) if texts else given
 
 
-def without_padding(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drop_padding(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V without so many tokens at their end."""
     if not padding:
         return key, value

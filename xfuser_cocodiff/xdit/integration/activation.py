@@ -12,9 +12,9 @@ from torch import nn
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import long_context, output_gather, patch_points, ring_attention, usp, zero_padding
-from xfuser_cocodiff.xdit.integration import command, flags, ray_workers, required_internals
+from xfuser_cocodiff.xdit.integration import flags, option_errors, ray_workers, required_internals
 from xfuser_cocodiff.xdit.patching import log
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.run_tracking import run_tracker
@@ -25,7 +25,7 @@ SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
 """Versions of xfuser whose sites the table fits."""
 
 _installed: PatchSet | None = None
-_clock: run_tracker.RunTracker | None = None
+_tracker: run_tracker.RunTracker | None = None
 """Of what is installed."""
 
 
@@ -36,36 +36,36 @@ def install(listeners: Sequence[run_tracker.Listener] = (), rows: Sequence[Patch
         listeners: who wants to know of runs and steps, stock's too.
         rows: what they patch besides.
     """
-    global _installed, _clock
+    global _installed, _tracker
     autoload.unwatch()
     if _installed is None or _installed.withdrawn:
-        clock = run_tracker.RunTracker(listeners)
-        patch_set = PatchSet([*table(clock), *rows], PACKAGE, asked=bool(listeners))
-        if reason := obstacle(patch_set):
-            warn(f"xDiT stays as it is: {reason}")
+        tracker = run_tracker.RunTracker(listeners)
+        patch_set = PatchSet([*patch_table(tracker), *rows], PACKAGE, is_active=bool(listeners))
+        if reason := incompatibility(patch_set):
+            warn_once(f"xDiT stays as it is: {reason}")
             return False
         patch_set.install()
-        command.install()
-        _installed, _clock = patch_set, clock
+        option_errors.install()
+        _installed, _tracker = patch_set, tracker
     return not _installed.withdrawn
 
 
 def uninstall() -> None:
     """Restore every site, or have none patched when xDiT is imported later."""
-    global _installed, _clock
+    global _installed, _tracker
     autoload.unwatch()
     if _installed is not None:
         if PACKAGE in sys.modules:
             session.active().close()
             session.leave()
-        _clock.close()
-        command.uninstall()
+        _tracker.close()
+        option_errors.uninstall()
         log.close()
         _installed.uninstall()
-        _installed = _clock = None
+        _installed = _tracker = None
 
 
-def ask(pipeline: Any = None) -> None:
+def activate(pipeline: Any = None) -> None:
     """Apply the patches that act in steps, since the plugin is asked for. Until then steps run stock xDiT's functions.
 
     Args:
@@ -75,10 +75,10 @@ def ask(pipeline: Any = None) -> None:
         RuntimeError: they cannot be applied.
     """
     if _installed is not None:
-        _installed.ask(_holders(pipeline))
+        _installed.activate(_modules_and_processors(pipeline))
 
 
-def _holders(pipeline: Any) -> Iterator[Any]:
+def _modules_and_processors(pipeline: Any) -> Iterator[Any]:
     """Modules of a pipeline and their processors, some of which keep USP as an attribute (Wan, LTX-2, Ideogram 4)."""
     for part in vars(pipeline).values() if pipeline is not None else ():
         for module in part.modules() if isinstance(part, nn.Module) else ():
@@ -88,12 +88,12 @@ def _holders(pipeline: Any) -> Iterator[Any]:
 def run(steps: int | None) -> run_tracker.Sampling:
     """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
     in_use = _installed is not None and not _installed.withdrawn and PACKAGE in sys.modules
-    return run_tracker.Sampling(_clock if in_use else None, steps)
+    return run_tracker.Sampling(_tracker if in_use else None, steps)
 
 
-def table(clock: run_tracker.RunTracker | None = None) -> list[Patch]:
+def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Every row for this machine."""
-    here, clock = platform.detect(), clock or run_tracker.RunTracker()
+    here, tracker = platform.detect(), tracker or run_tracker.RunTracker()
     acting = [
         *patch_points.patches(),
         *output_gather.patches(),
@@ -101,22 +101,22 @@ def table(clock: run_tracker.RunTracker | None = None) -> list[Patch]:
         *zero_padding.patches(),
         *long_context.patches(),
         *collective_failures.patches(),
-        *clock.patches(),
+        *tracker.patches(),
     ]
     return [
         *(platform.patches(here) if here else []),
         *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
-        *flags.patches(ask),
-        *command.patches(),
+        *flags.patches(activate),
+        *option_errors.patches(),
         *ray_workers.patches(),
         *ring_groups.patches(),
-        *startup.patches(ask),
+        *startup.patches(activate),
         *required_internals.patches(),
-        *(replace(row, when_asked=True) for row in acting),
+        *(replace(row, on_activation=True) for row in acting),
     ]
 
 
-def obstacle(patch_set: PatchSet) -> str | None:
+def incompatibility(patch_set: PatchSet) -> str | None:
     """Why a patch set cannot be installed here; None when it can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "xfuser is not installed"
@@ -136,7 +136,7 @@ def xdit_version() -> str | None:
 
 
 @dataclass(frozen=True)
-class RowState:
+class PatchState:
     """One row of the table, for `cocodiff env`."""
 
     site: str
@@ -146,15 +146,15 @@ class RowState:
     is) or what is wrong with it."""
 
 
-def states() -> list[RowState]:
+def patch_states() -> list[PatchState]:
     """The state of every row in this process."""
-    patch_set = _installed or PatchSet(table(), PACKAGE)
+    patch_set = _installed or PatchSet(patch_table(), PACKAGE)
 
     def state(row: Patch) -> str:
         if not row.needed:
             return "not needed"
         if patch_set.is_applied(row):
             return "applied"
-        return row.problem() or ("ready" if row.replace or row.during else "used")
+        return row.problem() or ("ready" if row.replace or row.import_context else "used")
 
-    return [RowState(row.name, row.why, state(row)) for row in patch_set.rows]
+    return [PatchState(row.name, row.why, state(row)) for row in patch_set.rows]

@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from xfuser_cocodiff.engine.settings.options import ASKED
+from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION
 
-PATIENCE = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other: they may load at very different speeds, but not for ever."""
-PATIENCE_OF_THE_UNTOLD = timedelta(seconds=30)
+DISABLED_RANK_TIMEOUT = timedelta(seconds=30)
 """How long a rank waits for the others that was told nothing itself: the plugin may be missing where they are, and it
 would do without."""
-PATIENCE_TO_LEAVE = timedelta(seconds=60)
+EXIT_TIMEOUT = timedelta(seconds=60)
 """How long a rank that fails waits for the others to have read why."""
 
 _rounds = itertools.count()
@@ -34,7 +34,7 @@ _last = [""]
 """Key of the last round."""
 
 
-def agree(propose: Callable[[], dict]) -> list[dict]:
+def gather_proposals(propose: Callable[[], dict]) -> list[dict]:
     """Collect what every rank proposes. All ranks must call this equally often, but for those that were told nothing.
 
     Args:
@@ -57,7 +57,7 @@ def agree(propose: Callable[[], dict]) -> list[dict]:
     return [answer["value"] for answer in _gather(mine)]
 
 
-def check_all(told: bool) -> None:
+def check_all(is_enabled: bool) -> None:
     """Find out whether all ranks were told alike. Every rank calls this where it is about to make groups.
 
     Args:
@@ -67,18 +67,18 @@ def check_all(told: bool) -> None:
         ValueError: some were told what others were not, or what one was told is not valid; on every rank alike.
         RuntimeError: this rank was told, and another one did not answer; names those that did not.
     """
-    if told:
-        _gather({"told": True})
+    if is_enabled:
+        _gather({"is_enabled": True})
     else:
-        with contextlib.suppress(SilenceError):
-            _gather({"told": False}, PATIENCE_OF_THE_UNTOLD)
+        with contextlib.suppress(UnresponsiveRankError):
+            _gather({"is_enabled": False}, DISABLED_RANK_TIMEOUT)
 
 
 class OptionError(ValueError):
     """What is wrong with options, on all ranks alike."""
 
 
-class SilenceError(RuntimeError):
+class UnresponsiveRankError(RuntimeError):
     """A rank did not answer."""
 
 
@@ -95,7 +95,7 @@ def raise_on_all_ranks(message: str) -> NoReturn:
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
             store.set(f"{_last[0]}/read/{dist.get_rank()}", "")
-            store.wait([f"{_last[0]}/read/{rank}" for rank in range(dist.get_world_size())], PATIENCE_TO_LEAVE)
+            store.wait([f"{_last[0]}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
     raise OptionError(message)
 
 
@@ -109,38 +109,38 @@ def by_rank(values: Sequence[Any]) -> str:
     )
 
 
-def _gather(mine: dict, patience: timedelta | None = None) -> list[dict]:
+def _gather(mine: dict, timeout: timedelta | None = None) -> list[dict]:
     """What the ranks posted in a round in which all of them do the same, and none has failed."""
-    answers = _posted(mine, patience or PATIENCE) if dist.is_initialized() else [mine]
+    answers = _posted(mine, timeout or TIMEOUT) if dist.is_initialized() else [mine]
     failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
         rank, error = failed[0]
         everywhere = len(failed) == len(answers) and len({error for _, error in failed}) == 1
         raise_on_all_ranks(error if everywhere else f"on rank {rank}: {error}")
-    told = [answer.get("told", True) for answer in answers]
-    if len(set(told)) > 1:
-        given = by_rank(["given" if each else "not given" for each in told])
-        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ASKED}: {given}")
+    is_enabled = [answer.get("is_enabled", True) for answer in answers]
+    if len(set(is_enabled)) > 1:
+        given = by_rank(["given" if each else "not given" for each in is_enabled])
+        raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ENABLE_OPTION}: {given}")
     proposing = ["makes settings" if "value" in answer else "makes groups" for answer in answers]
     if len(set(proposing)) > 1:
         raise_on_all_ranks(
-            f"create_config() must be called equally often on all ranks with --{ASKED}: {by_rank(proposing)}"
+            f"create_config() must be called equally often on all ranks with --{ENABLE_OPTION}: {by_rank(proposing)}"
         )
     return answers
 
 
-def _posted(mine: dict, patience: timedelta) -> list[dict]:
+def _posted(mine: dict, timeout: timedelta) -> list[dict]:
     store, world = _get_default_store(), dist.get_world_size()
     # The store may outlive a torchrun restart, whose ranks must not read what the previous attempt said.
     key = _last[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     keys = [f"{key}/{rank}" for rank in range(world)]
     try:
-        store.wait(keys, patience)
+        store.wait(keys, timeout)
     except RuntimeError:
         silent = [rank for rank in range(world) if not store.check([keys[rank]])]
-        raise SilenceError(
-            f"ranks {silent} have not said what CoCoDiff's options are within {patience}; is the plugin installed "
+        raise UnresponsiveRankError(
+            f"ranks {silent} have not said what CoCoDiff's options are within {timeout}; is the plugin installed "
             "and enabled on all nodes?"
         ) from None
     return [json.loads(store.get(key)) for key in keys]

@@ -49,7 +49,7 @@ class Environment:
     """Topology that a Ulysses group of `degree` ranks gets when none is given."""
     plugin: str
     """'installed', or why it is not."""
-    patches: list[activation.RowState]
+    patches: list[activation.PatchState]
     cache: str
     """Folder that keeps what is found of machines; 'off' where nothing is kept."""
     kept: list[str]
@@ -74,8 +74,10 @@ def describe(degree: int | None = None) -> Environment:
         ranks_per_node=local,
         degree=degree,
         topology=str(launcher.detect(degree, os.environ, platform.device_name())),
-        plugin="installed" if installed else activation.obstacle(PatchSet(activation.table(), activation.PACKAGE)),
-        patches=activation.states(),
+        plugin="installed"
+        if installed
+        else activation.incompatibility(PatchSet(activation.patch_table(), activation.PACKAGE)),
+        patches=activation.patch_states(),
         cache=str(folder or OFF),
         kept=_kept(folder) if folder else [],
     )

@@ -12,13 +12,13 @@ from typing import Any
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.settings import ignored_options
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_record, resolve
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_record_folder, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
-from xfuser_cocodiff.engine.settings.ring_placement import Ranks
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.integration.agreement import agree, by_rank, check_all, raise_on_all_ranks
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.integration.agreement import by_rank, check_all, gather_proposals, raise_on_all_ranks
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
 from xfuser_cocodiff.xdit.session import usp_versions
@@ -26,13 +26,13 @@ from xfuser_cocodiff.xdit.session import usp_versions
 _ARGS = "xfuser.config.args"
 
 
-def patches(ask: Callable[[], None]) -> list[Patch]:
+def patches(activate: Callable[[], None]) -> list[Patch]:
     """Rows that bring the options into xDiT.
 
     Args:
         ask: called where settings ask for the plugin.
     """
-    with_settings = functools.partial(_with_settings, ask)
+    with_settings = functools.partial(_with_settings, activate)
     return [
         Patch(_ARGS, "xFuserArgs.add_cli_args", "flags of the example scripts", _with_flags, ("parser",)),
         Patch(_ARGS, "xFuserArgs.add_runner_args", "flags of the xdit command", _with_flags, ("parser",)),
@@ -42,7 +42,7 @@ def patches(ask: Callable[[], None]) -> list[Patch]:
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._check_distributed_env",
-            "ranks that were told nothing hear of it where all of them check_all",
+            "ranks that were is_enabled nothing hear of it where all of them check_all",
             _meeting,
             ("self", "parallel_config"),
         ),
@@ -86,12 +86,12 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
     return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
 
-def _with_settings(ask: Callable[[], None], original: Callable) -> Callable:
+def _with_settings(activate: Callable[[], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
         engine_config, input_config = original(self)
         sequence = engine_config.parallel_config.sp_config
-        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, ask)
+        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, activate)
         return engine_config, input_config
 
     return create_config
@@ -110,7 +110,7 @@ def _meeting(original: Callable) -> Callable:
 
 
 def settings(
-    values: dict[str, Any], degree: int, ring_degree: int = 1, ask: Callable[[], None] = lambda: None
+    values: dict[str, Any], degree: int, ring_degree: int = 1, activate: Callable[[], None] = lambda: None
 ) -> CocoDiffConfig | None:
     """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
 
@@ -129,32 +129,32 @@ def settings(
         return launcher.detect(size, os.environ, platform.device_name())
 
     def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
-        check_record(os.environ)
-        ranks = Ranks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
+        check_record_folder(os.environ)
+        ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
     def proposal() -> dict:
         if config := mine():
-            ask()
+            activate()
         return _as_json(config, device_type)
 
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
-    proposals = agree(proposal)
+    proposals = gather_proposals(proposal)
     if _only_detection_differs(proposals):
-        warn("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
+        warn_once("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
         mine = functools.partial(mine, Topology.flat)
-        proposals = agree(proposal)
+        proposals = gather_proposals(proposal)
     config = mine()
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
         without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
         best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
-        warn(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
+        warn_once(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {differences}")
     for warning in ignored_options.warnings(values, os.environ, config, ring_degree):
-        warn(warning)
+        warn_once(warning)
     return config
 
 

@@ -17,21 +17,21 @@ _ROWS = (
         "apply_head_balance",
         "whether heads change places",
         None,
-        mentions=("head_perm",),
+        used_names=("head_perm",),
     ),
     Patch(
         "xfuser.core.distributed.fp8_comms",
         "Fp8CommsState.get_model_state",
         "whether xDiT has seen the scales of what it sends in FP8",
         None,
-        mentions=("fp8_comms_owner",),
+        used_names=("fp8_comms_owner",),
     ),
     Patch(
         "xfuser.model_executor.pipelines.pipeline_flux",
         "xFuserFluxPipeline",
         "whether a text is split among ranks",
         None,
-        mentions=("split_text_embed_in_sp",),
+        used_names=("split_text_embed_in_sp",),
     ),
     *(
         Patch(f"{_MODELS}.{module}", name, _TEXT, None)
@@ -60,13 +60,13 @@ _ROWS = (
     Patch("torch", "ops.aten._scaled_dot_product_flash_attention_for_cpu", "a ring's attention on CPUs", None),
     Patch("torch", "_C._dispatch_has_kernel_for_dispatch_key", "whether XPUs have flash attention", None),
     Patch(
-        "torch._dynamo.decorators", "disable", "what is kept out of graphs", None, mentions=("_torchdynamo_disable",)
+        "torch._dynamo.decorators", "disable", "what is kept out of graphs", None, used_names=("_torchdynamo_disable",)
     ),
-    Patch("torch._ops", "OpOverload", "the order of exchanges in graphs", None, mentions=("_name",)),
+    Patch("torch._ops", "OpOverload", "the order of exchanges in graphs", None, used_names=("_name",)),
     Patch("torch.nn.modules.module", "Module._wrapped_call_impl", "which modules are running", None),
-    Patch("torch.nn.modules.module", "Module", _HOOKS, None, mentions=("_forward_hooks", "_forward_pre_hooks")),
-    Patch("diffusers.hooks.hooks", "HookRegistry", _HOOKS, None, mentions=("_diffusers_hook",)),
-    Patch("torch._dynamo.eval_frame", "OptimizedModule", "what is compiled", None, mentions=("_orig_mod",)),
+    Patch("torch.nn.modules.module", "Module", _HOOKS, None, used_names=("_forward_hooks", "_forward_pre_hooks")),
+    Patch("diffusers.hooks.hooks", "HookRegistry", _HOOKS, None, used_names=("_diffusers_hook",)),
+    Patch("torch._dynamo.eval_frame", "OptimizedModule", "what is compiled", None, used_names=("_orig_mod",)),
     Patch("torch._dynamo.symbolic_convert", "InstructionTranslator", "a layer whose call is traced", None),
     Patch("torch._higher_order_ops.effects", "_EffectType", "exchanges keep their order in graphs", None),
     Patch("torch._higher_order_ops.effects", "_register_effectful_op", "exchanges keep their order in graphs", None),

@@ -38,24 +38,24 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ring < 1 or world % ring:
         raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
-    activation.ask()  # stock's turns too name a rank that is lost
+    activation.activate()  # stock's turns too name a rank that is lost
     init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
-    group, *parts = [dist.group.WORLD, *groups()]
+    group, *parts = [dist.group.WORLD, *process_groups()]
     if timeout:
         for each in (group, *parts):
             set_timeout(each, timedelta(seconds=timeout))
     return group
 
 
-def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def process_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The Ulysses group and the ring that this rank is in."""
     from yunchang.globals import PROCESS_GROUP
 
     return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
 
 
-def make_state(heads: int, text_tokens: int) -> None:
+def init_runtime_state(heads: int, text_tokens: int) -> None:
     """Put a runtime state in force under which xDiT runs on this world.
 
     Args:
@@ -66,23 +66,23 @@ def make_state(heads: int, text_tokens: int) -> None:
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
 
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
-    ulysses, ring = (group.size() for group in groups())
+    ulysses, ring = (group.size() for group in process_groups())
     engine_config, _ = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring).create_config()
     initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
     get_runtime_state().max_condition_sequence_length = text_tokens
 
 
-def use(session: Session) -> None:
+def use_session(session: Session) -> None:
     """Run xDiT's exchanges as a session has them from here on; `Session()` leaves them to stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     if session.config or session.mesh:
-        activation.ask()
+        activation.activate()
     _RUNTIME.cocodiff = session
     session.enter()
 
 
-def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:
+def stock_all_to_all() -> Callable[[torch.Tensor], torch.Tensor]:
     """xDiT's own exchange of one tensor: (B, H, S/P, D) to (B, H/P, S, D)."""
     from xfuser.model_executor.layers import usp
 
@@ -90,7 +90,7 @@ def stock_exchange() -> Callable[[torch.Tensor], torch.Tensor]:
     return getattr(exchange, "__wrapped__", exchange)
 
 
-def watch_stock() -> None:
+def count_stock_traffic() -> None:
     """Count stock's collectives as the plugin's are, from here on, and time them when those are timed."""
     from xfuser.model_executor.layers import usp
 
@@ -98,7 +98,7 @@ def watch_stock() -> None:
 
 
 @contextmanager
-def nothing_sent() -> Iterator[None]:
+def without_communication() -> Iterator[None]:
     """Context in which stock's all-to-alls and rings return what they were given: a step without them, but with what
     comes together at its end."""
     from torch.distributed.tensor.experimental import _attention
@@ -107,12 +107,12 @@ def nothing_sent() -> Iterator[None]:
     ring = sys.modules[_attention._templated_ring_attention.__module__]
     with (
         mock.patch.object(usp, "_sdpa_all_to_all_single", torch.clone),
-        mock.patch.object(ring, "_create_rotater", lambda *_: _Standing()),
+        mock.patch.object(ring, "_create_rotater", lambda *_: _NoRotation()),
     ):
         yield
 
 
-class _Standing:
+class _NoRotation:
     """In the place of what passes K and V on: they stay."""
 
     def exchange_buffers(self, buffer: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ class _Standing:
         return self._buffer
 
 
-def compiled(transformer: torch.nn.Module) -> torch.nn.Module:
+def compile_transformer(transformer: torch.nn.Module) -> torch.nn.Module:
     """A transformer as xDiT's runner compiles it."""
     from xfuser.model_executor.models.runner_models.base_model import xFuserModel
 

@@ -19,17 +19,17 @@ class _Handler(logging.StreamHandler):
 _handler: _Handler | None = None
 
 
-def info(message: str) -> None:
+def info_once(message: str) -> None:
     """Say what is normal, once per session."""
     _say_once(logging.INFO, message)
 
 
-def warn(message: str) -> None:
+def warn_once(message: str) -> None:
     """Say what the user should act on, once per session."""
     _say_once(logging.WARNING, message)
 
 
-def warn_again(message: str) -> None:
+def warn_always(message: str) -> None:
     """Say what the user should act on, however often it was said."""
     _say(logging.WARNING, message)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from xfuser_cocodiff.xdit.patching import symbol_lookup
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Patch:
     """Makes the replacement from the original; None where the plugin uses it as it is, and it only has to be there."""
     parameters: tuple[str, ...] | None = None
     """Parameters that the original must have, in this order; None where the replacement does not care."""
-    mentions: tuple[str, ...] = ()
+    used_names: tuple[str, ...] = ()
     """Names that the module has to use: of attributes that it sets, which no source declares."""
-    unless: tuple[str, str] | None = None
+    unless_present: tuple[str, str] | None = None
     """Module and symbol of a host that does of itself what this row is for."""
-    during: Callable[[], AbstractContextManager[None]] | None = None
+    import_context: Callable[[], AbstractContextManager[None]] | None = None
     """What the module runs in, where that has to see another machine."""
-    when_asked: bool = False
+    on_activation: bool = False
     """Whether it is applied only once the plugin is asked for."""
 
     @property
@@ -41,16 +41,16 @@ class Patch:
     @property
     def needed(self) -> bool:
         """Whether the installed host lacks what this row adds."""
-        return self.unless is None or symbol_lookup.found(*self.unless) is None
+        return self.unless_present is None or symbol_lookup.find_symbol(*self.unless_present) is None
 
     def problem(self) -> str | None:
         """What keeps this row from fitting the installed host, found without importing it."""
-        found = symbol_lookup.found(self.module, self.symbol)
+        found = symbol_lookup.find_symbol(self.module, self.symbol)
         if found is None:
             return f"{self.name} does not exist"
         if self.parameters is not None and found != self.parameters:
             return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)})"
-        missing = [name for name in self.mentions if not symbol_lookup.mentions(self.module, name)]
+        missing = [name for name in self.used_names if not symbol_lookup.uses_name(self.module, name)]
         return f"{self.module} does not use {', '.join(missing)}" if missing else None
 
 
@@ -65,14 +65,14 @@ class _Applied:
 
 @dataclass
 class PatchSet:
-    """Rows that stand or fall together. A row is applied once its module has run and, if it is `when_asked`, the plugin
-    is asked for."""
+    """Patches that are applied together or not at all. A patch is applied once its module has run; one with
+    `on_activation` waits until the plugin is activated too."""
 
     rows: Sequence[Patch]
     package: str
     """Top-level package whose modules may hold copies of the replaced functions."""
-    asked: bool = False
-    """Whether the plugin is asked for, so that rows that are `when_asked` are applied."""
+    is_active: bool = False
+    """Whether the plugin is asked for, so that rows that are `on_activation` are applied."""
     applied: list[_Applied] = field(default_factory=list)
     given: list[tuple[weakref.ref, str, _Applied]] = field(default_factory=list)
     """Attributes of other objects that were replaced."""
@@ -82,11 +82,11 @@ class PatchSet:
     """Rows to apply: not those whose work the host does itself, nor those that replace nothing."""
 
     def __post_init__(self) -> None:
-        self.needed = [row for row in self.rows if (row.replace or row.during) and row.needed]
+        self.needed = [row for row in self.rows if (row.replace or row.import_context) and row.needed]
 
     def problems(self) -> list[str]:
         """Why the set cannot be applied to the installed host; empty when it can."""
-        checked = [*self.needed, *(row for row in self.rows if row.replace is None and row.during is None)]
+        checked = [*self.needed, *(row for row in self.rows if row.replace is None and row.import_context is None)]
         return [problem for row in checked if (problem := row.problem())]
 
     def install(self) -> None:
@@ -95,8 +95,8 @@ class PatchSet:
         if len(self.applied) < len(self.needed) and not self.withdrawn:
             sys.meta_path.insert(0, self)
 
-    def ask(self, holders: Iterable[Any] = ()) -> None:
-        """Apply the rows that are `when_asked`, in a host that may have run without them.
+    def activate(self, objects: Iterable[Any] = ()) -> None:
+        """Apply the rows that are `on_activation`, in a host that may have run without them.
 
         Args:
             holders: objects that may keep the host's functions as attributes.
@@ -104,13 +104,13 @@ class PatchSet:
         Raises:
             RuntimeError: the set was taken back because of an error, which has been reported.
         """
-        if not self.asked:
-            self.asked = True
+        if not self.is_active:
+            self.is_active = True
             self._apply_loaded()
         if self.withdrawn:
             raise RuntimeError("CoCoDiff's patches of xDiT were taken back")
-        functions = [done for done in self.applied if done.patch.when_asked and not isinstance(done.owner, type)]
-        for holder in holders:
+        functions = [done for done in self.applied if done.patch.on_activation and not isinstance(done.owner, type)]
+        for holder in objects:
             for done in functions:
                 names = _exchange(holder, done.original, done.replacement)
                 self.given.extend((weakref.ref(holder), name, done) for name in names)
@@ -139,12 +139,12 @@ class PatchSet:
         it is ours, and no reason for the host not to be imported."""
         try:
             for row in self.needed:
-                is_due = (self.asked or not row.when_asked) and not self.withdrawn and not self.is_applied(row)
+                is_due = (self.is_active or not row.on_activation) and not self.withdrawn and not self.is_applied(row)
                 if row.module == module.__name__ and is_due:
                     self._apply(row, module)
         except Exception as error:
             self.uninstall()
-            warn(f"xDiT stays as it is: {type(error).__name__}: {error}")
+            warn_once(f"xDiT stays as it is: {type(error).__name__}: {error}")
 
     def is_applied(self, row: Patch) -> bool:
         """Whether a row is applied."""
@@ -164,12 +164,12 @@ class PatchSet:
 
     def _sweep(self, done: _Applied, old: Any, new: Any) -> None:
         """Replace copies that modules made with ``from ... import``: modules of the host, and for rows that are
-        `when_asked` any module, since scripts may have run before."""
+        `on_activation` any module, since scripts may have run before."""
         if isinstance(done.owner, type) or not callable(old):
             return  # None and other shared values stand in places that are not copies
         for name, module in list(sys.modules.items()):
             is_hosts = name == "__main__" or name.partition(".")[0] == self.package
-            if is_hosts or (done.patch.when_asked and isinstance(module, ModuleType)):
+            if is_hosts or (done.patch.on_activation and isinstance(module, ModuleType)):
                 _exchange(module, old, new)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -187,7 +187,7 @@ class PatchSet:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            around = [row.during for row in self.needed if row.module == module.__name__ and row.during]
+            around = [row.import_context for row in self.needed if row.module == module.__name__ and row.import_context]
             with ExitStack() as stack:
                 for enter in [] if self.withdrawn else around:
                     stack.enter_context(enter())

@@ -11,13 +11,13 @@ from types import ModuleType
 from typing import Any
 
 
-def found(module: str, symbol: str) -> tuple[str, ...] | None:
-    """Parameter names of a symbol as :func:`parameters` has them, or as the module has it where it is loaded."""
+def find_symbol(module: str, symbol: str) -> tuple[str, ...] | None:
+    """Parameter names of a symbol as :func:`source_parameters` has them, or as the module has it where it is loaded."""
     loaded = sys.modules.get(module)
-    return declared(loaded, symbol) if loaded else parameters(module, symbol)
+    return runtime_parameters(loaded, symbol) if loaded else source_parameters(module, symbol)
 
 
-def parameters(module: str, symbol: str) -> tuple[str, ...] | None:
+def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
     """Parameter names of a function or method as its source declares them; empty for anything else.
 
     Returns:
@@ -37,23 +37,23 @@ def parameters(module: str, symbol: str) -> tuple[str, ...] | None:
             break
         body = node.body
     if isinstance(node, ast.FunctionDef):
-        declared = node.args
-        arguments = [*declared.posonlyargs, *declared.args, declared.vararg, *declared.kwonlyargs, declared.kwarg]
+        signature = node.args
+        arguments = [*signature.posonlyargs, *signature.args, signature.vararg, *signature.kwonlyargs, signature.kwarg]
         return tuple(argument.arg for argument in arguments if argument)
     return ()
 
 
-def digest(module: str, symbols: tuple[str, ...]) -> str | None:
+def source_digest(module: str, symbols: tuple[str, ...]) -> str | None:
     """Return a hash of functions as a module's file has them, whatever their comments, docstrings and formatting; the
     same in every version of Python. None where one of them is not there."""
     tree = _tree(module)
-    found = [_find(tree.body, symbol) if tree else None for symbol in symbols]
-    if not all(isinstance(node, ast.FunctionDef) for node in found):
+    nodes = [_find(tree.body, symbol) if tree else None for symbol in symbols]
+    if not all(isinstance(node, ast.FunctionDef) for node in nodes):
         return None
-    return hashlib.sha256(repr([_plain(node) for node in found]).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr([_plain(node) for node in nodes]).encode()).hexdigest()[:16]
 
 
-def mentions(module: str, name: str) -> bool:
+def uses_name(module: str, name: str) -> bool:
     """Whether a module's file uses a name, of a variable or attribute, or as a string."""
     tree = _tree(module)
     nodes = ast.walk(tree) if tree else ()
@@ -76,8 +76,8 @@ def _plain(value: Any) -> Any:
     return type(value).__name__, *said
 
 
-def declared(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
-    """As :func:`parameters`, of a module that is loaded already."""
+def runtime_parameters(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
+    """As :func:`source_parameters`, of a module that is loaded already."""
     value: object = module
     for part in symbol.split("."):
         if not hasattr(value, part):

@@ -23,10 +23,10 @@ def patches() -> list[Patch]:
         _RING: "xdit_ring_flash_attn_func",
         f"{_PACKAGE}.ring.ring_npu_flash_attn": "xdit_ring_npu_flash_attn_func",
     }
-    add = functools.partial(Patch, unless=_XDITS_OWN)
+    add = functools.partial(Patch, unless_present=_XDITS_OWN)
     return [
         *(
-            add(module, symbol, "imports yunchang with CUDA only", None, during=_as_with_cuda)
+            add(module, symbol, "imports yunchang with CUDA only", None, import_context=_as_with_cuda)
             for module, symbol in modules.items()
         ),
         add(_RING, "select_flash_attn_impl", "flash-attn needs CUDA", _by_pytorch),

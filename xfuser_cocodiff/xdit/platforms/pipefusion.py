@@ -65,7 +65,7 @@ def patches() -> list[Patch]:
         "_communicate_shapes": (sending_ahead, ("self", "tensor_send_to_next", "recv_prev")),
     }
     return [
-        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless=_XDITS_OWN)
+        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless_present=_XDITS_OWN)
         for name, (replace, parameters) in rows.items()
     ]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.patching import symbol_lookup
-from xfuser_cocodiff.xdit.patching.log import info, warn
+from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import host_clock, long_context, pipefusion, ray_cluster
 
@@ -109,7 +109,7 @@ def detect() -> Platform | None:
 
 def is_xdits_own() -> bool:
     """Whether the installed xDiT runs on CPU and XPU by itself."""
-    return symbol_lookup.found(*_XDITS_OWN) is not None
+    return symbol_lookup.find_symbol(*_XDITS_OWN) is not None
 
 
 def _cpu() -> Platform:
@@ -162,7 +162,7 @@ def _xpu() -> Platform:
 def _shared(device_type: str) -> Platform:
     """Gloo is the one backend that lets several ranks have the same device."""
     platform = Platform(device_type, lambda: dist.Backend.GLOO, {}, torch.accelerator.device_count())
-    info(
+    info_once(
         f"the ranks of this node share {platform.devices} {device_type} device(s): messages go through the host's "
         "memory and gloo"
     )
@@ -212,7 +212,7 @@ def patches(platform: Platform) -> list[Patch]:
     if platform.device_type == "cpu":
         naming += ray_cluster.patches()
     never = lambda original: lambda *_: False  # noqa: E731
-    add = functools.partial(Patch, unless=_XDITS_OWN)
+    add = functools.partial(Patch, unless_present=_XDITS_OWN)
     return [
         # These must be in place before other modules copy them, that is right after xfuser.envs has run.
         add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
@@ -295,7 +295,7 @@ def _import_if_installed(name: str) -> bool:
     try:
         importlib.import_module(name)
     except Exception as error:  # a legacy package that does not fit this PyTorch is as good as absent
-        warn(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
+        warn_once(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
         return False
     return True
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xfuser_cocodiff.xdit.patching import symbol_lookup
-from xfuser_cocodiff.xdit.patching.log import info
+from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 NUM_GPUS = 64
@@ -17,7 +17,7 @@ _ELSEWHERE = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 
 def patches() -> list[Patch]:
     """The row, where Ray is installed."""
-    found = symbol_lookup.found("ray", "init") is not None
+    found = symbol_lookup.find_symbol("ray", "init") is not None
     return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if found else []
 
 
@@ -31,7 +31,7 @@ def _with_gpus(original: Callable) -> Callable:
             context = original(**{**kwargs, "num_gpus": NUM_GPUS})
         except ValueError:  # a cluster runs here already, which counts its own
             return original(**kwargs)
-        info(f"a Ray of its own is told of {NUM_GPUS} GPUs, which xDiT's workers ask for: they run on the CPU")
+        info_once(f"a Ray of its own is told of {NUM_GPUS} GPUs, which xDiT's workers ask for: they run on the CPU")
         return context
 
     return init

@@ -48,7 +48,7 @@ class RunTracker:
         """Rows that have diffusers tell."""
         rows = [Patch(*_PIPELINE, "a run begins", self._watch_bar)]
         module, loop = _LOOP
-        if symbol_lookup.found(module, f"{loop}.loop_step"):
+        if symbol_lookup.find_symbol(module, f"{loop}.loop_step"):
             rows.append(Patch(module, f"{loop}.progress_bar", "a modular pipeline's run begins", self._watch_bar))
             rows.append(Patch(module, f"{loop}.loop_step", "a modular pipeline's step ends", self._watch_loop))
         return rows

@@ -1,6 +1,6 @@
 """A hint for text that xDiT replicates on all ranks because its tokens do not divide among them."""
 
-from xfuser_cocodiff.xdit.patching.log import info
+from xfuser_cocodiff.xdit.patching.log import info_once
 
 _IN_SEQUENCE = ("xFuserFlux1", "xFuserFluxT", "xFuserSD3", "xFuserCogVideoX", "xFuserHunyuanVideo")
 """Prefixes of the class names of xDiT's transformers that split the text among ranks where it divides."""
@@ -19,7 +19,7 @@ def warn_if_replicated(model: str) -> bool:
     is_replicated = not getattr(get_runtime_state(), "split_text_embed_in_sp", True)
     if not (is_replicated and get_pipeline_parallel_world_size() == 1 and model.startswith(_IN_SEQUENCE)):
         return False
-    info(
+    info_once(
         f"the text's tokens are not divisible by the {ranks()} ranks that share a sequence, so every rank has all of "
         "them; with a --max_sequence_length that is, less is sent and less is computed"
     )

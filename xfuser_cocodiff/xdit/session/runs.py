@@ -13,7 +13,7 @@ import torch
 
 from xfuser_cocodiff.engine.compression.runtime import Runtime
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
-from xfuser_cocodiff.xdit.patching.log import warn
+from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.step_key import StepKey, UnclearError, prompts_of
 
 MAX_BRANCHES = 16
@@ -188,7 +188,7 @@ class Runs:
         """The rest of a run travels exactly."""
         if not run.lost:
             self._why, run.lost = why, True
-            warn(f"a run travels exactly from here on: {why}")
+            warn_once(f"a run travels exactly from here on: {why}")
             if runtime := self._runtime():
                 runtime.end_run()
 
@@ -254,7 +254,7 @@ class Runs:
         self._stop()
 
     def _warn(self, runtime: Runtime) -> None:
-        warn(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
+        warn_once(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
 
 
 _NEW_RUN, _NEXT_STEP, _SAME_STEP = "a new run", "the next step", "the same step"

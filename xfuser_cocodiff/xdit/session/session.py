@@ -31,7 +31,7 @@ from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
 from xfuser_cocodiff.xdit.layers.root_module import Place
-from xfuser_cocodiff.xdit.patching.log import info, warn
+from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order, replicated_text
 from xfuser_cocodiff.xdit.session.runs import Runs
@@ -77,7 +77,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, info, self._counts, self.runs.called)
+        self.layers = Layers(self._follows, self.send_value, self.all_agree, info_once, self._counts, self.runs.called)
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Found here, since PyTorch cannot trace what is cached.
         self._sends_directly = (
@@ -149,7 +149,7 @@ class Session:
                 if known:
                     known.keep()
         except OSError as error:
-            warn(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+            warn_once(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
 
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()

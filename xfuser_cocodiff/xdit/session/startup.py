@@ -16,11 +16,11 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.runtime import Runtime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
-from xfuser_cocodiff.engine.settings.config import MEASURED, CocoDiffConfig
+from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.patching.log import begin_session, info, warn, warn_again
+from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
@@ -32,7 +32,7 @@ _NO_SLOW_AXIS = (
 )
 
 
-def patches(ask: Callable[[Any], None]) -> list[Patch]:
+def patches(activate: Callable[[Any], None]) -> list[Patch]:
     """The row that has a session start with xDiT's own.
 
     Args:
@@ -43,18 +43,18 @@ def patches(ask: Callable[[Any], None]) -> list[Patch]:
             "xfuser.core.distributed.runtime_state",
             "initialize_runtime_state",
             "groups of each axis are made once all ranks are there",
-            functools.partial(_with_session, ask),
+            functools.partial(_with_session, activate),
             ("pipeline", "engine_config"),
         ),
     ]
 
 
-def _with_session(ask: Callable[[Any], None], original: Callable) -> Callable:
+def _with_session(activate: Callable[[Any], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def initialize_runtime_state(pipeline: Any = None, engine_config: Any = None) -> None:
         active().close()
         if engine_config is not None and _config_of(engine_config):
-            ask(pipeline)  # once more: a worker of Ray's makes no config
+            activate(pipeline)  # once more: a worker of Ray's makes no config
         original(pipeline, engine_config)
         from xfuser.core.distributed.runtime_state import _RUNTIME
 
@@ -76,40 +76,40 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
     keeps_usp = not usp_versions.is_known()
     if config.virtual and keeps_usp:
         because = f"xfuser's USP is not that of version {', '.join(usp_versions.DIGESTS)}: virtual ranks have no effect"
-        warn(because)
+        warn_once(because)
         return Session(config, exact_because=because)
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
-            warn("--use_torch_compile: virtual ranks are lossless in compiled graphs")
+            warn_once("--use_torch_compile: virtual ranks are lossless in compiled graphs")
         runtime = _virtual_runtime(config)
         if runtime:
             _lead_through_usp(pipeline)
         lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
         return Session(config, runtime=runtime, exact_because=None if runtime else lossless)
     if parallel.sp_degree == 1:
-        warn("--use_cocodiff has no effect with --ulysses_degree 1")
+        warn_once("--use_cocodiff has no effect with --ulysses_degree 1")
         return Session(config)
     from yunchang.globals import PROCESS_GROUP
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
     if around and ring_groups.found(group, around) != config.ring:
-        warn(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
+        warn_once(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
         return Session(config)
     if keeps_usp:
         lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
         versions = ", ".join(usp_versions.DIGESTS)
         because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
-        warn(because)
+        warn_once(because)
         config, around = replace(config, mode=EXACT), None
     if around and engine_config.runtime_config.use_torch_compile:
-        info("--use_torch_compile: ring attention is xDiT's, and lossless")
+        info_once("--use_torch_compile: ring attention is xDiT's, and lossless")
         around = None
     if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
-        warn(UNGROUPED)
+        warn_once(UNGROUPED)
     if parallel.pp_degree > 1 and config.mode != EXACT:
         session = create_session(group, replace(config, mode=EXACT), around=around)
         session.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
-        warn(session.exact_because)
+        warn_once(session.exact_because)
         return session
     session = create_session(group, config, around=around)
     session.keeps_usp, session.exact_because = keeps_usp, because if keeps_usp else session.exact_because
@@ -125,7 +125,7 @@ def _warn_of_other_groups(parallel: Any) -> None:
     from yunchang.globals import PROCESS_GROUP
 
     if parallel.ring_degree > 1 and ring_groups.found(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
-        warn(
+        warn_once(
             f"this session's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
             "bits: xDiT makes its groups once; start a new process"
         )
@@ -200,11 +200,11 @@ def _runtime_over(session: Session) -> Runtime | None:
     around = f", ring {config.ring} {session.ring.mesh.topology}" if session.ring else ""
     if config.mode == EXACT:
         plan = config.plan or AUTO
-        info(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
+        info_once(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
         return None
     if way is None and ring_way is None:
         session.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
-        warn(session.exact_because)
+        warn_once(session.exact_because)
         return None
     where = [_slow(way, config.topology)] if way else []
     where += [f"{_slow(ring_way, session.ring.mesh.topology)} of the ring"] if ring_way else []
@@ -233,12 +233,12 @@ def _lead_through_usp(pipeline: Any) -> None:
 
 def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     if config.mode == EXACT:
-        warn(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}")
+        warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}")
         return None
-    slow = config.profile.slow_axes if config.slow_axes == MEASURED else config.slow_axes
+    slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
     if virtual.places == 1:
-        warn(_NO_SLOW_AXIS.format(config.virtual, config.mode))
+        warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
         return None
     kind = "a virtual ring" if config.virtual_ring else "virtual ranks"
     _tell(config, f"{', '.join(slow)} ({kind} {config.virtual})")
@@ -246,7 +246,9 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
 
 
 def _tell(config: CocoDiffConfig, where: str) -> None:
-    warn(f"lossy: mode {config.mode!r} approximates what crosses {where}; --cocodiff_mode {EXACT} has stock's bits")
+    warn_once(
+        f"lossy: mode {config.mode!r} approximates what crosses {where}; --cocodiff_mode {EXACT} has stock's bits"
+    )
 
 
 def _runtime(
@@ -265,7 +267,7 @@ def _runtime(
         agreed,
         virtual,
         budget=config.memory_budget,
-        say=info,
-        warn=warn_again,
+        say=info_once,
+        warn=warn_always,
         ring_way=ring_way,
     )

@@ -35,13 +35,13 @@ HELPERS = {
 
 def digest() -> str:
     """Return the hash of the installed functions, and of what helpers take."""
-    helpers = {name: symbol_lookup.parameters(MODULE, name) for name in HELPERS}
+    helpers = {name: symbol_lookup.source_parameters(MODULE, name) for name in HELPERS}
     return hashlib.sha256(repr((_digests(), helpers)).encode()).hexdigest()[:16]
 
 
 def is_known() -> bool:
     """Return whether the installed USP is one that is done again here. All ranks have the same one."""
-    helpers = all(symbol_lookup.parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
+    helpers = all(symbol_lookup.source_parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
     return helpers and _digests() in DIGESTS.values()
 
 
@@ -51,4 +51,4 @@ def has(function: str) -> bool:
 
 
 def _digests() -> dict[str, str | None]:
-    return {name: symbol_lookup.digest(MODULE, (name,)) for name in DIGESTS["0.7.0"]}
+    return {name: symbol_lookup.source_digest(MODULE, (name,)) for name in DIGESTS["0.7.0"]}

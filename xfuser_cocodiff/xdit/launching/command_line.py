@@ -10,7 +10,7 @@ from pathlib import Path
 from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 
-_PLACES = ("master_port", "output_directory")
+_LAUNCH_OPTIONS = ("master_port", "output_directory")
 """Options that say where a launch happens."""
 
 
@@ -19,7 +19,7 @@ def is_script(arguments: Sequence[str]) -> bool:
     return bool(arguments) and arguments[0].endswith(".py")
 
 
-def option(arguments: Sequence[str], name: str) -> str | None:
+def option_value(arguments: Sequence[str], name: str) -> str | None:
     """The value of an option, in any spelling that xDiT's parsers take; the last one wins, as there.
 
     Args:
@@ -29,38 +29,38 @@ def option(arguments: Sequence[str], name: str) -> str | None:
     value = None
     for position, argument in enumerate(arguments):
         spelled, equals, given = argument.partition("=")
-        if _is(spelled, name):
+        if _is_option(spelled, name):
             value = given if equals else next(iter(arguments[position + 1 :]), None)
     return value
 
 
-def without(arguments: Sequence[str], name: str) -> list[str]:
+def without_flag(arguments: Sequence[str], name: str) -> list[str]:
     """The arguments less a flag that takes no value."""
-    return _less(arguments, {name: False})
+    return _drop_options(arguments, {name: False})
 
 
-def _is(argument: str, name: str) -> bool:
+def _is_option(argument: str, name: str) -> bool:
     return argument.startswith("--") and argument[2:].replace("-", "_") == name
 
 
-def of_stock(arguments: Sequence[str]) -> list[str]:
+def stock_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line less the plugin's options, but for the one that acts without it: that ranks share a device."""
     ours = {option.field: option.default is not False for option in OPTIONS if option.field != SHARE_FIELD}
-    return _less(arguments, ours)
+    return _drop_options(arguments, ours)
 
 
-def bearing_on_stock(arguments: Sequence[str]) -> list[str]:
+def arguments_for_stock(arguments: Sequence[str]) -> list[str]:
     """A command line less what stock xDiT takes no notice of: the plugin's options, and places of single launches."""
-    return _less(of_stock(arguments), dict.fromkeys(_PLACES, True))
+    return _drop_options(stock_arguments(arguments), dict.fromkeys(_LAUNCH_OPTIONS, True))
 
 
-def _less(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
+def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
     """The arguments less options by name, each with whether it takes a value."""
     kept: list[str] = []
     is_value = False
     for argument in arguments:
         spelled, equals, _ = argument.partition("=")
-        name = next((name for name in names if _is(spelled, name)), None)
+        name = next((name for name in names if _is_option(spelled, name)), None)
         if is_value:
             is_value = False
         elif name:
@@ -70,7 +70,7 @@ def _less(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
     return kept
 
 
-def launch(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
+def launch_command(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
     """The command that starts all ranks of a script, or xDiT's own command.
 
     Args:
@@ -91,7 +91,7 @@ def launch(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
         ranks = f"--nproc_per_node={num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
     # xDiT's default port is fixed, and would let no two runs share a machine.
-    port = [] if option(arguments, "master_port") else [f"--master_port={_free_port()}"]
+    port = [] if option_value(arguments, "master_port") else [f"--master_port={_free_port()}"]
     return [sys.executable, "-m", "xfuser.cli", *port, *arguments]
 
 
