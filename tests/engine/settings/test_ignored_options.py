@@ -29,7 +29,17 @@ USED = {"use_cocodiff": True}
     ("values", "environment", "expected"),
     [
         ({}, {}, []),
-        ({}, {"COCODIFF_ENABLE": "0", "COCODIFF_SHARE_DEVICE": "1", "COCODIFF_RECORD": "folder", "HOME": "h"}, []),
+        (
+            {},
+            {
+                "COCODIFF_ENABLE": "0",
+                "COCODIFF_SHARE_DEVICE": "1",
+                "COCODIFF_RECORD": "r",
+                "COCODIFF_LOG_LEVEL": "info",
+                "HOME": "h",
+            },
+            [],
+        ),
         (
             {"cocodiff_topology": "2x2"},
             {"COCODIFF_MODE": "fast", "COCODIFF_TOPOLOGY": "4"},

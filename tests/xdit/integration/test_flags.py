@@ -107,6 +107,10 @@ WRONG = [
     ([BAD], ["COCODIFF_A2A: 'ring' is not valid", "'hierarchical'"]),
     ([BAD, ENABLED, ENABLED], ["on rank 0: COCODIFF_A2A: 'ring'"]),
     ([{}, {"COCODIFF_RECORD": f"{__file__}/below"}], [f"COCODIFF_RECORD: '{__file__}/below' is not valid"]),
+    (
+        [{"COCODIFF_LOG_LEVEL": "loud"}],
+        ["COCODIFF_LOG_LEVEL: 'loud' is not valid; valid are debug, info, warning, error"],
+    ),
     ([{"COCODIFF_RECORD": __file__}], [f"COCODIFF_RECORD: '{__file__}' is not valid; valid are folders"]),
     ([BAD, {}, {}], ["on rank 0: COCODIFF_A2A: 'ring'"]),
     ([ENABLED, ENABLED, BAD], ["on rank 2: COCODIFF_A2A: 'ring'"]),

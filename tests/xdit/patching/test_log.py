@@ -1,4 +1,4 @@
-"""What the user sees of messages, in processes of their own, and what is left of the logger."""
+"""Messages are logged once per session and by level, and the logger is restored; each test in its own process."""
 
 import subprocess
 import sys
@@ -33,10 +33,17 @@ ONCE = ["normal", "act", "act", "late"]
         ("", "logging.basicConfig(level=logging.INFO)", ONCE),
         ("logging.basicConfig()", "", ["act", "act"]),
         ("logging.getLogger('xfuser_cocodiff').setLevel(logging.ERROR)", "", []),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'Warning'", "", ["act", "act"]),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'error'", "", []),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'debug'; logging.basicConfig()", "", ONCE),
+        ("os.environ['COCODIFF_LOG_LEVEL'] = 'loud'", "", ONCE),
     ],
-    ids=["unconfigured", "rank 1", "configured", "configured later", "warnings only", "errors only"],
+    ids=[
+        *("unconfigured", "rank 1", "configured", "configured later", "warnings only", "errors only"),
+        *("variable: warning", "variable: error", "variable: debug, configured", "variable: not valid"),
+    ],
 )
-def test_a_message_is_seen_once_per_engine(before: str, after: str, seen: list[str]) -> None:
+def test_message_is_logged_once_per_session_by_level(before: str, after: str, seen: list[str]) -> None:
     code = SAY.format(before=before, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = [line for line in done.stderr.splitlines() if "cocodiff: " in line]

@@ -16,6 +16,8 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import (
     AUTO,
     EXACT,
+    LOG_LEVEL_VARIABLE,
+    LOG_LEVELS,
     MODES,
     MULTI_NODE_MODE,
     OFF,
@@ -317,13 +319,19 @@ def _cache(text: str) -> Path | None:
     return None if text == OFF else Path(text)
 
 
-def check_record_folder(environment: Mapping[str, str]) -> None:
-    """Make the folder that COCODIFF_RECORD names, before a run would write there.
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Check the variables that are not options, before a run depends on them.
 
     Raises:
-        ValueError: it cannot be made, or not be written to.
+        ValueError: names the variable, its value and the valid set.
     """
-    text = environment.get(RECORD_VARIABLE)
+    level = environment.get(LOG_LEVEL_VARIABLE)
+    if level and level.lower() not in LOG_LEVELS:
+        raise ValueError(f"{LOG_LEVEL_VARIABLE}: {level!r} is not valid; valid are {', '.join(LOG_LEVELS)}")
+    _make_record_folder(environment.get(RECORD_VARIABLE))
+
+
+def _make_record_folder(text: str | None) -> None:
     if not text:
         return
     with contextlib.suppress(OSError):

@@ -21,11 +21,15 @@ RECORD_VARIABLE = "COCODIFF_RECORD"
 """Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
 TRACE_VARIABLE = "COCODIFF_TRACE"
 """Environment variable: when set, a trace of the last steps is recorded too."""
+LOG_LEVEL_VARIABLE = "COCODIFF_LOG_LEVEL"
+"""Environment variable: least severe level of the messages that are logged, one of LOG_LEVELS."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 OTHER_VARIABLES = (
-    *(RECORD_VARIABLE, TRACE_VARIABLE, launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE"),
+    *(RECORD_VARIABLE, TRACE_VARIABLE, LOG_LEVEL_VARIABLE),
+    *(launcher.CLUSTER_VARIABLE, "COCODIFF_DISABLE", "COCODIFF_CACHE"),
     *("COCODIFF_PYTHON", "COCODIFF_SYSTEM_TORCH", "COCODIFF_TORCH", "COCODIFF_TORCH_INDEX"),
 )
-"""Variables that are no options: of the entry point, the emulated cluster and the scripts."""
+"""Variables that are not options: those of records, logs, the entry point, the emulated cluster and the scripts."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.settings import ignored_options
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_record_folder, resolve
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, check_variables, resolve
 from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology import launcher
@@ -129,7 +129,7 @@ def settings(
         return launcher.detect(size, os.environ, platform.device_name())
 
     def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
-        check_record_folder(os.environ)
+        check_variables(os.environ)
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from xfuser_cocodiff.engine.settings.config import check_record_folder, resolve
+from xfuser_cocodiff.engine.settings.config import check_variables, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration.agreement import OptionError
@@ -79,5 +79,5 @@ def check(arguments: Sequence[str]) -> None:
     here = {**os.environ, "LOCAL_WORLD_SIZE": local}
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
     detected, whole = (launcher.detect(size, here, platform.device_name()) for size in (ulysses, ulysses * ring))
-    check_record_folder(here)
+    check_variables(here)
     resolve(values, here, SequenceRanks(ulysses, detected, ring, whole), platform.compute_device().type)

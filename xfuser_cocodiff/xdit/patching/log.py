@@ -1,66 +1,85 @@
-"""Messages to the user, by the first rank: INFO for what is normal, WARNING for what the user should act on."""
+"""Messages to the user, logged by rank 0: INFO for what is normal, WARNING for what the user should act on."""
 
 import logging
 import os
 
+from xfuser_cocodiff.engine.settings.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
+
 _logger = logging.getLogger("xfuser_cocodiff")
-_said: set[str] = set()
-"""Messages since the last session began."""
+_logged: set[str] = set()
+"""Messages of the current session."""
 
 
-class _Handler(logging.StreamHandler):
-    """Prints to stderr while nobody has configured logging: then the root logger has a handler of its own."""
+class _StderrHandler(logging.StreamHandler):
+    """Handler that writes to stderr until the program configures logging, which gives the root logger a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
             super().emit(record)
 
 
-_handler: _Handler | None = None
+_handler: _StderrHandler | None = None
+_previous_level: int | None = None
+"""Level of the logger before this module changed it; None while it is unchanged."""
 
 
 def info_once(message: str) -> None:
-    """Say what is normal, once per session."""
-    _say_once(logging.INFO, message)
+    """Log a message about what is normal, once per session."""
+    _log_once(logging.INFO, message)
 
 
 def warn_once(message: str) -> None:
-    """Say what the user should act on, once per session."""
-    _say_once(logging.WARNING, message)
+    """Log a message that the user should act on, once per session."""
+    _log_once(logging.WARNING, message)
 
 
 def warn_always(message: str) -> None:
-    """Say what the user should act on, however often it was said."""
-    _say(logging.WARNING, message)
+    """Log a message that the user should act on, at every call."""
+    _log(logging.WARNING, message)
 
 
 def begin_session() -> None:
-    """Forget what was said: another session begins, of which it may be true as well."""
-    _said.clear()
+    """Let each message be logged once more: a new session begins."""
+    _logged.clear()
 
 
 def close() -> None:
-    """Leave the logger as it was."""
-    global _handler
+    """Restore the logger."""
+    global _handler, _previous_level
     if _handler:
         _logger.removeHandler(_handler)
-        _logger.setLevel(logging.NOTSET)
         _handler = None
-    _said.clear()
+    if _previous_level is not None:
+        _logger.setLevel(_previous_level)
+        _previous_level = None
+    _logged.clear()
 
 
-def _say_once(level: int, message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _say(level, message)
+def _log_once(level: int, message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _log(level, message)
 
 
-def _say(level: int, message: str) -> None:
-    global _handler
-    if os.environ.get("RANK", "0") != "0":
+def _log(level: int, message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        _configure()
+        _logger.log(level, "cocodiff: %s", message)
+
+
+def _configure() -> None:
+    """Set the level that COCODIFF_LOG_LEVEL names, and write to stderr if the program has not configured logging.
+
+    A value that is not valid counts as not given here: `config.check_variables` raises an error about it.
+    """
+    global _handler, _previous_level
+    text = os.environ.get(LOG_LEVEL_VARIABLE, "").lower()
+    requested = getattr(logging, text.upper()) if text in LOG_LEVELS else None
+    is_unconfigured = _logger.level == logging.NOTSET and not _logger.hasHandlers()
+    if _previous_level is not None or (requested is None and not is_unconfigured):
         return
-    if _handler is None and _logger.level == logging.NOTSET and not _logger.hasHandlers():
-        _handler = _Handler()
+    _previous_level = _logger.level
+    if not _logger.hasHandlers():
+        _handler = _StderrHandler()
         _logger.addHandler(_handler)
-        _logger.setLevel(logging.INFO)
-    _logger.log(level, "cocodiff: %s", message)
+    _logger.setLevel(requested or logging.INFO)
