@@ -1,0 +1,47 @@
+"""docs/architecture.md shows the packages and files that there are."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs/pictures"
+
+
+def script(name: str) -> ModuleType:
+    """Return a script of the pictures as a module."""
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_packages_is_up_to_date() -> None:
+    assert (PICTURES / "packages.svg").read_text() == script("packages").draw()
+
+
+def test_the_picture_has_every_package() -> None:
+    packages = script("packages")
+    found = {
+        floor.name: sorted(path.name for path in floor.iterdir() if (path / "__init__.py").exists())
+        for floor in (ROOT / packages.PACKAGE).iterdir()
+        if (floor / "__init__.py").exists()
+    }
+    assert found == {floor: sorted(names) for floor, (_, _, names) in packages.FLOORS.items()}
+
+
+def test_every_path_of_the_page_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    paths = {path for path in re.findall(r"`([\w/]+(?:\.py|\.md|/))`", page) if path != "xfuser_cocodiff/"}
+    assert len(paths) > 40
+    found = {path for path in paths if (ROOT / path).exists() or (ROOT / "xfuser_cocodiff" / path).exists()}
+    # Names of files in the folder of the path before them.
+    names = {path for path in paths - found if "/" not in path and [*(ROOT / "xfuser_cocodiff").rglob(path)]}
+    assert paths == found | names
+
+
+def test_the_page_lists_every_package_of_the_engine_and_of_xdit() -> None:
+    page, floors = (ROOT / "docs/architecture.md").read_text(), script("packages").FLOORS
+    packages = {f"{floor}/{name}" for floor in ("engine", "xdit") for name in floors[floor][2]}
+    assert packages == set(re.findall(r"^\| `((?:engine|xdit)/\w+)` \|", page, re.MULTILINE))
