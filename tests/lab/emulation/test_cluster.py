@@ -1,4 +1,4 @@
-"""The emulated cluster: its arithmetic without processes, its command line, and, where they can be made, namespaces."""
+"""The emulated cluster: its arithmetic, its command line, and real namespaces where this machine permits them."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ from xfuser_cocodiff.lab.emulation.ranks import run
 LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.lab.emulation.cluster"]
 TWO_RANKS = ["--topology", "flat=2", "--rates", "flat=20"]
 DEADLINE = 120
-"""Seconds after which something that must happen has not: a guard, not a bound on speed."""
+"""Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
 
 
 def why_not() -> str | None:
-    """What keeps this machine from emulating a cluster."""
+    """Return why this machine cannot emulate a cluster; empty if it can."""
     tried = subprocess.run([*LAUNCHER, *TWO_RANKS, "--", "true"], capture_output=True, text=True)
     return tried.stderr.strip() or None
 
@@ -34,7 +34,7 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
 def described(shape: str, **rates: float) -> Cluster:
-    """A cluster that is not built."""
+    """Return a cluster without creating it."""
     topology = cluster._topology(shape)
     return Cluster(topology, rates, tuple(map(namespaces.address, range(topology.size))))
 
@@ -42,7 +42,7 @@ def described(shape: str, **rates: float) -> Cluster:
 # Who shares which link.
 
 
-def test_links_of_three_levels() -> None:
+def test_links_of_a_three_axis_topology() -> None:
     assert described("2x3x2", node=3, gpu=2, tile=1).links(7) == (
         Link("node", (0, 1, 2, 3, 4, 5)),
         Link("tile", (6,)),
@@ -51,11 +51,11 @@ def test_links_of_three_levels() -> None:
     )
 
 
-def test_all_other_nodes_share_a_link() -> None:
+def test_traffic_to_all_other_nodes_shares_one_link() -> None:
     assert described("3x2", node=2, gpu=1).links(2) == (Link("node", (0, 1, 4, 5)), Link("gpu", (3,)))
 
 
-def test_links_of_a_node() -> None:
+def test_links_within_one_node() -> None:
     assert described("node=1,gpu=2,tile=3", gpu=2, tile=1).links(0) == (
         Link("tile", (1,)),
         Link("tile", (2,)),
@@ -64,26 +64,26 @@ def test_links_of_a_node() -> None:
 
 
 @pytest.mark.parametrize("shape", ["flat=4", "2x2"])
-def test_a_port_is_shared_by_all(shape: str) -> None:
+def test_a_flat_rate_gives_each_rank_one_port(shape: str) -> None:
     assert described(shape, flat=1).links(2) == (Link("flat", (0, 1, 3)),)
 
 
 @pytest.mark.parametrize(
     ("shape", "rates"), [("2x3x2", {"node": 3.0, "gpu": 2.0, "tile": 1.0}), ("flat=3", {"flat": 1})]
 )
-def test_a_cluster_survives_its_variable(shape: str, rates: dict[str, float]) -> None:
+def test_a_cluster_round_trips_through_its_environment_variable(shape: str, rates: dict[str, float]) -> None:
     built = described(shape, **rates)
     assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
     assert links.from_environment({}) is None
 
 
-def test_outside_of_a_cluster_nothing_is_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shaping_outside_of_a_cluster_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="only a rank of an emulated cluster"):
         links.shape(2)
 
 
-def test_presets_keep_their_proportions() -> None:
+def test_presets_keep_the_ratios_of_the_real_rates() -> None:
     aurora = PRESETS["aurora"].rates(["node", "gpu", "tile"])
     assert aurora == pytest.approx({"node": 13.33, "gpu": 12, "tile": 148}, abs=0.01)
     for name, preset in PRESETS.items():
@@ -92,8 +92,8 @@ def test_presets_keep_their_proportions() -> None:
             assert set(preset.gigabytes) == {"node", "gpu", "tile"}
 
 
-def test_packets_are_large_where_ranks_crowd_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of a millisecond at 148 Mbit/s is 4.6 kB, and 8 ms at 12 Mbit/s 12 kB; packets have at least 1500 B."""
+def test_packets_are_large_on_oversubscribed_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.25 ms at 148 Mbit/s are 4.6 kB and 8 ms at 12 Mbit/s are 12 kB; packets have at least 1500 bytes."""
     monkeypatch.setattr(links.os, "sched_getaffinity", lambda _: {0, 1})
     for ranks, rate, packet_bytes in ((16, 12, 1500), (16, 148, 4625), (17, 12, 12_000), (17, 148, 16_000)):
         built = cluster._cluster(cluster._options(f"--topology flat={ranks} --rates flat={rate} -- true".split()))
@@ -124,7 +124,7 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--topology 2x2 --rates node=1,gpu=1", "nothing to do: give a command after --"),
+        ("--topology 2x2 --rates node=1,gpu=1", "no command given; it follows after --"),
         ("--topology 2x2 -- true", "give either --rates or --preset"),
         ("--topology 2x2 --rates node=1,gpu=1 --preset pcie -- true", "give either --rates or --preset"),
         ("--rates flat=1 -- true", "--rates needs --topology"),
@@ -132,16 +132,16 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
         ("--preset aurora --topology flat=8 -- true", "a flat topology goes with --preset flat"),
         ("--topology 2x2 --rates node=1 -- true", "valid are Mbit/s of node, gpu, each once, or of flat alone"),
         ("--topology 2x2 --rates node=1,gpu=1,gpu=2 -- true", "each once"),
-        ("--topology 2x2 --rates node=fast,gpu=1 -- true", "--rates node 'fast' is not valid; it is a number above 0"),
-        ("--topology 2x2 --rates node=0.01,gpu=1 -- true", "node=0.01 Mbit/s is not valid; links have 0.1 to 10000"),
-        ("--preset aurora --scale 1000 -- true", "links have 0.1 to 10000"),
+        ("--topology 2x2 --rates node=fast,gpu=1 -- true", "--rates node 'fast' is not valid; valid are numbers above"),
+        ("--topology 2x2 --rates node=0.01,gpu=1 -- true", "node=0.01 Mbit/s is not valid; valid are 0.1 to 10000"),
+        ("--preset aurora --scale 1000 -- true", "valid are 0.1 to 10000"),
         ("--preset aurora --scale 0 -- true", "--scale '0' is not valid"),
         ("--topology flat --preset flat -- true", "flat=8 does"),
         ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' names the unknown axis"),
         ("--topology 1x1 --preset aurora -- true", "has 1 ranks; a cluster has 2 to 254"),
         ("--topology flat=500 --preset flat -- true", "has 500 ranks; a cluster has 2 to 254"),
         ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),
-        ("--preset aurora -- no-such-command", "there is no command 'no-such-command'"),
+        ("--preset aurora -- no-such-command", "command 'no-such-command' not found"),
     ],
 )
 def test_bad_options(argv: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,8 @@ def test_without_iproute2(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert "needs ip and tc of the package iproute2" in capsys.readouterr().err
 
 
-def test_the_script_keeps_the_working_folder(tmp_path: Path) -> None:
-    """The environment that it sources changes folder; commands run where the caller is."""
+def test_the_script_runs_commands_in_the_working_directory_of_the_caller(tmp_path: Path) -> None:
+    """Although the environment script that it sources changes the directory."""
     scripts, caller = tmp_path / "checkout" / "scripts", tmp_path / "caller"
     for folder in (scripts, caller, tmp_path / "bin"):
         folder.mkdir(parents=True)
@@ -189,7 +189,7 @@ started: list[subprocess.Popen] = []
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on() -> Iterator[None]:
-    """A launcher whose test has failed is stopped."""
+    """Start launchers, and stop those that a failed test left running."""
     yield
     while started:
         launcher = started.pop()
@@ -200,14 +200,14 @@ def nothing_goes_on() -> Iterator[None]:
 
 
 def start(options: list[str], program: str, *arguments: object, launcher: list[str] = LAUNCHER) -> subprocess.Popen:
-    """A launcher with its outputs at hand; :func:`finish` waits for it and checks what it left behind."""
+    """Start a launcher with piped output; :func:`finish` waits for it and checks that nothing is left behind."""
     command = [*launcher, *options, "--", sys.executable, "-c", program, *map(str, arguments)]
     started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     return started[-1]
 
 
 def finish(launcher: subprocess.Popen, status: int = 0) -> tuple[list[str], list[str]]:
-    """Lines on stdout and stderr of a launcher that ends with this status."""
+    """Wait for a launcher, check its status, and return its lines of stdout and stderr."""
     output, error = launcher.communicate(timeout=DEADLINE)
     assert launcher.returncode == status, error
     return output.splitlines(), error.splitlines()
@@ -248,7 +248,7 @@ dist.destroy_process_group()
     ],
     ids=["aurora", "reshaped", "flat"],
 )
-def test_links_carry_what_was_asked(options: list[str], scales: tuple[float, ...]) -> None:
+def test_links_have_the_requested_rates(options: list[str], scales: tuple[float, ...]) -> None:
     output, _ = finish(start(options, MEASURING, *scales))
     seconds: dict[tuple[str, str], list[float]] = {}
     for line in output:
@@ -262,8 +262,8 @@ def test_links_carry_what_was_asked(options: list[str], scales: tuple[float, ...
 
 @pytest.mark.alone
 @needs_namespaces
-def test_a_message_takes_as_long_as_its_bytes() -> None:
-    """Nothing is free: 16 KiB at 4 Mbit/s are 33 ms, also after a rest and on a connection that knows its way."""
+def test_transfer_time_is_bytes_over_rate() -> None:
+    """16 KiB at 4 Mbit/s take 33 ms, also after a pause and on a warm connection."""
     program = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -286,8 +286,8 @@ dist.destroy_process_group()
 
 @pytest.mark.alone
 @needs_namespaces
-def test_ranks_have_equal_shares_of_a_link() -> None:
-    """Four connections to rank 1, one for each group, get together what the one to rank 2 gets."""
+def test_a_shared_link_is_divided_equally_between_ranks() -> None:
+    """Four connections to rank 1 together get as much as the single one to rank 2."""
     program = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -313,7 +313,7 @@ dist.destroy_process_group()
     assert 8 * (1 << 18) / 1e6 / seconds == pytest.approx(5, rel=0.15)
 
 
-def test_the_end_of_output_is_awaited_where_it_is_written_slowly() -> None:
+def test_slow_output_is_read_to_its_end() -> None:
     found: list[bytes] = []
 
     def write(rank: int, descriptor: int, line: bytes) -> None:
@@ -329,7 +329,7 @@ def test_the_end_of_output_is_awaited_where_it_is_written_slowly() -> None:
 
 
 @needs_namespaces
-def test_lines_are_whole_and_keep_their_output() -> None:
+def test_lines_are_not_mixed_and_keep_their_stream() -> None:
     program = """
 import os, sys
 rank = os.environ["RANK"]
@@ -355,7 +355,7 @@ sys.stdout.write("no end of line")
     ],
 )
 def test_a_failing_rank_stops_the_others(end: str, status: int, said: str) -> None:
-    """Those too that do not listen; what they have said is there."""
+    """Including ranks that ignore signals; earlier output is kept."""
     program = f"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -367,11 +367,11 @@ time.sleep(600)
 """
     output, error = finish(start(["--topology", "flat=3", "--rates", "flat=20"], program), status)
     assert "[1] here" in output
-    assert error == [f"emulated_cluster: {said}; the others were stopped"]
+    assert error == [f"emulated_cluster: {said}; the other ranks were stopped"]
 
 
 @needs_namespaces
-def test_a_reader_that_goes_away_stops_the_ranks() -> None:
+def test_a_closed_pipe_stops_the_ranks() -> None:
     launcher = start(TWO_RANKS, "while True: print('line')")
     launcher.stdout.readline()
     launcher.stdout.close()
@@ -379,7 +379,7 @@ def test_a_reader_that_goes_away_stops_the_ranks() -> None:
 
 
 @needs_namespaces
-def test_gloo() -> None:
+def test_gloo_collectives_run_on_an_emulated_cluster() -> None:
     program = """
 import os, torch, torch.distributed as dist
 assert sorted(os.listdir("/sys/class/net")) == ["eth0", "lo"]

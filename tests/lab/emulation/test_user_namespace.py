@@ -1,4 +1,4 @@
-"""Emulated clusters of an ordinary user and of root: that they are there, and that nothing of them stays."""
+"""Emulated clusters of an ordinary user and of root: they start, and leave nothing behind."""
 
 import contextlib
 import errno
@@ -20,11 +20,11 @@ from xfuser_cocodiff.lab.emulation import cluster, namespaces, user_namespace
 
 NOBODY = 65534
 DEADLINE = 120
-"""Seconds after which something that must happen has not: a guard, not a bound on speed."""
+"""Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
 
 
 def python() -> str:
-    """An interpreter that the user may run: root's own may lie where nobody else gets to. All it needs is itself."""
+    """Return an interpreter that any user may run: root's own may lie in a private directory."""
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
     for found in (sys.executable, *filter(None, [shutil.which("python3", path=os.defpath)])):
         code = "import sys; sys.exit(sys.version_info < (3, 10))"
@@ -39,7 +39,7 @@ LAUNCHER = [PYTHON, "-m", "xfuser_cocodiff.lab.emulation.cluster", "--topology",
 
 
 def ordinary(command: list[str], as_root: bool = False) -> subprocess.Popen:
-    """A command of a user who is not root: the one who runs the tests, or nobody; or of root."""
+    """Return a prefix that runs a command as root, or as an ordinary user (the caller, or nobody)."""
     user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 and not as_root else {}
     environment = {**os.environ, "PYTHONPATH": str(Path(cluster.__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
@@ -48,7 +48,7 @@ def ordinary(command: list[str], as_root: bool = False) -> subprocess.Popen:
 
 
 def why_not() -> str | None:
-    """What keeps an ordinary user of this machine from a cluster."""
+    """Return why an ordinary user of this machine cannot create a cluster; empty if one can."""
     try:
         tried = ordinary([*LAUNCHER, "--", "true"])
     except PermissionError as error:
@@ -63,7 +63,7 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 @pytest.fixture
 def marked() -> Iterator[tuple[str, Callable[[], list[int]]]]:
-    """A word for the command lines of ranks, and those processes of this machine that have it there."""
+    """Return a marker for command lines, and a function that lists the processes that carry it."""
     with tempfile.TemporaryDirectory(prefix="cocodiff-ranks-") as word:
 
         def found() -> list[int]:
@@ -87,7 +87,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 @needs_namespaces
-def test_files_belong_to_the_user() -> None:
+def test_files_that_ranks_write_belong_to_the_user() -> None:
     with tempfile.TemporaryDirectory(prefix="cocodiff-files-") as folder:
         os.chmod(folder, 0o777)
         program = f"import os; open(os.path.join({folder!r}, os.environ['RANK']), 'w')"
@@ -107,7 +107,7 @@ time.sleep(600)
 
 
 def waiting(word: str, as_root: bool) -> subprocess.Popen:
-    """A cluster whose ranks wait, each beside a process that has left its session."""
+    """Start a cluster whose ranks wait, each with a child in a session of its own."""
     launcher = ordinary([*LAUNCHER, "--", PYTHON, "-c", WAITING, word], as_root)
     for _ in range(4):
         assert "here" in launcher.stdout.readline()
@@ -127,9 +127,7 @@ ENDS = [signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP]
     ("number", "as_root"),
     slow_but([(ENDS[0], False), (ENDS[1], True)], itertools.product(ENDS, [False, True])),
 )
-def test_nothing_stays_however_the_launcher_ends(
-    number: signal.Signals, as_root: bool, marked: tuple[str, Callable]
-) -> None:
+def test_no_process_survives_the_launcher(number: signal.Signals, as_root: bool, marked: tuple[str, Callable]) -> None:
     if as_root and not user_namespace.is_root():
         pytest.skip("these tests do not run as root")
     word, running = marked
@@ -149,8 +147,8 @@ def test_nothing_stays_however_the_launcher_ends(
 
 
 @needs_namespaces
-def test_nothing_begins_where_the_launcher_has_ended_by_then(marked: tuple[str, Callable]) -> None:
-    """Killed between the fork and the request of its child to be killed with it."""
+def test_nothing_starts_after_the_launcher_was_killed(marked: tuple[str, Callable]) -> None:
+    """Killed between the fork and the child's PR_SET_PDEATHSIG."""
     word, running = marked
     program = """
 import sys, time
@@ -174,7 +172,7 @@ sys.exit(cluster.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("number", "words"), [(errno.EPERM, "unshare: Operation not permitted"), (errno.ENOSPC, "unshare: No space left")]
 )
-def test_where_it_is_not_permitted(
+def test_missing_permissions_are_reported(
     number: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def refuse(name: str, *_: object) -> None:
@@ -186,13 +184,13 @@ def test_where_it_is_not_permitted(
     monkeypatch.setattr(namespaces, "make", lambda _: pytest.fail("something was made"))
     assert cluster.main([*LAUNCHER[3:], "--", "true"]) == 2
     said = capsys.readouterr().err
-    assert "an emulated cluster needs root, or user namespaces, which are not permitted here" in said
+    assert "an emulated cluster needs root or user namespaces, and neither is permitted here" in said
     assert words in said
 
 
 @needs_namespaces
-def test_what_cannot_be_mounted_is_said_by_the_one_who_waits() -> None:
-    """In the namespaces already, but where something is not permitted: the child says so, and its parent tells."""
+def test_a_failed_mount_is_reported_by_the_parent() -> None:
+    """The child, already in the new namespaces, sends the error to its parent."""
     program = """
 import sys
 from xfuser_cocodiff.lab.emulation import cluster, user_namespace

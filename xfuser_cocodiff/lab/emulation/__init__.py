@@ -1,4 +1,5 @@
-"""A cluster on one machine: a network namespace for each rank, and links shaped to a machine's rates.
-Input: a topology, rates of its axes, and the command to run on every rank.
+"""Emulation of a cluster on one machine: a network namespace per rank, with links shaped to a machine's rates.
+Input: a topology, the rates of its axes, and the command to run on every rank.
+Output: the command's output by rank and its exit status.
 Public: `cluster.main`, `links.from_environment`, `links.Cluster`.
 """

@@ -1,7 +1,7 @@
-"""`scripts/emulated_cluster.sh`: runs a command once per rank of a cluster that this machine emulates.
+"""`scripts/emulated_cluster.sh`: runs a command once per rank of an emulated cluster.
 
-Every rank has a network namespace of its own and the environment that torchrun would give it; its links are shaped to
-the rates of a machine, scaled down. See :mod:`links` for who shares what.
+Every rank has its own network namespace and the environment that torchrun would set. Its links are shaped to the
+scaled-down rates of a machine; :mod:`links` defines which ranks share a link.
 """
 
 import argparse
@@ -27,31 +27,31 @@ MASTER_PORT = 29500
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is that of the first rank that failed, or 2 where nothing could be run."""
+    """Run the command line. Return the exit status of the first rank that failed, or 2 if nothing could be started."""
     argv = list(sys.argv[1:] if argv is None else argv)
 
     def start() -> int:
         options = _options(argv)
         cluster = _cluster(options)
         _check_tools()
-        return user_namespace.isolated(lambda: _told(lambda: _run(cluster, options.command)))
+        return user_namespace.isolated(lambda: _with_errors_printed(lambda: _run(cluster, options.command)))
 
-    return _told(start)
+    return _with_errors_printed(start)
 
 
-def _told(work: Callable[[], int]) -> int:
-    """Do work, and say what keeps it from its end."""
+def _with_errors_printed(work: Callable[[], int]) -> int:
+    """Call `work` and return its status; print errors in one line."""
     try:
         return work()
     except (ValueError, RuntimeError) as error:
-        _say(str(error))
+        _print_error(str(error))
         return USAGE_STATUS
     except user_namespace.StoppedError as error:
-        _say(str(error))
+        _print_error(str(error))
         return error.status
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     print(f"{PROGRAM}: {message}", file=sys.stderr, flush=True)
 
 
@@ -61,26 +61,26 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    divide = argv.index("--") if "--" in argv else len(argv)
+    separator = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(
         prog=PROGRAM,
-        description="Runs a command once per rank of a cluster that this machine emulates.",
+        description="Run a command once per rank of a cluster emulated on this machine.",
         usage="%(prog)s [--topology T] (--rates R | --preset P) [--scale S] -- COMMAND...",
-        epilog="Exit status: that of the first rank that failed, or 2 when nothing was run.",
+        epilog="Exit status: that of the first rank that failed, or 2 if nothing was started.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--topology", help="such as node=2,gpu=2,tile=2, or flat=8 (default: eight ranks of the preset)"
+        "--topology", help="for example node=2,gpu=2,tile=2 or flat=8 (default: eight ranks of the preset)"
     )
-    parser.add_argument("--rates", help="Mbit/s of each axis, such as tile=148,gpu=12,node=13.3, or flat=100")
-    parser.add_argument("--preset", help=f"rates of a machine, 1/10000 of the real ones: {', '.join(PRESETS)}")
+    parser.add_argument("--rates", help="Mbit/s of each axis, for example tile=148,gpu=12,node=13.3 or flat=100")
+    parser.add_argument("--preset", help=f"rates of a machine, divided by 10000: {', '.join(PRESETS)}")
     parser.add_argument("--scale", default="1", help="multiplies all rates (%(default)s)")
-    options = parser.parse_args(argv[:divide])
-    options.command = argv[divide + 1 :]
+    options = parser.parse_args(argv[:separator])
+    options.command = argv[separator + 1 :]
     if not options.command:
-        raise ValueError("nothing to do: give a command after --")
+        raise ValueError("no command given; it follows after --")
     if shutil.which(options.command[0]) is None:
-        raise ValueError(f"there is no command {options.command[0]!r}")
+        raise ValueError(f"command {options.command[0]!r} not found")
     return options
 
 
@@ -96,16 +96,16 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def of_preset(option: str, name: str, topology: str | None, scale: str) -> Cluster:
-    """A cluster with the rates of a machine.
+    """Return a cluster with the rates of a machine.
 
     Args:
-        option: that names the machine.
-        name: of the machine.
-        topology: of all ranks; the preset's own where there is none.
-        scale: multiplies all rates.
+        option: name of the option, for errors.
+        name: name of the preset.
+        topology: topology of all ranks; the preset's own if None.
+        scale: factor on all rates.
 
     Raises:
-        ValueError: one of them is not valid; says which, and what is.
+        ValueError: an argument is not valid; names it and the valid values.
     """
     if name not in PRESETS:
         raise ValueError(f"{option} {name!r} is not known; valid are {', '.join(PRESETS)}")
@@ -125,12 +125,12 @@ def _with_addresses(topology: Topology, rates: Mapping[str, float], preset: str 
 
 
 def _topology(text: str) -> Topology:
-    """Read `--topology`: the plugin's notation, in which `flat` alone does not say how many, or ``flat=8``."""
+    """Parse `--topology`: the plugin's notation, or ``flat=N`` for a flat topology of N ranks."""
     size = math.prod(int(number) for number in re.findall(r"\d+", text))
     try:
         if re.fullmatch(r"\s*flat\s*(=\s*\d+\s*)?", text):
             if "=" not in text:
-                raise ValueError("'flat' does not say how many ranks there are; flat=8 does")
+                raise ValueError("'flat' lacks the number of ranks; valid is for example flat=8")
             topology = Topology.flat(size)
         else:
             topology = Topology.parse(text, size)
@@ -142,20 +142,20 @@ def _topology(text: str) -> Topology:
 
 
 def _axes(topology: Topology) -> list[str]:
-    """Axes along which there is somebody to send to."""
+    """Return the names of the axes of more than one rank."""
     return [axis.name for axis in topology.axes if axis.size > 1]
 
 
 def _rates(text: str, topology: Topology) -> dict[str, float]:
-    """Read `--rates`: all axes of the topology that have neighbours, or ``flat`` alone."""
+    """Parse `--rates`: one rate for each axis of more than one rank, or ``flat`` alone."""
     pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\S+)\s*", part) for part in text.split(",")]
     axes = _axes(topology)
     valid = f"Mbit/s of {', '.join(axes)}, each once, or of flat alone, such as {','.join(f'{a}=10' for a in axes)}"
-    found = [(pair[1], pair[2]) for pair in pairs if pair]
-    names = [name for name, _ in found]
-    if len(found) < len(pairs) or sorted(names) not in (sorted(axes), [FLAT]):
+    rates = [(pair[1], pair[2]) for pair in pairs if pair]
+    names = [name for name, _ in rates]
+    if len(rates) < len(pairs) or sorted(names) not in (sorted(axes), [FLAT]):
         raise ValueError(f"--rates {text!r} does not fit the topology {topology}; valid are {valid}")
-    return {name: _number(f"--rates {name}", rate) for name, rate in found}
+    return {name: _number(f"--rates {name}", rate) for name, rate in rates}
 
 
 def _number(option: str, text: str) -> float:
@@ -164,12 +164,12 @@ def _number(option: str, text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ValueError(f"{option} {text!r} is not valid; it is a number above 0")
+        raise ValueError(f"{option} {text!r} is not valid; valid are numbers above 0")
     return number
 
 
 def _check_tools() -> None:
-    """Raise RuntimeError where this machine lacks what makes namespaces and shapes links."""
+    """Raise RuntimeError if `ip` or `tc` is missing."""
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise RuntimeError(f"an emulated cluster needs {' and '.join(missing)} of the package iproute2")
 
@@ -180,17 +180,17 @@ def _run(cluster: Cluster, command: Sequence[str]) -> int:
     failure = ranks.run([(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], _write)
     if failure is None:
         return 0
-    _say(f"{failure}; the others were stopped")
+    _print_error(f"{failure}; the other ranks were stopped")
     return failure.status
 
 
 def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict[str, str]:
-    """What a rank finds in its environment: what torchrun would put there, and the cluster."""
+    """Return the environment of a rank: the variables that torchrun sets, and the cluster."""
     nodes = next((axis.size for axis in cluster.topology.axes if axis.name == "node"), 1)
     node, local_rank = divmod(rank, cluster.size // nodes)
     return {
         "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # addresses in here have no names, of which every connection would warn
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # every connection would warn that its address has no host name
         **outside,
         "RANK": str(rank),
         "WORLD_SIZE": str(cluster.size),
@@ -206,13 +206,13 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
 
 
 def _write(rank: int, descriptor: int, line: bytes) -> None:
-    """Write a line of a rank to an output of this process, behind the rank's number."""
+    """Write a line of a rank to this process's stdout or stderr, prefixed by the rank."""
     output = (sys.stdout if descriptor == STDOUT else sys.stderr).buffer
     try:
         output.write(b"[%d] %s\n" % (rank, line))
         output.flush()
     except BrokenPipeError:
-        # Nobody reads any more, as behind `| head`: what a signal of that name would have done to the ranks.
+        # The reader has gone, as with `| head`: exit as a process that SIGPIPE killed.
         os._exit(128 + signal.SIGPIPE)
 
 

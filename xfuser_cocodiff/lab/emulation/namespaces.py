@@ -1,7 +1,7 @@
-"""Network namespaces of an emulated cluster: one for each rank, and one for the bridge that joins them.
+"""Network namespaces of an emulated cluster: one per rank, and one for the bridge that joins them.
 
-They are made inside the namespaces that a cluster has to itself (:mod:`user_namespace`): nothing of the host's network
-is touched, clusters can stand side by side, and all of it goes with its first process.
+They are created inside the private namespaces of the cluster (:mod:`user_namespace`): the host's network stays
+untouched, clusters can run side by side, and everything ends with the cluster's first process.
 """
 
 import subprocess
@@ -13,8 +13,8 @@ MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
 
 SETTINGS = {
-    # No packet is ever lost here. Plain Reno then does nothing but fill the link; what machines use instead probes,
-    # paces and backs off by itself, which would be measured along with the link.
+    # No packet is ever lost here, so Reno just fills the link. Other algorithms probe, pace and back off, which would
+    # be measured along with the link.
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
@@ -25,30 +25,30 @@ BRIDGE_SETTINGS = {
     "net/bridge/bridge-nf-call-ip6tables": "0",
     "net/bridge/bridge-nf-call-arptables": "0",
 }
-"""Kernel settings in the namespace of the bridge: no firewall looks at what it forwards, which would cost time."""
+"""Kernel settings in the namespace of the bridge: no firewall inspects forwarded packets, which would cost time."""
 
 _BRIDGE = "br0"
 
 
 def address(rank: int) -> str:
-    """IP address of a rank; every cluster has the same, since no cluster sees another."""
+    """Return the IP address of a rank. Clusters do not see each other, so all use the same addresses."""
     return f"10.77.0.{rank + 1}"
 
 
 def name(rank: int) -> str:
-    """Namespace of a rank."""
+    """Return the name of a rank's namespace."""
     return f"rank{rank}"
 
 
 def make(cluster: Cluster) -> None:
-    """Make the namespaces of a cluster with their links.
+    """Create the namespaces and links of a cluster.
 
     Raises:
-        RuntimeError: they could not be made, for instance for lack of permission.
+        RuntimeError: a command failed, for example for lack of permission.
     """
     bridge, ranks = "bridge", range(cluster.size)
     run_batch("ip", [f"netns add {namespace}" for namespace in (bridge, *map(name, ranks))])
-    # No router or multicast listener is in here, and silence is easier on the processor.
+    # There is no router or multicast listener, and no snooping saves CPU time.
     run_batch("ip", [f"link add {_BRIDGE} mtu {MAX_PACKET} type bridge mcast_snooping 0"], bridge)
     for rank in ranks:
         run_batch("ip", [f"link add {cluster.interface} type veth peer name port{rank} netns {bridge}"], name(rank))
@@ -61,18 +61,18 @@ def make(cluster: Cluster) -> None:
 
 def _make_rank(cluster: Cluster, rank: int) -> None:
     interface = cluster.interface
-    # gso_max_segs 1 is segmentation offload turned off. The queue holds what 254 ranks may have on their way.
+    # gso_max_segs 1 turns segmentation offload off. The queue is long enough for the packets of 254 ranks.
     link = f"link set {interface} mtu {MAX_PACKET} gso_max_segs 1 txqueuelen 10000 addrgenmode none up"
-    here = f"addr add {cluster.addresses[rank]}/24 dev {interface}"
-    run_batch("ip", ["link set lo up", link, here, *route_commands(cluster, rank)], name(rank))
+    own_address = f"addr add {cluster.addresses[rank]}/24 dev {interface}"
+    run_batch("ip", ["link set lo up", link, own_address, *route_commands(cluster, rank)], name(rank))
     run_batch("tc", build_commands(cluster, rank), name(rank))
     _set(SETTINGS, name(rank))
 
 
 def _set(settings: Mapping[str, str], namespace: str) -> None:
-    """Make kernel settings in a namespace, as far as this kernel has them."""
+    """Apply kernel settings in a namespace; skip those that this kernel lacks."""
     lines = [f"[ ! -e /proc/sys/{key} ] || echo {value} > /proc/sys/{key}" for key, value in settings.items()]
     command = ["ip", "netns", "exec", namespace, "sh", "-ec", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
-        raise RuntimeError(f"kernel settings of a namespace could not be made: {done.stderr.strip()}")
+        raise RuntimeError(f"kernel settings of a namespace could not be applied: {done.stderr.strip()}")

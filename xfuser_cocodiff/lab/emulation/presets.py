@@ -1,4 +1,4 @@
-"""Rates of machines as published, for emulated clusters that keep their proportions."""
+"""Published link rates of machines, which emulated clusters scale down by a common factor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from xfuser_cocodiff.engine.topology.topology import FLAT
 
 SLOWDOWN = 1e-4
-"""Rate of an emulated link over that of the real one, at scale 1."""
+"""Rate of an emulated link divided by the real rate, at scale 1."""
 MEGABITS = 8000
-"""Mbit/s of one GB/s."""
+"""Mbit/s per GB/s."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Links of a machine."""
+    """Link rates of a machine."""
 
     topology: str
-    """What eight ranks of it look like."""
+    """Topology of eight ranks of the machine."""
     gigabytes: Mapping[str, float]
-    """GB/s in one direction, for every axis that a topology may have."""
+    """GB/s in one direction, by axis."""
 
     def rates(self, axes: list[str]) -> dict[str, float]:
-        """Mbit/s of emulated links along these axes, at scale 1."""
+        """Return the rates of emulated links along these axes, Mbit/s at scale 1."""
         return {axis: self.gigabytes[axis] * MEGABITS * SLOWDOWN for axis in axes}
 
 

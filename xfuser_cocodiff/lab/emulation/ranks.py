@@ -1,4 +1,4 @@
-"""Processes of an emulated cluster: a command once per rank, and their output line by line."""
+"""Processes of an emulated cluster: one command per rank, with its output line by line."""
 
 import contextlib
 import os
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 STDOUT, STDERR = 1, 2
-_REST_SECONDS = 1.0
-"""For which output is awaited that a process holds open which its rank has left behind."""
+_DRAIN_SECONDS = 1.0
+"""How long to read output after a rank has ended whose children still hold the pipe open."""
 
 Write = Callable[[int, int, bytes], None]
-"""What is called with rank, `STDOUT` or `STDERR`, and a line, as lines come."""
+"""Callback for each line of output: rank, `STDOUT` or `STDERR`, line."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Failure:
 
     rank: int
     returncode: int
-    """As subprocess has it: negative for a signal."""
+    """Return code of subprocess: negative for a signal."""
 
     @property
     def status(self) -> int:
-        """Exit status as a shell has it."""
+        """Return the exit status as a shell reports it."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     def __str__(self) -> str:
@@ -38,23 +38,23 @@ class Failure:
 
 
 def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Write) -> Failure | None:
-    """Run a command for each rank until all have ended or one has failed, which ends the others.
+    """Run one command per rank until all have ended or one has failed, then kill the others.
 
-    What ranks leave behind ends with the namespaces of the cluster.
+    Children that ranks leave behind end with the namespaces of the cluster.
 
     Args:
-        commands: of each rank, with its environment.
-        write: called as lines come, by one thread at a time.
+        commands: command and environment of each rank.
+        write: called for each line of output, by one thread at a time.
 
     Returns:
-        The first failure.
+        The first failure, or None.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     lock = threading.Lock()
 
-    def pass_on(rank: int, descriptor: int, pipe: IO[bytes]) -> None:
+    def forward(rank: int, descriptor: int, pipe: IO[bytes]) -> None:
         for line in pipe:
             with lock:
                 write(rank, descriptor, line.removesuffix(b"\n"))
@@ -72,11 +72,11 @@ def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Writ
         )
         running[process.pid] = rank, process
         for descriptor, pipe in ((STDOUT, process.stdout), (STDERR, process.stderr)):
-            reader = threading.Thread(target=pass_on, args=(rank, descriptor, pipe), daemon=True)
+            reader = threading.Thread(target=forward, args=(rank, descriptor, pipe), daemon=True)
             reader.start()
             readers.append((reader, pipe))
     while running and failure is None:
-        ended, status = os.wait()  # for what ranks have left behind too, as a first process must
+        ended, status = os.wait()  # reaps orphans too, as the first process of a PID namespace must
         if ended in running:
             rank, process = running.pop(ended)
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -85,13 +85,13 @@ def run(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], write: Writ
         with contextlib.suppress(ProcessLookupError):
             os.killpg(number, signal.SIGKILL)
     for reader, pipe in readers:
-        # What a rank has said may take its time to be written; what it has left behind may say more for ever.
-        reader.join(None if failure is None and _is_closed(pipe) else _REST_SECONDS)
+        # Read a rank's output to its end, but only briefly if an orphan, which may write forever, holds the pipe.
+        reader.join(None if failure is None and _is_closed(pipe) else _DRAIN_SECONDS)
     return failure
 
 
 def _is_closed(pipe: IO[bytes]) -> bool:
-    """Return whether no process holds the other end of a pipe open."""
+    """Return whether no process holds the write end of a pipe open."""
     poll = select.poll()
     poll.register(pipe, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
