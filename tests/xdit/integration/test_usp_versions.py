@@ -96,7 +96,7 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
     """Attention by the plugin against stock's, and whether its exchanges went by the plugin."""
     from xfuser.model_executor.layers import usp
 
-    from tests.xdit.attention import test_sites
+    from tests.xdit.attention import test_patch_points
     from xfuser_cocodiff.xdit.launching import bare_runtime
     from xfuser_cocodiff.xdit.session.session import Session, active
 
@@ -104,9 +104,9 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
-    test_sites.start(rank)
-    test_sites.use("node=2", cocodiff_mode="fast")
-    tensors = [test_sites.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
+    test_patch_points.start(rank)
+    test_patch_points.use("node=2", cocodiff_mode="fast")
+    tensors = [test_patch_points.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
     session = active()
     session.runs.begin(3)
     found = []

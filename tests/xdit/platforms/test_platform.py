@@ -218,10 +218,10 @@ def test_no_other_collective_is_called_where_an_xpu_may_be() -> None:
         for call in plain.findall(file.read_text())
     }
     assert found == {
-        ("exchange/stages.py", "all_to_all_single"),
-        ("xdit/engine/engine.py", "all_reduce"),
-        ("measuring/findings.py", "all_gather_object"),
-        ("probing/pairs.py", "all_gather"),
+        ("engine/comm/stages.py", "all_to_all_single"),
+        ("xdit/session/session.py", "all_reduce"),
+        ("engine/autotune/tuning_cache.py", "all_gather_object"),
+        ("lab/probing/pairwise_links.py", "all_gather"),
     }
 
 
