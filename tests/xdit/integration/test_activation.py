@@ -109,12 +109,12 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
         from torch._inductor import config as inductor
         import xfuser_cocodiff
         from xfuser_cocodiff.xdit.integration import activation
-        from xfuser_cocodiff.xdit.session import graphs
+        from xfuser_cocodiff.xdit.session import graph_order
         from xfuser_cocodiff.xdit.patching import log
         before = everything()
         assert xfuser_cocodiff.install()
         activation.activate()
-        assert graphs.order_exchanges()
+        assert graph_order.order_exchanges()
         log.warn_once("said")
         during = everything()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
