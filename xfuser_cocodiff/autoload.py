@@ -61,4 +61,7 @@ def _install() -> None:
 
         install()
     except Exception as error:
-        print(f"cocodiff: not installed, xDiT stays as it is: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"cocodiff: the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )

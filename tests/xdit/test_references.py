@@ -84,7 +84,7 @@ def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
 def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
     for foretold, held, said in ranks.run(foretell, 2, model):
         assert set(foretold) == {held[-1]} and held[-1] > 0
-        assert [line for line in said if line.startswith(f"references of {layers} layers take ")], said
+        assert [line for line in said if line.startswith(f"link references of {layers} layers: ")], said
 
 
 def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
@@ -144,7 +144,7 @@ def test_the_budget_decides_by_all_layers_and_costs_little_quality_and_then_byte
             assert max(sizes) <= share * whole
             assert (exact[0] > 0) == (share == 0.2) and len(set(exact)) == 1
             # In the second run of a session too.
-            assert any("of 6 layers travel exactly" in line for line in said) == (share == 0.2), said
+            assert any("of 6 layers are lossless" in line for line in said) == (share == 0.2), said
             assert sent == at_first if share > 0.2 else sent > 1.1 * at_first
             assert decibels(latents, full) > 20
 

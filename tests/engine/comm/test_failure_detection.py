@@ -93,7 +93,7 @@ def test_every_rank_names_the_one_that_was_lost(what: str, end: int) -> None:
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, UnresponsiveRankError), result
-            assert f"rank {CULPRIT} is gone or not answering" in str(result)
+            assert f"rank {CULPRIT} is lost or unresponsive" in str(result)
 
 
 def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
@@ -103,7 +103,7 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
         results
     )
     # Who waits for it in the same stage can tell; the others know that nobody is gone.
-    assert any(f"rank {CULPRIT} is alive but did not come to it" in text for text in said), said
+    assert any(f"rank {CULPRIT} is alive but did not call it" in text for text in said), said
     assert not any("gone" in text for text in said), said
 
 
@@ -139,7 +139,7 @@ def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
     results = ranks.outcomes(come_late_then_never, 3, plan, lost=CULPRIT)
     for result in results[:CULPRIT]:
         assert isinstance(result, UnresponsiveRankError), result
-        assert f"rank {CULPRIT} is alive but did not come to it" in str(result)
+        assert f"rank {CULPRIT} is alive but did not call it" in str(result)
 
 
 def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ def alarm_twice(rank: int, end: int) -> None:
 
 @pytest.mark.slow  # a rank that communicates again after a failure is quick
 @pytest.mark.parametrize(
-    ("end", "expected"), [(ABSENT, "is alive but did not come to it"), (signal.SIGKILL, "is gone or not answering")]
+    ("end", "expected"), [(ABSENT, "is alive but did not call it"), (signal.SIGKILL, "is lost or unresponsive")]
 )
 def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> None:
     found = ranks.outcomes(alarm_twice, 3, end, lost=CULPRIT if end else None)
     for result in found[:CULPRIT]:
         first, second = result.args
-        assert "all of them are alive and came to it" in first
+        assert "all of its ranks are alive and called it" in first
         assert f"rank {CULPRIT} {expected}" in second
 
 
@@ -281,7 +281,7 @@ def recover(rank: int) -> tuple[str, list[str | None]]:
 
 def test_a_rank_that_communicates_again_no_longer_fails() -> None:
     (said, known), (_, seen) = ranks.run(recover, 2)
-    assert "rank 1 is alive but did not come to it" in said
+    assert "rank 1 is alive but did not call it" in said
     assert known == seen == ["node", ""]
 
 

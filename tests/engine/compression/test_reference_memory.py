@@ -108,9 +108,9 @@ def test_a_budget_is_kept(budget: int | None, held: int, encoded: int) -> None:
             assert run.step() == [True] * encoded + [False] * (4 - encoded)
             assert run.runtime.expected_bytes == run.runtime.reference_bytes == held
             assert run.runtime.reports[-1].exact_layers == 4 - encoded
-    assert sum(f"references of 4 layers take {4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said) == 1
+    assert sum(f"references of 4 layers: {4 * FULL / GIB:.3g} GiB per rank" in line for line in run.said) == 1
     # In every run, of which a later one may be in another's log.
-    exact = [line for line in run.said if f"{4 - encoded} of 4 layers travel exactly" in line]
+    exact = [line for line in run.said if f"{4 - encoded} of 4 layers are lossless" in line]
     assert len(exact) == (2 if encoded < 4 else 0)
 
 
@@ -122,4 +122,4 @@ def test_branches_of_guidance_find_room_at_once() -> None:
             assert run.step() == [True] * 8
             assert run.runtime.expected_bytes == run.runtime.reference_bytes == 8 * COMPACT
         assert [report.exact_layers for report in run.runtime.reports] == [0, 0, 0]
-    assert any("references of 4 layers in 2 branches of guidance" in line for line in run.said)
+    assert any("references of 4 layers and 2 guidance branches" in line for line in run.said)

@@ -43,12 +43,12 @@ USED = {"use_cocodiff": True}
         (
             {"cocodiff_topology": "2x2"},
             {"COCODIFF_MODE": "fast", "COCODIFF_TOPOLOGY": "4"},
-            ["without --use_cocodiff there is no effect of --cocodiff_topology, COCODIFF_MODE"],
+            ["--cocodiff_topology, COCODIFF_MODE: no effect without --use_cocodiff"],
         ),
         (
             USED | {"cocodiff_mode": "exact", "cocodiff_slow_axes": "flat"},
             {"COCODIFF_MAX_ERROR": "0.1", "COCODIFF_MEMORY_BUDGET": "2"},
-            ["--cocodiff_slow_axes, COCODIFF_MAX_ERROR, COCODIFF_MEMORY_BUDGET: no effect in the mode exact"],
+            ["--cocodiff_slow_axes, COCODIFF_MAX_ERROR, COCODIFF_MEMORY_BUDGET: no effect in mode 'exact'"],
         ),
         (USED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_max_error": "1"}, {}, []),
         (USED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
@@ -58,15 +58,15 @@ USED = {"use_cocodiff": True}
             {"COCODIFF_V_FIRST": "on", "COCODIFF_HEAD_GROUPS": "2", "COCODIFF_TOPOLOGY": "flat"},
             [
                 "COCODIFF_TOPOLOGY, --cocodiff_ring, --cocodiff_a2a, --cocodiff_timeout, COCODIFF_V_FIRST, "
-                "COCODIFF_HEAD_GROUPS: no effect with --cocodiff_virtual, where nothing travels"
+                "COCODIFF_HEAD_GROUPS: no effect with --cocodiff_virtual: one rank does not communicate"
             ],
         ),
         (
             {},
             {"COCODIFF_TOPLOGY": "4"},
-            ["COCODIFF_TOPLOGY is no variable of the plugin; the nearest is COCODIFF_TOPOLOGY"],
+            ["COCODIFF_TOPLOGY is not a variable of the plugin; the nearest is COCODIFF_TOPOLOGY"],
         ),
-        (USED, {"COCODIFF_XYZ123": ""}, ["COCODIFF_XYZ123 is no variable of the plugin"]),
+        (USED, {"COCODIFF_XYZ123": ""}, ["COCODIFF_XYZ123 is not a variable of the plugin"]),
         (USED, {"COCODIFF_TOPOLOGY": "2x2", "COCODIFF_A2A": "flat"}, []),
     ],
 )
@@ -101,7 +101,7 @@ def warned(rank: int) -> list[str]:
 def test_settings_that_nobody_asked_for_warn_too() -> None:
     assert ranks.run(warned, 1) == [
         [
-            "COCODIFF_MODES is no variable of the plugin; the nearest is COCODIFF_MODE",
-            "without --use_cocodiff there is no effect of --cocodiff_a2a",
+            "COCODIFF_MODES is not a variable of the plugin; the nearest is COCODIFF_MODE",
+            "--cocodiff_a2a: no effect without --use_cocodiff",
         ]
     ]

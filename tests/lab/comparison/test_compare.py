@@ -342,8 +342,8 @@ def test_degree_one_works_and_says_so(quick_script: Callable, capsys) -> None:
     line = quick_script()
     assert cli.main([*line[:-1], "1"]) == 0
     said = capsys.readouterr().out
-    assert "there is nothing to move" in said
-    assert "there was nothing to move" in said
+    assert "there is no all-to-all" in said
+    assert "there was no all-to-all" in said
 
 
 def test_missing_libraries_are_named_before_anything_runs(script: Callable, monkeypatch, capsys, tmp_path) -> None:

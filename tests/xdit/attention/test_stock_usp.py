@@ -169,7 +169,7 @@ def change_places(rank: int) -> None:
         session = world.use(mode)
         assert equal(world.run(session), expected), mode
         assert set(session.traffic.sent_bytes) == {"node", "gpu"}
-    assert "change places" in session.runtime.refusal
+    assert "moves heads" in session.runtime.refusal
 
 
 def test_heads_that_change_places_go_exactly() -> None:

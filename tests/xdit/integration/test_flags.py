@@ -200,7 +200,7 @@ def nodes_that_differ(rank: int, choice: str) -> str:
 
 
 def test_nodes_that_cannot_all_build_kernels_use_pytorchs() -> None:
-    said = "torch|ranks [1] cannot run the kernels of Triton, so all ranks use PyTorch's"
+    said = "torch|ranks [1] cannot run Triton kernels, so all ranks use PyTorch's, which are slower"
     assert ranks.run(nodes_that_differ, 2, "auto") == [said] * 2
     results = ranks.outcomes(nodes_that_differ, 2, "triton")
     assert_all_say(results, "on rank 1: --cocodiff_kernels: 'triton' is not valid here, since it has no C compiler")
@@ -221,7 +221,7 @@ def answer_or_stay_silent(rank: int) -> str:
 def test_a_rank_that_never_answers_is_named() -> None:
     waiting, silent = ranks.outcomes(answer_or_stay_silent, 2)
     assert isinstance(waiting, RuntimeError)
-    assert "ranks [1] have not said" in str(waiting)
+    assert "ranks [1] did not report" in str(waiting)
     assert silent == "silent" or isinstance(silent, RuntimeError)  # it cannot close the run with a rank that is gone
 
 
@@ -311,7 +311,7 @@ def state_after(rank: int, values: dict, engine: dict) -> tuple[str, list[str]]:
     return str(mesh.topology) if mesh else "stock", warnings
 
 
-LOSSLESS, NO_SLOW_AXIS = "lossless: the run has stock's bits", "mode 'fast' has no effect and the run is lossless"
+LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no effect and the run is lossless"
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: the run has stock's bits", "mode 'fast' has 
             {"cocodiff_topology": "node=2", "cocodiff_mode": "fast"},
             {},
             "node=2",
-            ["lossy: mode 'fast' approximates what crosses node (topology node=2)", "--cocodiff_mode exact"],
+            ["lossy: mode 'fast' compresses communication on node (topology node=2)", "--cocodiff_mode exact"],
         ),
         (2, {"cocodiff_mode": "fast"}, {}, "flat", ["no slow axis in the topology flat", NO_SLOW_AXIS]),
         (
@@ -339,22 +339,28 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: the run has stock's bits", "mode 'fast' has 
             {"ring_degree": 2, "cocodiff_topology": "2x2", "cocodiff_mode": "fast"},
             {},
             "gpu=2",
-            ["lossy: mode 'fast' approximates what crosses node of the ring (topology gpu=2, ring outer node=2)"],
+            ["lossy: mode 'fast' compresses communication on node of the ring (topology gpu=2, ring outer node=2)"],
         ),
-        (1, {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"}, {}, "stock", ["what crosses node (virtual ranks"]),
+        (
+            1,
+            {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"},
+            {},
+            "stock",
+            ["communication on node (virtual ranks"],
+        ),
         (
             1,
             {"cocodiff_virtual": "2x2", "cocodiff_mode": "fast"},
             {"use_torch_compile": True},
             "stock",
-            ["virtual ranks are lossless in compiled graphs"],
+            ["--cocodiff_virtual has no effect in compiled graphs"],
         ),
         (
             4,
             {"pipefusion_parallel_degree": 2, "cocodiff_mode": "fast"},
             {},
             "flat",
-            [LOSSLESS, "with PipeFusion mode 'fast' has no effect"],
+            [LOSSLESS, "mode 'fast' has no effect with PipeFusion"],
         ),
     ],
 )
@@ -375,7 +381,7 @@ def test_a_compiled_ring_is_lossless_and_nothing_says_otherwise() -> None:
     said = ranks.run(state_after, 4, values, {"use_torch_compile": True})[0][1]
     assert not any("lossy" in line for line in said)
     assert [NO_SLOW_AXIS in line for line in said].count(True) == 2
-    assert ["ring attention is xDiT's, and lossless" in line for line in said].count(True) == 2
+    assert ["ring attention is xDiT's own, and lossless" in line for line in said].count(True) == 2
 
 
 def test_groups_beside_data_cfg_and_ring_parallelism() -> None:

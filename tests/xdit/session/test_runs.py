@@ -186,7 +186,7 @@ def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
     for request in range(2):
         assert loop(one, request, text) == [False] * 4
     [message] = said
-    assert "mode balanced does nothing so far" in message and "made anew" in message
+    assert "compression inactive (mode 'balanced'): no denoising steps detected" in message
     assert "xfuser_cocodiff.run(" in message
 
 
@@ -282,7 +282,7 @@ def test_two_pipelines_that_take_turns_travel_exactly(said: list[str], shared: b
     one = session.transformer()
     older, newer = interleaved(session, one, one if shared else session.transformer())
     assert older == newer == [False] * 12
-    assert session.held == 0 and all("takes turns with another one" in message for message in said)
+    assert session.held == 0 and all("alternates with another run" in message for message in said)
 
 
 def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
@@ -322,7 +322,7 @@ def test_steps_that_nobody_sees_do_not_fill_the_memory(said: list[str]) -> None:
         one(number, timestep=0.0, encoder_hidden_states=text)
         assert session.held <= MAX_BRANCHES
     assert session.held == 0
-    assert any("no step has ended" in message for message in said)
+    assert any("no step ended in" in message for message in said)
 
 
 def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
@@ -331,11 +331,11 @@ def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
     for _ in range(3):
         session.runtime.disable("K is odd")
         session.runs.end_step()
-    assert said == ["mode balanced does nothing so far, everything travels exactly: K is odd"]
+    assert said == ["compression inactive (mode 'balanced'): K is odd"]
     session.runs.begin(3)
     for _ in range(3):
         session.runs.end_step()
-    assert "no attention came through xDiT's USP" in said[-1] == said[1]
+    assert "no attention layer called xDiT's USP" in said[-1] == said[1]
 
 
 # Whole loops around xDiT's FLUX, on real ranks.
@@ -472,7 +472,7 @@ def anew_on_one_rank(rank: int) -> torch.Tensor:
         latents, time, [prompt.clone() for prompt in prompts] if rank == 1 else prompts
     )
     latents = loops.run(1, "by_hand")
-    assert "made anew on others" in loops.session.runs.reason
+    assert "others make new ones" in loops.session.runs.reason
     return latents
 
 

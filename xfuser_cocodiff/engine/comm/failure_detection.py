@@ -258,10 +258,10 @@ def _call(members: list[int], here: int, stage: str) -> str:
         time.sleep(_POLL_SECONDS)
         missing = {rank for rank in missing if said(rank) is None}
     if missing:
-        return f"{_ranks(missing)} gone or not answering"
+        return f"{_ranks(missing)} lost or unresponsive"
     if absent := {rank for rank in members if not said(rank)}:
-        return f"{_ranks(absent)} alive but did not come to it"
-    return "all of them are alive and came to it, so a link between them failed, or one of them is too slow"
+        return f"{_ranks(absent)} alive but did not call it"
+    return "all of its ranks are alive and called it: a link between them failed, or one of them is too slow"
 
 
 def _read(store: dist.Store, kind: str, rank: int) -> str | None:

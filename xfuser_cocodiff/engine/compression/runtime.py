@@ -324,27 +324,27 @@ class Runtime:
             mode = f"{self.mode}@{self._changes}" if self._changes else self.mode
             self._once(
                 self._say,
-                f"mode {self.mode} codes by {self.schedule}; the error depends on the model and its steps: measure it "
-                f"with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
+                f"mode {self.mode!r}: {self.schedule}; the error depends on the model and the number of steps: measure "
+                f"it with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
             )
 
     def _tell_references(self) -> None:
         wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
         full, compact = (sum(state.need[kept] for state in wanting) for kept in (False, True))
-        kept = ", as they are kept" if self._compact else ""
-        bound = "; --cocodiff_memory_budget sets a bound" if self._budget is None else ""
+        kept = " (in use)" if self._compact else ""
+        bound = "; --cocodiff_memory_budget sets a limit" if self._budget is None else ""
         layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
-        guided = f" in {branches} branches of guidance" if branches > 1 else ""
+        guided = f" and {branches} guidance branches" if branches > 1 else ""
         self._once(
             self._say,
-            f"references of {layers} layers{guided} take {full / GIB:.3g} GiB per rank, "
-            f"{compact / GIB:.3g} in 8 bits{kept}{bound}",
+            f"link references of {layers} layers{guided}: {full / GIB:.3g} GiB per rank, "
+            f"{compact / GIB:.3g} GiB in 8 bits{kept}{bound}",
         )
         exact = sum(state.is_exact for state in wanting)
         if exact and self._budget is not None:
             self._warn(  # in every run
-                f"{exact} of {len(wanting)} layers travel exactly: in {self._budget / GIB:.3g} GiB there is no room "
-                "for their references"
+                f"{exact} of {len(wanting)} layers are lossless: their link references exceed the memory budget of "
+                f"{self._budget / GIB:.3g} GiB; raise --cocodiff_memory_budget"
             )
 
     def _tell_unmatched(self) -> None:
@@ -352,7 +352,7 @@ class Runtime:
         for name in self.schedule.unmatched(layers):
             begins = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
             near = difflib.get_close_matches(name, sorted(begins), 3, 0.0)
-            self._once(self._warn, f"exact={name} names no layer; near are {', '.join(near)}")
+            self._once(self._warn, f"exact={name} matches no layer; the nearest are {', '.join(near)}")
 
     def _once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:

@@ -32,18 +32,18 @@ def warnings(
     found = list(_unknown(environment))
     if config is None:
         alone = [source for name, source in sources.items() if name not in (ENABLE_OPTION, *_PREFERENCES)]
-        return [*found, f"without --{ENABLE_OPTION} there is no effect of {', '.join(alone)}"] if alone else found
+        return [*found, f"{', '.join(alone)}: no effect without --{ENABLE_OPTION}"] if alone else found
 
     def vain(names: tuple[str, ...], why: str) -> Iterator[str]:
         if said := [sources[name] for name in names if name in sources]:
             yield f"{', '.join(said)}: no effect {why}"
 
     if config.virtual:
-        found += vain(_TRAVELLING, "with --cocodiff_virtual, where nothing travels")
+        found += vain(_TRAVELLING, "with --cocodiff_virtual: one rank does not communicate")
     elif ring_degree == 1:
         found += vain(("ring",), "without --ring_degree above 1")
     if config.mode == EXACT:
-        found += vain(_APPROXIMATING, f"in the mode {EXACT}")
+        found += vain(_APPROXIMATING, f"in mode {EXACT!r}")
     return found
 
 
@@ -54,4 +54,4 @@ def _unknown(environment: Mapping[str, str]) -> Iterator[str]:
         if name.startswith(_PREFIX) and name not in variables:
             nearest = difflib.get_close_matches(name.removeprefix(_PREFIX), known, 1)
             hint = f"; the nearest is {_PREFIX}{nearest[0]}" if nearest else ""
-            yield f"{name} is no variable of the plugin{hint}"
+            yield f"{name} is not a variable of the plugin{hint}"

@@ -95,8 +95,8 @@ def place_groups(ranks: SequenceRanks, given: Topology | None, ring: str, profil
     split = UlyssesRingSplit(ranks.ulysses, ranks.ring, ring)
     if known and not split.fits(whole):
         raise ValueError(
-            f"{ring!r} is not valid: groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not lie alike on the "
-            f"axes of the profile, {whole}"
+            f"{ring!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not align "
+            f"with the axes of the profile, {whole}; valid are degrees that do, or no --cocodiff_profile"
         )
     around = split.ring_topology(whole)
     if given not in (None, whole):

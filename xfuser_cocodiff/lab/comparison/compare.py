@@ -155,7 +155,7 @@ def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> 
     _check_modes(how.modes, arguments)
     arguments, launcher, environment, cluster = _where(arguments, how)
     if degree == 1:
-        console.print("--ulysses_degree is 1: there is nothing to move, so both sides run the same code")
+        console.print("--ulysses_degree is 1: there is no all-to-all, so both sides run the same code")
     usual = MULTI_NODE_MODE if cluster and cluster["nodes"] > 1 else EXACT
     contenders = contend(arguments, environment, out, repeats, launcher, how.modes, usual)
     with launch.exit_on_sigterm():

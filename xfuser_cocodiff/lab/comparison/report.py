@@ -144,7 +144,7 @@ def notes(record: dict[str, Any]) -> list[str]:
     stock, plugin = record["runs"]
     found = []
     if plugin["degree"] == 1:
-        found.append("--ulysses_degree is 1: there was nothing to move, and both sides ran the same code.")
+        found.append("--ulysses_degree is 1: there was no all-to-all, and both sides ran the same code.")
     elif plugin["topology"] is None:
         found.append("The plugin left this run to stock xDiT (its log says why), so both sides ran the same code.")
     unseen = [run for run in (stock, plugin) if run["a2a_seconds"] is None]

@@ -23,11 +23,12 @@ def usable_head_groups(session: Session, *heads: int) -> int:
     if groups == 1:
         return 1
     if session.runtime:
-        warn_once("--cocodiff_head_groups is ignored: in lossy modes, references belong to whole tensors")
+        warn_once("--cocodiff_head_groups has no effect in lossy modes; leave it out, or choose --cocodiff_mode exact")
         return 1
     if any(number % groups for number in heads):
         warn_once(
-            f"--cocodiff_head_groups {groups} is ignored: it does not divide {' and '.join(map(str, heads))} heads"
+            f"--cocodiff_head_groups {groups} has no effect: {' and '.join(map(str, heads))} heads per rank are not "
+            "divisible by it; choose a divisor"
         )
         return 1
     return groups
@@ -90,7 +91,10 @@ def choose_schedules(
     pays, has_mlp, is_flat, is_same = map(bool, answers)
     if not is_same:
         kind.unequal = (groups,)
-        warn_once(f"--cocodiff_head_groups {groups} is ignored: attention in groups of heads would change bits")
+        warn_once(
+            f"--cocodiff_head_groups {groups} has no effect: attention in groups of heads is not bit-identical; "
+            "leave it out"
+        )
         groups = 1
     known = session.known_schedule(kind)
     ours = Schedule(kind.ready if fixed else pays, groups, has_mlp)

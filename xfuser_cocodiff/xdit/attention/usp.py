@@ -104,7 +104,7 @@ def _virtually(
     virtual, layer = session.virtual, session.layers.running()
     layer_codecs = None
     if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
-        session.runtime.disable("its K and V are of other tokens than its Q, whose places on many ranks are not known")
+        session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
     elif layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
@@ -163,7 +163,9 @@ def _permutes_heads(given: _Given, session: Session) -> bool:
         and given.joint_strategy is None
     )
     if permutes and session.runtime:
-        session.runtime.disable("its heads change places between steps (--use_spargeattn_head_balance)")
+        session.runtime.disable(
+            "--use_spargeattn_head_balance moves heads between ranks at each step; leave it out to compress"
+        )
     return permutes
 
 

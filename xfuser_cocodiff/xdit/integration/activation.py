@@ -42,7 +42,7 @@ def install(listeners: Sequence[run_tracker.Listener] = (), rows: Sequence[Patch
         tracker = run_tracker.RunTracker(listeners)
         patch_set = PatchSet([*patch_table(tracker), *rows], PACKAGE, is_active=bool(listeners))
         if reason := incompatibility(patch_set):
-            warn_once(f"xDiT stays as it is: {reason}")
+            warn_once(f"the plugin is not installed, and xDiT runs unchanged: {reason}")
             return False
         patch_set.install()
         option_errors.install()

@@ -70,7 +70,7 @@ def check_all(is_enabled: bool) -> None:
     if is_enabled:
         _gather({"is_enabled": True})
     else:
-        with contextlib.suppress(UnresponsiveRankError):
+        with contextlib.suppress(MissingReportError):
             _gather({"is_enabled": False}, DISABLED_RANK_TIMEOUT)
 
 
@@ -78,7 +78,7 @@ class OptionError(ValueError):
     """What is wrong with options, on all ranks alike."""
 
 
-class UnresponsiveRankError(RuntimeError):
+class MissingReportError(RuntimeError):
     """A rank did not answer."""
 
 
@@ -139,8 +139,8 @@ def _posted(mine: dict, timeout: timedelta) -> list[dict]:
         store.wait(keys, timeout)
     except RuntimeError:
         silent = [rank for rank in range(world) if not store.check([keys[rank]])]
-        raise UnresponsiveRankError(
-            f"ranks {silent} have not said what CoCoDiff's options are within {timeout}; is the plugin installed "
-            "and enabled on all nodes?"
+        raise MissingReportError(
+            f"ranks {silent} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
+            "nodes"
         ) from None
     return [json.loads(store.get(key)) for key in keys]

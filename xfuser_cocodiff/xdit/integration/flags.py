@@ -141,14 +141,17 @@ def settings(
     # Flags are the same on all ranks, but variables and what the launcher says need not be.
     proposals = gather_proposals(proposal)
     if _only_detection_differs(proposals):
-        warn_once("ranks see different machines, so the all-to-all stays flat; --cocodiff_topology would change that")
+        warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
         mine = functools.partial(mine, Topology.flat)
         proposals = gather_proposals(proposal)
     config = mine()
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
         without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
         best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
-        warn_once(f"ranks {without} cannot run the kernels of {best.capitalize()}, so all ranks use PyTorch's")
+        warn_once(
+            f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
+            f"install {best.capitalize()} on all nodes"
+        )
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
     if differences := _differences(proposals):

@@ -144,7 +144,7 @@ class PatchSet:
                     self._apply(row, module)
         except Exception as error:
             self.uninstall()
-            warn_once(f"xDiT stays as it is: {type(error).__name__}: {error}")
+            warn_once(f"the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}")
 
     def is_applied(self, row: Patch) -> bool:
         """Whether a row is applied."""

@@ -163,8 +163,8 @@ def _shared(device_type: str) -> Platform:
     """Gloo is the one backend that lets several ranks have the same device."""
     platform = Platform(device_type, lambda: dist.Backend.GLOO, {}, torch.accelerator.device_count())
     info_once(
-        f"the ranks of this node share {platform.devices} {device_type} device(s): messages go through the host's "
-        "memory and gloo"
+        f"the ranks of this node share {platform.devices} {device_type} device(s): communication uses gloo and host "
+        "memory"
     )
     return _with_facade(platform)
 
@@ -295,7 +295,7 @@ def _import_if_installed(name: str) -> bool:
     try:
         importlib.import_module(name)
     except Exception as error:  # a legacy package that does not fit this PyTorch is as good as absent
-        warn_once(f"{name} is installed but does not load, and is left out: {type(error).__name__}: {error}")
+        warn_once(f"{name} is ignored, since its import fails: {type(error).__name__}: {error}; reinstall or remove it")
         return False
     return True
 

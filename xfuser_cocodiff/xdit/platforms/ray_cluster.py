@@ -31,7 +31,7 @@ def _with_gpus(original: Callable) -> Callable:
             context = original(**{**kwargs, "num_gpus": NUM_GPUS})
         except ValueError:  # a cluster runs here already, which counts its own
             return original(**kwargs)
-        info_once(f"a Ray of its own is told of {NUM_GPUS} GPUs, which xDiT's workers ask for: they run on the CPU")
+        info_once(f"Ray starts with {NUM_GPUS} virtual GPUs, which xDiT's workers request; they run on the CPU")
         return context
 
     return init

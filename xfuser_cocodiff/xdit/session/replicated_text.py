@@ -20,7 +20,7 @@ def warn_if_replicated(model: str) -> bool:
     if not (is_replicated and get_pipeline_parallel_world_size() == 1 and model.startswith(_IN_SEQUENCE)):
         return False
     info_once(
-        f"the text's tokens are not divisible by the {ranks()} ranks that share a sequence, so every rank has all of "
-        "them; with a --max_sequence_length that is, less is sent and less is computed"
+        f"the text tokens are not divisible by the {ranks()} ranks and are replicated on each of them; a divisible "
+        "--max_sequence_length needs less communication and computation"
     )
     return True

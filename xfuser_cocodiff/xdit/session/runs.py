@@ -20,10 +20,10 @@ MAX_BRANCHES = 16
 """Calls of a transformer in one step; more of them mean that steps are not seen."""
 _IDLE_CALLS = 2
 """Calls of transformers after which something ought to have been encoded."""
-DECLARE = "declare its runs: `with xfuser_cocodiff.run(steps=...) as run:`, and `run.step()` after each step"
-_ANEW = f"each call of its transformer is given a timestep or a prompt made anew; {DECLARE}"
-_IN_TURNS = "it takes turns with another one"
-_NO_LAYER = "no attention came through xDiT's USP: exchanges that a model makes elsewhere travel exactly"
+DECLARE = "wrap the loop in `with xfuser_cocodiff.run(steps=...) as run:` and call `run.step()` after each step"
+_ANEW = f"no denoising steps detected, since each call has a new timestep or prompt tensor; {DECLARE}"
+_IN_TURNS = "it alternates with another run; finish one before the next"
+_NO_LAYER = "no attention layer called xDiT's USP; other all-to-alls of a model are lossless"
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Runs:
         """The one that the runtime knows."""
         self._has_called = False
         """Whether a transformer was called since the last step ended, while a run is declared."""
-        self._why = f"no run was seen; {DECLARE}"
+        self._why = f"no denoising steps detected; {DECLARE}"
         self._idle = 0
         """Calls in a row that did nothing for a mode."""
 
@@ -157,7 +157,7 @@ class Runs:
         if root.run is None and not self._declared:
             self._ends_step()
         if root.run and root.calls >= MAX_BRANCHES:
-            self._lose(root.run, f"after {root.calls} calls of its transformer no step has ended; {DECLARE}")
+            self._lose(root.run, f"no step ended in {root.calls} calls of its transformer; {DECLARE}")
         if root.run and root.run.lost:
             root.run = None
         if root.run is None and self._declared:  # which has been said
@@ -188,7 +188,7 @@ class Runs:
         """The rest of a run travels exactly."""
         if not run.lost:
             self._why, run.lost = why, True
-            warn_once(f"a run travels exactly from here on: {why}")
+            warn_once(f"compression inactive for the rest of the run: {why}")
             if runtime := self._runtime():
                 runtime.end_run()
 
@@ -200,9 +200,9 @@ class Runs:
         if self._current is not newest:  # a newer one is over
             self._code(newest)
         if len(self._declared) > 1:
-            self._compare_prompts(newest, root, args, kwargs, "another one is open")
+            self._compare_prompts(newest, root, args, kwargs, "another run is open")
         elif newest.may_be_left:
-            self._compare_prompts(newest, root, args, kwargs, "it may have been left")
+            self._compare_prompts(newest, root, args, kwargs, "the run may have been abandoned")
         return newest
 
     def _compare_prompts(self, run: Run, root: RootModule, args: tuple, kwargs: dict[str, Any], doubt: str) -> None:
@@ -234,7 +234,7 @@ class Runs:
         place = self._shown.place(root, moment) if self._shown else _NEW_RUN
         # It goes by which tensors are the same, and a rank may be given the same one again where another has a copy.
         if not self._agreed(place):
-            self._forget("ranks are given tensors that are the same on some of them and made anew on others")
+            self._forget("some ranks reuse the tensors of the last call and others make new ones")
             return None
         if place == _NEW_RUN:
             self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
@@ -254,7 +254,7 @@ class Runs:
         self._stop()
 
     def _warn(self, runtime: Runtime) -> None:
-        warn_once(f"mode {runtime.mode} does nothing so far, everything travels exactly: {self.reason}")
+        warn_once(f"compression inactive (mode {runtime.mode!r}): {self.reason}")
 
 
 _NEW_RUN, _NEXT_STEP, _SAME_STEP = "a new run", "the next step", "the same step"

@@ -149,7 +149,7 @@ class Session:
                 if known:
                     known.keep()
         except OSError as error:
-            warn_once(f"what was found of this machine cannot be kept for later runs: {error}; see --cocodiff_cache")
+            warn_once(f"tuning results cannot be cached: {error}; choose another folder with --cocodiff_cache")
 
     def _counts(self) -> bool:
         return self is active() and not torch.compiler.is_compiling()
@@ -238,7 +238,9 @@ class Session:
         if self.runtime is None or layer is None or layer.root.run is None or layer.again:
             return False
         if is_captured():
-            self.runtime.disable("a CUDA graph is captured, which would repeat what codecs did at one step")
+            self.runtime.disable(
+                "a CUDA graph is captured, which would repeat the codecs of one step; leave CUDA graphs out"
+            )
             return False
         return True
 
@@ -279,7 +281,7 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-UNGROUPED = "--cocodiff_head_groups is ignored in compiled graphs: all heads attend at once"
+UNGROUPED = "--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile"
 """Warning of a setting that graphs leave out."""
 _NONE = Session()
 """In force while xDiT has no runtime state."""

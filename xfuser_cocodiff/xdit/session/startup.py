@@ -75,40 +75,55 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         return Session()
     keeps_usp = not usp_versions.is_known()
     if config.virtual and keeps_usp:
-        because = f"xfuser's USP is not that of version {', '.join(usp_versions.DIGESTS)}: virtual ranks have no effect"
+        because = (
+            "--cocodiff_virtual has no effect with this xfuser, whose USP is unknown; install version "
+            f"{' or '.join(usp_versions.DIGESTS)}"
+        )
         warn_once(because)
         return Session(config, exact_because=because)
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
-            warn_once("--use_torch_compile: virtual ranks are lossless in compiled graphs")
+            warn_once(
+                "--cocodiff_virtual has no effect in compiled graphs: the run is lossless; leave out "
+                "--use_torch_compile"
+            )
         runtime = _virtual_runtime(config)
         if runtime:
             _lead_through_usp(pipeline)
         lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
         return Session(config, runtime=runtime, exact_because=None if runtime else lossless)
     if parallel.sp_degree == 1:
-        warn_once("--use_cocodiff has no effect with --ulysses_degree 1")
+        warn_once("--use_cocodiff has no effect with --ulysses_degree 1; set a degree above 1")
         return Session(config)
     from yunchang.globals import PROCESS_GROUP
 
     group, around = PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG if parallel.ring_degree > 1 else None
     if around and ring_groups.found(group, around) != config.ring:
-        warn_once(f"--cocodiff_ring {config.ring}: groups lie otherwise already, so the run keeps stock's exchanges")
+        warn_once(
+            f"--cocodiff_ring {config.ring} has no effect: this process already has process groups with the other "
+            "placement, and the run uses stock's all-to-all; start a new process"
+        )
         return Session(config)
     if keeps_usp:
         lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
-        versions = ", ".join(usp_versions.DIGESTS)
-        because = f"xfuser's USP is not that of version {versions}: it runs as it is over lossless exchanges{lossless}"
+        versions = " or ".join(usp_versions.DIGESTS)
+        because = (
+            f"this xfuser's USP is unknown: it runs unchanged over the plugin's all-to-all{lossless}; install version "
+            f"{versions} for overlap and compression"
+        )
         warn_once(because)
         config, around = replace(config, mode=EXACT), None
     if around and engine_config.runtime_config.use_torch_compile:
-        info_once("--use_torch_compile: ring attention is xDiT's, and lossless")
+        info_once("--use_torch_compile: ring attention is xDiT's own, and lossless")
         around = None
     if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
         warn_once(UNGROUPED)
     if parallel.pp_degree > 1 and config.mode != EXACT:
         session = create_session(group, replace(config, mode=EXACT), around=around)
-        session.exact_because = f"with PipeFusion mode {config.mode!r} has no effect and the run is lossless"
+        session.exact_because = (
+            f"mode {config.mode!r} has no effect with PipeFusion: the run is lossless; leave out "
+            "--pipefusion_parallel_degree to compress"
+        )
         warn_once(session.exact_because)
         return session
     session = create_session(group, config, around=around)
@@ -126,8 +141,8 @@ def _warn_of_other_groups(parallel: Any) -> None:
 
     if parallel.ring_degree > 1 and ring_groups.found(PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG) == INNER:
         warn_once(
-            f"this session's ring lies as --cocodiff_ring {INNER} of an earlier one has it, and does not have stock's "
-            "bits: xDiT makes its groups once; start a new process"
+            f"the ring has the placement --cocodiff_ring {INNER} of an earlier session, so the run is not "
+            "bit-identical to stock: xDiT makes its process groups once; start a new process"
         )
 
 
@@ -200,7 +215,7 @@ def _runtime_over(session: Session) -> Runtime | None:
     around = f", ring {config.ring} {session.ring.mesh.topology}" if session.ring else ""
     if config.mode == EXACT:
         plan = config.plan or AUTO
-        info_once(f"on: topology {config.topology}{around}, plan {plan}; lossless: the run has stock's bits")
+        info_once(f"on: topology {config.topology}{around}, plan {plan}; lossless: bit-identical to stock")
         return None
     if way is None and ring_way is None:
         session.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
@@ -233,7 +248,7 @@ def _lead_through_usp(pipeline: Any) -> None:
 
 def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
     if config.mode == EXACT:
-        warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}")
+        warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None
     slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
@@ -247,7 +262,8 @@ def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
 
 def _tell(config: CocoDiffConfig, where: str) -> None:
     warn_once(
-        f"lossy: mode {config.mode!r} approximates what crosses {where}; --cocodiff_mode {EXACT} has stock's bits"
+        f"lossy: mode {config.mode!r} compresses communication on {where}; --cocodiff_mode {EXACT} is bit-identical to "
+        "stock"
     )
 
 
