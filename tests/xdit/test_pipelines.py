@@ -102,7 +102,7 @@ def v_first(model: str) -> bool:
     and there are such layers."""
     from xfuser_cocodiff.xdit.session.session import active
 
-    known = [kind for kind in active().layers.kinds if kind.trial]
+    known = [kind for kind in active().layers.kinds if kind.candidates]
     assert all(kind.ready for kind in known), [kind.status for kind in known]
     [family] = (family for family in FAMILIES if model in family.small)
     assert {path for kind in known for path in kind.recipe.paths} == {*family.v_first}

@@ -91,7 +91,7 @@ def see(small: Any, recorder: Any) -> Seen:
     made = small.run(STEPS)
     session, latents = active(), recorder.latents.clone()
     recorder.end_run()
-    kinds = [kind for kind in session.layers.kinds if kind.trial]
+    kinds = [kind for kind in session.layers.kinds if kind.candidates]
     return Seen(
         made,
         recorder.runs[-1],

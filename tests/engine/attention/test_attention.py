@@ -60,7 +60,7 @@ def check(rank: int, text: str) -> None:
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
                     sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
-                    found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early=sent)
+                    found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early_value=sent)
                     assert torch.equal(found, expected), (dtype, key_heads, groups, early)
 
 
@@ -97,7 +97,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
             groups = (1, 2, 4)[step % 3]
             sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
             lag()
-            found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early=sent)
+            found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early_value=sent)
             assert torch.equal(found, share(attend(q, k, v, HeadGroup()))), step
 
 
@@ -129,7 +129,7 @@ def fail_between(rank: int, groups: int, early: bool) -> None:
     for attention in (fail, attend, fail, attend):
         sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
         try:
-            found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early=sent)
+            found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early_value=sent)
         except ArithmeticError:
             assert attention is fail
         else:

@@ -47,7 +47,7 @@ def meet_all(rank: int, sizes: str) -> None:
     topology = Topology.parse(sizes)
     mesh = Mesh.over(dist.group.WORLD, topology)
     plans = candidates(topology)
-    plans += [Plan.gathering(topology, direct) for direct in (False, True)]
+    plans += [Plan.hierarchical_gather(topology, direct) for direct in (False, True)]
     for dtype in (torch.float32, torch.uint8):
         block = torch.arange(7).add(10 * rank).to(dtype).view(7, 1)
         for plan in plans:
@@ -104,7 +104,7 @@ def coded(
     """Errors at each step, relative to exact attention, what is reported, and what was foretold to be held."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = Runtime(None, "balanced", schedule, None, list, budget=budget, ring_way=ring.way)
+    runtime = Runtime(None, "balanced", schedule, None, list, budget=budget, ring_way=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -173,7 +173,7 @@ def test_tokens_are_chosen_by_their_owner(schedule: str, most: float) -> None:
 def chosen_links(rank: int) -> str:
     ring = ring_over(Topology.parse("2x2"))
     flat = Plan.parse("flat*", ring.mesh.topology)
-    policy = PlanPolicy(ring.mesh.policy.choose, gather=lambda block_bytes: flat)
+    policy = PlanPolicy(ring.mesh.policy.choose, choose_gather=lambda block_bytes: flat)
     mesh = Mesh(ring.mesh.topology, ring.mesh.stages, policy, ring.mesh.comm_stream)
     query, key, value = (part(name, rank) for name in "qkv")
     ring_attention(query, key, value, attend, Ring(mesh, rank))

@@ -41,14 +41,14 @@ def test_topologies_with_little_to_probe() -> None:
     for text in ("flat", "1x3"):
         [profile, *_] = ranks.run(measure, 3, text)
         assert Profile.from_json(profile.to_json()) == profile
-        assert planner.choose(profile, 1000).is_flat
+        assert planner.choose_plan(profile, 1000).is_flat
 
 
 def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
     """Stages that a small and a large exchange went through."""
     topology = Topology.parse("2x2", 4)
     config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
-    mesh = plan_selection.planned_mesh(dist.group.WORLD, config, CPU).mesh
+    mesh = plan_selection.set_up_comm(dist.group.WORLD, config, CPU).mesh
     found = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)

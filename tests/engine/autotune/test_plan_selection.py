@@ -27,20 +27,20 @@ XPU = torch.device("xpu", 0)
 
 def test_direct_sends_are_for_the_cpu() -> None:
     machine = dataclasses.replace(MACHINE, direct=MACHINE)
-    assert plan_selection.known_of(machine, CPU).direct == MACHINE
-    assert plan_selection.known_of(machine, XPU).direct is None
+    assert plan_selection.profile_for_device(machine, CPU).direct == MACHINE
+    assert plan_selection.profile_for_device(machine, XPU).direct is None
     direct = Plan.parse("hierarchical:gpu*,node", machine.topology)
-    plan_selection.check_fits(direct, CPU, "--cocodiff_a2a")
-    plan_selection.check_fits(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
+    plan_selection.check_plan_on_device(direct, CPU, "--cocodiff_a2a")
+    plan_selection.check_plan_on_device(Plan.flat(machine.topology), XPU, "--cocodiff_a2a")
     with pytest.raises(ValueError, match=r"--cocodiff_a2a: 'hierarchical:gpu\*,node' .*valid on xpu are plans without"):
-        plan_selection.check_fits(direct, XPU, "--cocodiff_a2a")
+        plan_selection.check_plan_on_device(direct, XPU, "--cocodiff_a2a")
 
 
 def blocking(rank: int) -> list[bool]:
     """Whether V, which is worth its call, is sent ahead by a mesh of collectives that overlap, or run one by one."""
     config = CocoDiffConfig(topology=MACHINE.topology, profile=MACHINE)
     meshes = [
-        plan_selection.planned_mesh(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
+        plan_selection.set_up_comm(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
         for synchronous in (False, True)
     ]
     return [mesh.policy.sends_early(10**8, 3 * 10**8) for mesh in meshes] + [
@@ -53,7 +53,7 @@ def test_nothing_is_sent_ahead_where_collectives_are_known_to_block() -> None:
 
 
 def test_graphs_know_the_plan_of_every_size() -> None:
-    plans = plan_selection.Plans(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
+    plans = plan_selection.PlanTable(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
     policy = PlanPolicy(plans, plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
@@ -64,7 +64,7 @@ def test_graphs_know_the_plan_of_every_size() -> None:
 
 def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
     """Stages that eager and traced exchanges of one size went through, once they were found equal."""
-    plans = plan_selection.Plans(MACHINE)
+    plans = plan_selection.PlanTable(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
     mesh = dataclasses.replace(mesh, policy=PlanPolicy(plans, plans.table()))
     tensor = torch.randn(1, 4, 8, 4)
@@ -96,7 +96,7 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    way = plan_selection.planned_mesh(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).way
+    way = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).partition
     return list(profile.slow_axes), [way.slow_dims, way.places]
 
 
@@ -113,7 +113,7 @@ def ways(rank: int) -> list[list[bool]]:
     found = []
     for plan in (None, Plan.hierarchical(profile.topology)):
         config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
-        way = plan_selection.planned_mesh(dist.group.WORLD, config, CPU, TuningCache({}, profile)).way
+        way = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
         found.append([way.is_single_stage(size) for size in (1000, 1_000_000)])
     return found
 

@@ -11,7 +11,7 @@ from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import start
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.autotune import tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -22,13 +22,13 @@ TOPOLOGY = Topology.parse("2x2", 4)
 def some(folder: Path, **machine: str) -> TuningCache:
     known = profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6)
     machine = {"torch": "1", "degree": 4, **machine}
-    return TuningCache(machine, known, {"exact auto A 1": Schedule(True, 4, flat=True)}, folder)
+    return TuningCache(machine, known, {"exact auto A 1": OverlapSchedule(True, 4, flat=True)}, folder)
 
 
 def test_what_is_kept_is_what_is_read(tmp_path: Path) -> None:
     kept = some(tmp_path)
-    kept.keep()
-    found = tuning_cache.read(kept.file(tmp_path))
+    kept.save()
+    found = tuning_cache.load(kept.file(tmp_path))
     assert found == replace(kept, folder=None)
     unknown = replace(kept, profile=None)
     assert TuningCache.from_json(json.loads(json.dumps(unknown.to_json()))) == replace(unknown, folder=None)
@@ -44,18 +44,18 @@ def test_another_machine_or_version_has_another_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 0}', '{"schema": 1, "profile": 3}'])
 def test_a_file_that_is_something_else_is_not_there(tmp_path: Path, text: str) -> None:
     file = tmp_path / "file.json"
-    assert tuning_cache.read(file) is None
+    assert tuning_cache.load(file) is None
     file.write_text(text)
-    assert tuning_cache.read(file) is None
+    assert tuning_cache.load(file) is None
 
 
 def share(rank: int, folders: list[str], versions: dict, hosts: str = "aabb") -> tuple[dict, bool]:
     from torch.distributed import group
 
-    found = tuning_cache.shared(group.WORLD, versions, {"host": hosts[rank]}, Path(folders[rank]))
+    found = tuning_cache.load_shared(group.WORLD, versions, {"host": hosts[rank]}, Path(folders[rank]))
     if not found.schedules:
-        found.schedules = {f"of rank {rank}": Schedule()}
-        found.keep()
+        found.schedules = {f"of rank {rank}": OverlapSchedule()}
+        found.save()
     return found.schedules, found.folder is not None
 
 
@@ -64,15 +64,17 @@ def test_all_ranks_go_by_what_the_first_one_keeps(tmp_path: Path) -> None:
     folders = [str(tmp_path / str(rank // 2)) for rank in range(4)]
     assert [keeps for _, keeps in ranks.run(share, 4, folders, {"torch": "1"})] == [True, False, False, False]
     again = ranks.run(share, 4, folders, {"torch": "1"})
-    assert [known for known, _ in again] == [{"of rank 0": Schedule()}] * 4
+    assert [known for known, _ in again] == [{"of rank 0": OverlapSchedule()}] * 4
     assert not (tmp_path / "1").exists()
     other = TuningCache({"torch": "1", "ranks": [{"host": host} for host in "aabb"]})
-    other.schedules, other.folder = {"of another host": Schedule(True, 2)}, tmp_path / "1"
-    other.keep()  # the other host's folder knows the same machine differently
-    assert [known for known, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [{"of rank 0": Schedule()}] * 4
-    assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": Schedule()}
+    other.schedules, other.folder = {"of another host": OverlapSchedule(True, 2)}, tmp_path / "1"
+    other.save()  # the other host's folder knows the same machine differently
+    assert [known for known, _ in ranks.run(share, 4, folders, {"torch": "1"})] == [
+        {"of rank 0": OverlapSchedule()}
+    ] * 4
+    assert ranks.run(share, 4, folders, {"torch": "2"})[1][0] == {"of rank 1": OverlapSchedule()}
     for hosts in ("aabc", "aaab"):  # the last rank, or another one, is on another host
-        assert ranks.run(share, 4, folders, {"torch": "1"}, hosts)[1][0] == {"of rank 1": Schedule()}
+        assert ranks.run(share, 4, folders, {"torch": "1"}, hosts)[1][0] == {"of rank 1": OverlapSchedule()}
 
 
 def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str], int, int]:
@@ -99,7 +101,7 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
         session.runs.end_step()
         steps += 1
     assert torch.equal(result, expected) or mode != "exact"
-    return sorted(str(kind.trial.chosen) for kind in session.layers.kinds), steps, probed.call_count
+    return sorted(str(kind.candidates.chosen) for kind in session.layers.kinds), steps, probed.call_count
 
 
 @pytest.mark.parametrize(("mode", "topology"), [slow("exact", "flat"), slow("exact", "2x1"), ("balanced", "2x1")])
@@ -107,10 +109,10 @@ def test_the_next_process_starts_with_what_was_found(tmp_path: Path, mode: str, 
     first = ranks.run(run_once, 2, str(tmp_path), mode, topology)
     assert first[0] == first[1] and first[0][1] > 8 and first[0][2] == 1
     [file] = tmp_path.iterdir()
-    known = tuning_cache.read(file)
+    known = tuning_cache.load(file)
     assert known.profile and len(known.schedules) == 2
     changed = {name: schedule._replace(v_first=not schedule.v_first) for name, schedule in known.schedules.items()}
     known.schedules, known.folder = changed, tmp_path
-    known.keep()
+    known.save()
     expected = sorted(map(str, changed.values())), 3, 0
     assert ranks.run(run_once, 2, str(tmp_path), mode, topology) == [expected] * 2

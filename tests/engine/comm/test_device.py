@@ -100,9 +100,9 @@ def run(mesh: Mesh, groups: int, v_first: bool, steps_of: Iterator[LayerCodecs |
     hidden = torch.randn(2, 8, 8, 16, device=device())
     for layer_codecs in steps_of:
         value = hidden * 3
-        early = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
+        sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
         query, key = hidden + 1, hidden - 1
-        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early=early, layer_codecs=layer_codecs)
+        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early_value=sent, layer_codecs=layer_codecs)
 
 
 def exact(rank: int, plan: str) -> None:
@@ -265,8 +265,10 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
             now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
             layer_codecs = LayerCodecs(way, now, wires, CodecStats(), step, at_once=slow == ONCE)
             made.launched.clear()
-            early = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
-            ulysses_attention(query, key, value, lambda query, *_: query, mesh, early=early, layer_codecs=layer_codecs)
+            sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
+            ulysses_attention(
+                query, key, value, lambda query, *_: query, mesh, early_value=sent, layer_codecs=layer_codecs
+            )
         kernels = sum(count for name, count in made.launched.items() if name.endswith("_kernel"))
         return kernels, made.launched.total() - kernels
 

@@ -250,7 +250,7 @@ def give_up(rank: int, how: str) -> None:
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
-                ulysses_attention(q, k, v, fail, mesh, early=early, layer_codecs=layer_codecs)
+                ulysses_attention(q, k, v, fail, mesh, early_value=early, layer_codecs=layer_codecs)
             continue
         late = start_seq_to_heads([q, k], mesh, Label("qk"), layer_codecs=layer_codecs)
         if step == 2 and rank == 1:

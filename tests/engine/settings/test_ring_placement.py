@@ -34,7 +34,7 @@ def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject)
     count = data.draw(st.sampled_from([n for n in range(1, whole.size + 1) if whole.size % n == 0]))
     stride = whole.size // count
     for part, groups in (
-        (whole.neighbouring(count), [[first + i for i in range(count)] for first in range(0, whole.size, count)]),
+        (whole.contiguous(count), [[first + i for i in range(count)] for first in range(0, whole.size, count)]),
         (whole.strided(count), [[first + i * stride for i in range(count)] for first in range(stride)]),
     ):
         assert part.size == count
@@ -48,10 +48,10 @@ def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject)
 
 def test_parts_of_aurora() -> None:
     aurora = Topology.parse("8x6x2")
-    assert str(aurora.neighbouring(24)) == "node=2,gpu=6,tile=2"
+    assert str(aurora.contiguous(24)) == "node=2,gpu=6,tile=2"
     assert str(aurora.strided(24)) == "node=8,gpu=3"
     assert str(aurora.strided(4)) == "node=4"
-    assert str(Topology.parse("2x6x2").neighbouring(8)) == "flat"
+    assert str(Topology.parse("2x6x2").contiguous(8)) == "flat"
 
 
 def profile(sizes: str, *speeds: float) -> Profile:
@@ -67,8 +67,8 @@ OUTER, INNER = UlyssesRingSplit(4, 2, "outer"), UlyssesRingSplit(4, 2, "inner")
 def test_times_by_hand() -> None:
     """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
     known = profile("4x2", 1e6, FAST)
-    part = {split: known.along(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
-    ring = {split: known.along(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
+    part = {split: known.restrict_to(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
+    ring = {split: known.restrict_to(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
     # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
     assert planner.exchange_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
     assert planner.gather_seconds(ring[OUTER], Plan.flat(ring[OUTER].topology), 2e6) == pytest.approx(2, rel=1e-3)
@@ -81,7 +81,7 @@ def test_times_by_hand() -> None:
 def test_times_of_a_ring_by_hand() -> None:
     """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time, and codecs."""
     known = dataclasses.replace(profile("2x4", 1e6, FAST), codec_bytes_per_second=4e7)
-    flat, best = Plan.flat(known.topology), planner.choose_gather(known, 2e6)
+    flat, best = Plan.flat(known.topology), planner.choose_gather_plan(known, 2e6)
     assert planner.gather_seconds(known, flat, 2e6) == pytest.approx(8, rel=1e-3)  # a block to each of 4 ranks there
     assert best.stages[0] == (0,) and planner.gather_seconds(known, best, 2e6) == pytest.approx(2, rel=1e-3)
     assert planner.ring_seconds(known, 2e6) == pytest.approx(2, rel=1e-3)
@@ -97,7 +97,7 @@ def test_a_gather_of_gloos_is_one_ring() -> None:
     flat, direct = Plan.flat(known.topology), dataclasses.replace(Plan.flat(known.topology), direct=(True,))
     assert planner.gather_seconds(with_direct, flat, 1e6) == pytest.approx(3, rel=1e-3)
     assert planner.gather_seconds(with_direct, direct, 1e6) == pytest.approx(2, rel=1e-3)
-    assert planner.choose_gather(with_direct, 1e6) == direct
+    assert planner.choose_gather_plan(with_direct, 1e6) == direct
     assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "others lay several rings"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from xfuser_cocodiff.engine.topology.launcher import (
-    collectives_block,
+    collectives_are_synchronous,
     detect,
     device_index,
     local_rank,
@@ -59,7 +59,7 @@ def test_device_of_a_rank(mask: str | None, index: int) -> None:
 
 @pytest.mark.parametrize(("value", "block"), [(None, False), ("0", False), ("1", True), ("true", True), ("", False)])
 def test_synchronous_collectives(value: str | None, block: bool) -> None:
-    assert collectives_block({} if value is None else {"CCL_OP_SYNC": value}) == block
+    assert collectives_are_synchronous({} if value is None else {"CCL_OP_SYNC": value}) == block
 
 
 @pytest.mark.parametrize(

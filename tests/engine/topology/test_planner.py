@@ -40,20 +40,22 @@ def test_times_by_hand() -> None:
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=0.1, launch=1.0)
     copy = 0.012
     # Flat: six ranks lie behind the node link, four behind the GPU links, one behind the tile link.
-    assert planner.seconds(machine, Plan.flat(machine.topology), MESSAGE) == pytest.approx(1 + 11 * 0.1 + 6)
+    assert planner.all_to_all_seconds(machine, Plan.flat(machine.topology), MESSAGE) == pytest.approx(1 + 11 * 0.1 + 6)
     # One stage per axis: 6 MB at 4 MB/s, 8 MB at 2 MB/s, 6 MB at 1 MB/s, four messages, two copies.
     by_axis = Plan.hierarchical(machine.topology)
-    assert planner.seconds(machine, by_axis, MESSAGE) == pytest.approx(3 + 4 * 0.1 + 1.5 + 4 + 6 + 2 * copy)
+    assert planner.all_to_all_seconds(machine, by_axis, MESSAGE) == pytest.approx(3 + 4 * 0.1 + 1.5 + 4 + 6 + 2 * copy)
     # Merged: 8 MB over the GPU links beside 2 MB over the tile link, then 6 MB.
     merged = Plan.parse("hierarchical:tile+gpu,node", machine.topology)
-    assert planner.seconds(machine, merged, MESSAGE) == pytest.approx(2 + 6 * 0.1 + 4 + 6 + copy)
+    assert planner.all_to_all_seconds(machine, merged, MESSAGE) == pytest.approx(2 + 6 * 0.1 + 4 + 6 + copy)
 
 
 def test_contention_slows_what_drives_several_axes() -> None:
     calm, busy = (profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0, 0, contention) for contention in (1, 2))
     flat, by_axis = Plan.flat(calm.topology), Plan.hierarchical(calm.topology)
-    assert planner.seconds(busy, flat, MESSAGE) == pytest.approx(2 * planner.seconds(calm, flat, MESSAGE))
-    assert planner.seconds(busy, by_axis, MESSAGE) == planner.seconds(calm, by_axis, MESSAGE)
+    assert planner.all_to_all_seconds(busy, flat, MESSAGE) == pytest.approx(
+        2 * planner.all_to_all_seconds(calm, flat, MESSAGE)
+    )
+    assert planner.all_to_all_seconds(busy, by_axis, MESSAGE) == planner.all_to_all_seconds(calm, by_axis, MESSAGE)
 
 
 @given(machines, message_sizes)
@@ -71,7 +73,7 @@ def test_bytes_over_the_outer_axis_are_the_same_under_every_plan(machine: Profil
     )
     nodes = machine.topology.shape[0]
     for plan in candidates(machine.topology):
-        assert planner.seconds(priced, plan, message) == pytest.approx(message * (nodes - 1) / nodes / 1e6)
+        assert planner.all_to_all_seconds(priced, plan, message) == pytest.approx(message * (nodes - 1) / nodes / 1e6)
 
 
 @given(machines, message_sizes)
@@ -79,12 +81,14 @@ def test_the_choice_saves_what_its_parts_must(machine: Profile, message: int) ->
     def parts(plan: Plan) -> int:
         return len(plan.stages) - 1
 
-    chosen = planner.choose(machine, message)
-    mine, flat = planner.seconds(machine, chosen, message), Plan.flat(machine.topology)
-    assert mine <= planner.seconds(machine, flat, message) * (1 - planner.MARGIN * parts(chosen)) * (1 + 1e-9)
+    chosen = planner.choose_plan(machine, message)
+    mine, flat = planner.all_to_all_seconds(machine, chosen, message), Plan.flat(machine.topology)
+    assert mine <= planner.all_to_all_seconds(machine, flat, message) * (1 - planner.MARGIN * parts(chosen)) * (
+        1 + 1e-9
+    )
     for plan in candidates(machine.topology):
         if parts(plan) == parts(chosen):
-            assert mine <= planner.seconds(machine, plan, message) * (1 + 1e-9)
+            assert mine <= planner.all_to_all_seconds(machine, plan, message) * (1 + 1e-9)
 
 
 @given(machines, message_sizes, st.floats(0.1, 10))
@@ -98,17 +102,19 @@ def test_no_choice_depends_on_the_unit_of_time(machine: Profile, message: int, u
         copy_bytes_per_second=machine.copy_bytes_per_second / unit,
     )
     flat = Plan.flat(machine.topology)
-    assert planner.seconds(scaled, flat, message) == pytest.approx(unit * planner.seconds(machine, flat, message))
-    chosen = planner.choose(machine, message)
-    best = planner.seconds(scaled, planner.choose(scaled, message), message)
-    assert planner.seconds(scaled, chosen, message) == pytest.approx(best)
+    assert planner.all_to_all_seconds(scaled, flat, message) == pytest.approx(
+        unit * planner.all_to_all_seconds(machine, flat, message)
+    )
+    chosen = planner.choose_plan(machine, message)
+    best = planner.all_to_all_seconds(scaled, planner.choose_plan(scaled, message), message)
+    assert planner.all_to_all_seconds(scaled, chosen, message) == pytest.approx(best)
 
 
 def test_small_messages_go_by_axis_and_large_ones_flat() -> None:
     """24 ranks on equal links: 23 messages against 3 + 2 + 1, and less to send in one piece."""
     machine = profile_of([4, 3, 2], [1e7, 1e7, 1e7], latency=1e-4, launch=1e-5)
-    assert str(planner.choose(machine, 1000)) != "flat"
-    assert str(planner.choose(machine, 10_000_000)) == "flat"
+    assert str(planner.choose_plan(machine, 1000)) != "flat"
+    assert str(planner.choose_plan(machine, 10_000_000)) == "flat"
 
 
 def test_coded_exchanges_take_all_axes_at_once_where_that_saves_more_than_its_messages_cost() -> None:
@@ -149,9 +155,9 @@ def test_direct_sends_are_used_where_they_are_faster() -> None:
         links=(AxisLink("node", 1e-3, 2e6), *machine.links[1:]),  # twice the bandwidth, ten times the latency
     )
     machine = dataclasses.replace(machine, direct=faster)
-    assert str(planner.choose(machine, 2**20)) == "flat*"
-    assert "*" not in str(planner.choose(machine, 64))
-    assert planner.bound_seconds(machine, 2**20) == pytest.approx(2**19 / 2e6)
+    assert str(planner.choose_plan(machine, 2**20)) == "flat*"
+    assert "*" not in str(planner.choose_plan(machine, 64))
+    assert planner.lower_bound_seconds(machine, 2**20) == pytest.approx(2**19 / 2e6)
 
 
 def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:
@@ -160,7 +166,7 @@ def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:
 
     def pays(value_bytes: int, **changes: float) -> bool:
         changed = dataclasses.replace(machine, **changes)
-        return planner.ahead_pays(changed, lambda size: Plan.flat(machine.topology), value_bytes, 3 * value_bytes)
+        return planner.early_send_pays(changed, lambda size: Plan.flat(machine.topology), value_bytes, 3 * value_bytes)
 
     assert pays(10**6)
     assert not pays(10**4)  # 5 ms on the link

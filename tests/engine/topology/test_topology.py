@@ -63,11 +63,11 @@ def test_ranks_and_coordinates_are_inverse(shape: list[int]) -> None:
 def test_neighbours_of_each_axis_partition_the_ranks(shape: list[int]) -> None:
     topology = Topology.named(**dict(zip(AXIS_NAMES, shape, strict=False)))
     for dim, size in enumerate(shape):
-        groups = {topology.neighbours(rank, dim) for rank in range(topology.size)}
+        groups = {topology.group_of(rank, dim) for rank in range(topology.size)}
         assert sorted(itertools.chain(*groups)) == list(range(topology.size))
         for group in groups:
             assert len(group) == size
-            assert all(topology.neighbours(rank, dim) == group for rank in group)
+            assert all(topology.group_of(rank, dim) == group for rank in group)
             assert [topology.coordinates(rank)[dim] for rank in group] == list(range(size))
 
 

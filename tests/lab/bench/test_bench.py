@@ -40,10 +40,12 @@ def test_plan_prints_and_records_the_choice_of_each_size(capsys: pytest.CaptureF
     for size in (1024, 2 * 2**20, 77):
         rows = {row["plan"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
         [chosen] = [plan for plan, row in rows.items() if row["chosen"]]
-        assert chosen == str(planner.choose(MACHINE, size))
+        assert chosen == str(planner.choose_plan(MACHINE, size))
         assert chosen in shown
         for plan, row in rows.items():
-            assert row["predicted_seconds"] == planner.seconds(MACHINE, Plan.parse(plan, MACHINE.topology), size)
+            assert row["predicted_seconds"] == planner.all_to_all_seconds(
+                MACHINE, Plan.parse(plan, MACHINE.topology), size
+            )
         assert "flat" in rows
 
 
@@ -114,7 +116,7 @@ def test_bench_a2a_leaves_a_record() -> None:
             pairs = zip(row["seconds"], rows["stock"]["seconds"], strict=True)
             assert row["ratio_to_stock"] == median(ours / theirs for ours, theirs in pairs)
             assert row["bound_seconds"] > 0
-        assert rows["auto"]["plan"] == str(planner.choose(Profile.from_json(record["profile"]), size))
+        assert rows["auto"]["plan"] == str(planner.choose_plan(Profile.from_json(record["profile"]), size))
     a2a.show(record)
 
 

@@ -191,7 +191,7 @@ def test_ranks_send_and_hold_what_is_foreseen(
     topology = Topology.parse(whole)
     known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
-    case = Case(workload, 256, 1, STEPS, topology, lambda part, _: known.along(part), None)
+    case = Case(workload, 256, 1, STEPS, topology, lambda part, _: known.restrict_to(part), None)
     found = predict(case, split, mode)
     if mode == "exact":
         sent = [Plan.hierarchical(topology).sent_bytes(case.message_bytes(name)) for name in "qkvo"]

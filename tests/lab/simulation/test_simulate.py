@@ -194,7 +194,7 @@ def test_aurora_has_the_times_that_it_was_fitted_to() -> None:
 
     def seconds(rule: str, message: float) -> float:
         profile = AURORA.over(AURORA.topology(1), message)
-        return planner.seconds(profile, Plan.parse(rule, profile.topology), message)
+        return planner.all_to_all_seconds(profile, Plan.parse(rule, profile.topology), message)
 
     assert seconds("flat", 48e6) == pytest.approx(25.5e-3, rel=0.02)
     assert seconds("flat", 6e6) == pytest.approx(1.1 * seconds("hierarchical", 6e6), rel=0.02)

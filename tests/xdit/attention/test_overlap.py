@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from xfuser_cocodiff.engine.attention import ulysses
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
@@ -137,8 +137,8 @@ def test_the_planner_says_what_travels_together(ahead: bool) -> None:
     together = ["qkv", "o"] * 3
     for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
         assert labels == (["v", "qk", "o"] * 3 if ahead else together)
-        usual = "V first, 1 head group" if ahead else "together, 1 head group"
-        assert schedules == [usual, f"{usual}, MLP beside Q, K and V"]  # of double and of single blocks
+        usual = "V first, 1 head group" if ahead else "QKV together, 1 head group"
+        assert schedules == [usual, f"{usual}, MLP overlapped"]  # of double and of single blocks
         assert asked and {3 * value == whole for value, whole in asked} == {True}
 
 
@@ -175,7 +175,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
-    return labels, asked, sorted({str(kind.trial.schedule) for kind in session.layers.kinds})
+    return labels, asked, sorted({str(kind.candidates.schedule) for kind in session.layers.kinds})
 
 
 def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
@@ -190,8 +190,8 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
         step()
         session.runs.end_step()
     for kind in session.layers.kinds:
-        assert kind.trial.schedules[-1].beside == kind.has_parallel_mlp
-        kind.trial = Trial([Schedule(*schedule)])
+        assert kind.candidates.schedules[-1].overlaps_mlp == kind.has_parallel_mlp
+        kind.candidates = ScheduleCandidates([OverlapSchedule(*schedule)])
     kinds = [kind.has_parallel_mlp for kind in session.layers.kinds]
     assert sorted(kinds) == [False, True]  # double blocks have none beside attention
 
@@ -237,7 +237,7 @@ def test_an_mlp_beside_attention_is_computed_while_others_travel(
 @pytest.mark.parametrize("groups", [2, 4])
 def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
     for schedules, report in ranks.run(change_bits, 2, groups):
-        assert schedules == ["V first, 1 head group", "V first, 1 head group, MLP beside Q, K and V"]
+        assert schedules == ["V first, 1 head group", "V first, 1 head group, MLP overlapped"]
         assert all(f"heads are not cut into {groups} groups" in status for status in report["FluxAttention"])
 
 
@@ -266,4 +266,4 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
         kinds = use(group, True, groups).layers.kinds
         for _ in range(5):
             assert torch.equal(step(), expected)
-    return sorted({str(kind.trial.chosen) for kind in kinds}), kinds.report()
+    return sorted({str(kind.candidates.chosen) for kind in kinds}), kinds.report()

@@ -93,7 +93,7 @@ def tried_again(rank: int) -> list[tuple[int, bool]]:
         runs.transformer(**runs.given)
     except MemoryError:
         runs.transformer(**runs.given)
-    return [(kind.trial.calls, kind.trial.is_usual) for kind in runs.session.layers.kinds]
+    return [(kind.candidates.calls, kind.candidates.is_representative) for kind in runs.session.layers.kinds]
 
 
 def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:

@@ -58,7 +58,9 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
             watch(transformer)
         results += run(session, step)
     kinds = list(session.layers.kinds)
-    decided = sorted(f"{kind.status}; {kind.trial and [str(each) for each in kind.trial.schedules]}" for kind in kinds)
+    decided = sorted(
+        f"{kind.status}; {kind.candidates and [str(each) for each in kind.candidates.schedules]}" for kind in kinds
+    )
     return all(torch.equal(result, expected) for result in results), decided
 
 

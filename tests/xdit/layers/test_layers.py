@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layers import Layers
@@ -59,8 +59,8 @@ class World:
         elif under_way := layer.value_under_way(value):
             assert torch.equal(under_way.value, value), "another V was sent"
             under_way.awaited = True
-        elif layer.call.kind.trial is None and (layer.call.kind.ready or layer.call.kind.refusal):
-            layer.call.kind.trial = Trial([Schedule(v_first=True)])
+        elif layer.call.kind.candidates is None and (layer.call.kind.ready or layer.call.kind.refusal):
+            layer.call.kind.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
         return query * value
 
 

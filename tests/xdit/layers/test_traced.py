@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
-from xfuser_cocodiff.engine.attention.ulysses import Exchanges
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
@@ -89,8 +89,8 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 
 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
-    session, ended, exchanges = Session(), [], Exchanges(None)
-    exchanges._coming.append(Handle("the exchange", lambda: ended.append(True)))
-    session.begin_traced(TracedCall(Schedule(), layer=None, exchanges=exchanges))
+    session, ended, exchanges = Session(), [], AttentionAllToAlls(None)
+    exchanges._inputs.append(Handle("the exchange", lambda: ended.append(True)))
+    session.begin_traced(TracedCall(OverlapSchedule(), layer=None, exchanges=exchanges))
     session.close()
     assert ended == [True] and session.traced_call is None

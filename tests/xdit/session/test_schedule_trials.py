@@ -9,7 +9,7 @@ import torch
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.attention.test_overlap import in_force, start
-from xfuser_cocodiff.engine.attention.overlap_schedule import OURS, STOCKS, Schedule, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -19,7 +19,7 @@ from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session.schedule_trials import TURNS, Trials
 
 CPU = torch.device("cpu")
-TOGETHER, AHEAD = Schedule(flat=True), Schedule(True)
+TOGETHER, AHEAD = OverlapSchedule(flat=True), OverlapSchedule(True)
 
 
 class RunTracker:
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> RunTracker:
 class Steps:
     """Steps of a session in which kinds of layers run, each by its schedule."""
 
-    def __init__(self, clock: RunTracker, *kinds: Trial, stocks: float = 1.0, ours: float = 1.0) -> None:
+    def __init__(self, clock: RunTracker, *kinds: ScheduleCandidates, stocks: float = 1.0, ours: float = 1.0) -> None:
         self._clock, self.kinds = clock, list(kinds)
         self.seconds = {TOGETHER: stocks, AHEAD: ours}
         self.found = 0
@@ -56,26 +56,28 @@ class Steps:
     def _find(self) -> None:
         self.found += 1
 
-    def run(self, *ran: Trial, calls: int = 2, usual: bool = True, beyond: float = 0.0) -> list[Schedule]:
+    def run(
+        self, *ran: ScheduleCandidates, calls: int = 2, usual: bool = True, beyond: float = 0.0
+    ) -> list[OverlapSchedule]:
         """A step in which layers of some kinds run, and their schedules."""
         schedules = [kind.schedule for kind in ran]
         self._clock.now += beyond + sum(self.seconds[one] for one in schedules)
         for kind in ran:
             for _ in range(calls):
-                kind.ran(usual)
+                kind.count_call(usual)
         self.trials.end_step()
         return schedules
 
 
 @pytest.mark.parametrize(("stocks", "expected"), [(0.95, TOGETHER), (0.985, TOGETHER), (0.995, AHEAD), (1.05, AHEAD)])
 def test_stock_s_way_is_taken_where_it_saves_more_than_a_hundredth(
-    clock: RunTracker, stocks: float, expected: Schedule
+    clock: RunTracker, stocks: float, expected: OverlapSchedule
 ) -> None:
-    kinds = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    kinds = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=stocks)
     ran = [steps.run(*kinds) for _ in range(1 + len(TURNS))]
-    by_turn = {OURS: [AHEAD] * 2, STOCKS: [TOGETHER] * 2}
-    assert ran == [by_turn[OURS], *(by_turn[turn] for turn in TURNS)]  # the first step of a run is not timed
+    by_turn = {PLUGIN: [AHEAD] * 2, STOCK: [TOGETHER] * 2}
+    assert ran == [by_turn[PLUGIN], *(by_turn[turn] for turn in TURNS)]  # the first step of a run is not timed
     assert [kind.chosen for kind in kinds] == [expected] * 2
     assert steps.trials.settled and steps.found == 1 and len(steps.asked) == 1
     for _ in range(3):
@@ -84,7 +86,7 @@ def test_stock_s_way_is_taken_where_it_saves_more_than_a_hundredth(
 
 
 def test_one_disturbed_step_decides_nothing(clock: RunTracker) -> None:
-    kind = Trial([TOGETHER, AHEAD])
+    kind = ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=1.1)
     for number in range(1 + len(TURNS)):
         steps.run(kind, beyond=5.0 * (number == 4))
@@ -92,7 +94,7 @@ def test_one_disturbed_step_decides_nothing(clock: RunTracker) -> None:
 
 
 def test_trials_go_on_from_run_to_run(clock: RunTracker) -> None:
-    kind = Trial([TOGETHER, AHEAD])
+    kind = ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(len(TURNS) // 2):
         assert kind.chosen is None
@@ -104,7 +106,7 @@ def test_trials_go_on_from_run_to_run(clock: RunTracker) -> None:
 
 
 def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: RunTracker) -> None:
-    kind = Trial([TOGETHER, AHEAD])
+    kind = ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(6):
         steps.run(kind, calls=4)
@@ -117,7 +119,7 @@ def test_a_run_with_fewer_calls_in_each_step_is_compared_by_itself(clock: RunTra
 
 
 def test_cached_steps_and_refreshes_do_not_count(clock: RunTracker) -> None:
-    kinds = one, _ = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    kinds = one, _ = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(*kinds)
     for _ in TURNS:
@@ -132,7 +134,7 @@ def test_cached_steps_and_refreshes_do_not_count(clock: RunTracker) -> None:
 
 
 def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: RunTracker) -> None:
-    first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    first, second = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, first, second, stocks=0.5)
     for _ in range(1 + len(TURNS)):
         steps.run(first)
@@ -143,7 +145,7 @@ def test_layers_that_come_up_later_have_a_trial_of_their_own(clock: RunTracker) 
 
 
 def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clock: RunTracker) -> None:
-    kinds = cached, always = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    kinds = cached, always = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(always)
     for _ in range(1 + len(TURNS)):
@@ -154,7 +156,7 @@ def test_kinds_that_run_alone_in_cached_steps_do_not_keep_others_from_an_end(clo
 
 
 def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: RunTracker) -> None:
-    kinds = first, both, second = [Trial([TOGETHER, AHEAD]) for _ in range(3)]
+    kinds = first, both, second = [ScheduleCandidates([TOGETHER, AHEAD]) for _ in range(3)]
     steps = Steps(clock, *kinds, stocks=0.5)
     steps.run(both, second)
     steps.trials.begin_run()
@@ -167,7 +169,7 @@ def test_a_kind_that_ran_beside_a_chosen_one_is_tried_by_itself(clock: RunTracke
 
 
 def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: RunTracker) -> None:
-    kinds = small, large = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    kinds = small, large = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     for _ in range(3):
         steps.run(small)
@@ -177,7 +179,7 @@ def test_layers_of_another_size_are_tried_where_no_run_is_declared(clock: RunTra
 
 
 def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: RunTracker) -> None:
-    kinds = first, second = Trial([TOGETHER, AHEAD]), Trial([TOGETHER, AHEAD])
+    kinds = first, second = ScheduleCandidates([TOGETHER, AHEAD]), ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, *kinds, stocks=0.5)
     for _ in range(2 * len(TURNS) + 2):
         steps.run(first)
@@ -186,11 +188,11 @@ def test_kinds_that_take_turns_where_no_run_is_declared_are_all_tried(clock: Run
 
 
 def test_a_step_that_was_broken_off_does_not_count(clock: RunTracker) -> None:
-    kind = Trial([TOGETHER, AHEAD])
+    kind = ScheduleCandidates([TOGETHER, AHEAD])
     steps = Steps(clock, kind, stocks=0.5)
     for _ in range(5):
         steps.run(kind)
-    kind.ran()
+    kind.count_call()
     steps.trials.begin_run()
     for _ in range(5):
         steps.run(kind)
@@ -198,8 +200,8 @@ def test_a_step_that_was_broken_off_does_not_count(clock: RunTracker) -> None:
 
 
 def test_what_is_fixed_is_not_tried(clock: RunTracker) -> None:
-    assert Trial([AHEAD]).chosen == Trial([AHEAD, AHEAD]).chosen == AHEAD
-    steps = Steps(clock, Trial([AHEAD]))
+    assert ScheduleCandidates([AHEAD]).chosen == ScheduleCandidates([AHEAD, AHEAD]).chosen == AHEAD
+    steps = Steps(clock, ScheduleCandidates([AHEAD]))
     for _ in range(12):
         assert steps.run(*steps.kinds) == [AHEAD]
     assert steps.trials.settled and not steps.asked
@@ -234,17 +236,17 @@ def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], l
     with mock.patch.object(schedule_trials, "time", clock):
         for _ in range(2 + len(TURNS)):
             kinds = list(session.layers.kinds)
-            v_first = any(kind.trial.schedule.v_first for kind in kinds if kind.trial)
+            v_first = any(kind.candidates.schedule.v_first for kind in kinds if kind.candidates)
             clock.now += by_rank[rank][v_first]
             assert torch.equal(step(), expected)
             session.runs.end_step()
-    return [str(kind.trial.chosen) for kind in kinds], session._mean([float(rank), 2.0 * rank])
+    return [str(kind.candidates.chosen) for kind in kinds], session._mean([float(rank), 2.0 * rank])
 
 
 @pytest.mark.parametrize(
     ("by_rank", "expected"),
     [
-        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "together, 1 head group"),  # the mean saves 3 %
+        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "QKV together, 1 head group"),  # the mean saves 3 %
         ([{True: 1.0, False: 0.96}, {True: 1.0, False: 1.1}], "V first, 1 head group"),
     ],
 )
@@ -293,12 +295,14 @@ def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     session.runs.begin(20)
     same = []
     for _ in range(3 + len(TURNS)):
-        same.append(session.all_agree([str(kind.trial.schedule) for kind in session.layers.kinds if kind.trial]))
+        same.append(
+            session.all_agree([str(kind.candidates.schedule) for kind in session.layers.kinds if kind.candidates])
+        )
         if not same[-1]:
             break
         step()
         session.runs.end_step()
-    return same, all(kind.trial.chosen for kind in session.layers.kinds)
+    return same, all(kind.candidates.chosen for kind in session.layers.kinds)
 
 
 @pytest.mark.parametrize("ended", [2, 4, 5])

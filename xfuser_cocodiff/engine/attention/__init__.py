@@ -1,5 +1,6 @@
-"""Ulysses and ring attention over exchanges that overlap with computation.
-Input: Q, K and V of a rank's tokens, the mesh of its group, and how a layer is encoded.
+"""Ulysses and ring attention whose communication overlaps with computation.
+Input: Q, K and V of a rank's tokens, the mesh of its group, and the codecs of the layer.
+Output: the attention output of the same tokens.
 Public: `ulysses.ulysses_attention`, `ring_attention.ring_attention`, `reshard.reshard`,
-`overlap_schedule.Schedule`, `overlap_schedule.Trial`.
+`overlap_schedule.OverlapSchedule`, `overlap_schedule.ScheduleCandidates`.
 """

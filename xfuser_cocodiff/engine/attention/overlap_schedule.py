@@ -1,62 +1,65 @@
-"""What overlaps in an attention layer, and which of two such schedules a kind of layer runs by."""
+"""Overlap schedules of attention layers, and the candidates that autotuning compares."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Schedule(NamedTuple):
-    """How the exchanges of one attention layer overlap with its computation."""
+class OverlapSchedule(NamedTuple):
+    """How the all-to-alls of one attention layer overlap with its computation."""
 
     v_first: bool = False
-    """Whether V's exchange starts before Q and K are there."""
+    """Whether the all-to-all of V starts before Q and K are computed."""
     groups: int = 1
-    """Into how many groups the heads of a rank are cut, each attending while others travel."""
-    beside: bool = False
-    """Whether an MLP beside attention is computed while Q, K and V travel, rather than when the block asks for it."""
+    """Number of head groups; one group attends while the others are in flight."""
+    overlaps_mlp: bool = False
+    """Whether a parallel MLP is computed while Q, K and V are in flight, and not when the block calls it."""
     flat: bool = False
-    """Whether exchanges are flat collectives, as stock's, and not by the planner's plan."""
+    """Whether all-to-alls are flat collectives, as in stock xDiT, instead of following the planner's plans."""
 
     def __str__(self) -> str:
-        first, groups = "V first" if self.v_first else "together", f"{self.groups} head group{'s' * (self.groups > 1)}"
-        return f"{first}, {groups}{', MLP beside Q, K and V' * self.beside}{', flat' * self.flat}"
+        order, plural = "V first" if self.v_first else "QKV together", "s" * (self.groups > 1)
+        return (
+            f"{order}, {self.groups} head group{plural}{', MLP overlapped' * self.overlaps_mlp}{', flat' * self.flat}"
+        )
 
 
-STOCKS, OURS = 0, 1
-"""Places of the two schedules of a :class:`Trial`."""
+STOCK, PLUGIN = 0, 1
+"""Indexes of the two schedules of :class:`ScheduleCandidates`."""
 
 
-class Trial:
-    """The schedule of one kind of layer: of two, the one whose turn it is, until one is chosen. All ranks must call its
-    methods in the same order.
+class ScheduleCandidates:
+    """The schedules that layers of one signature may run by, and the one that autotuning chose.
+
+    All ranks must call its methods in the same order.
 
     Args:
-        schedules: stock's way and the plugin's; or one, where nothing is to be tried.
+        schedules: stock's schedule and the plugin's; or a single one, which is chosen at once.
     """
 
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
+    def __init__(self, schedules: Sequence[OverlapSchedule]) -> None:
         self.schedules = tuple(schedules)
-        self.chosen: Schedule | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
-        self.turn = OURS
-        """STOCKS or OURS, while none is chosen."""
+        self.chosen: OverlapSchedule | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
+        self.candidate = PLUGIN
+        """Index of the candidate under test, STOCK or PLUGIN, until one is chosen."""
         self.calls = 0
-        """Layers that have run in this step."""
-        self.is_usual = True
-        """Whether all of them did what most steps do: an exact refresh says nothing of coded steps."""
+        """Number of layers that ran in this step."""
+        self.is_representative = True
+        """Whether all layers of this step did the usual work: a lossless refresh says nothing about coded steps."""
 
     @property
-    def schedule(self) -> Schedule:
-        """The one to run by next."""
-        return self.chosen or self.schedules[self.turn]
+    def schedule(self) -> OverlapSchedule:
+        """OverlapSchedule of the next layer: the chosen one, else the candidate under test."""
+        return self.chosen or self.schedules[self.candidate]
 
-    def ran(self, is_usual: bool = True) -> None:
-        """Count a layer that has run by :attr:`schedule`."""
+    def count_call(self, is_representative: bool = True) -> None:
+        """Count a layer that ran by :attr:`schedule`."""
         self.calls += 1
-        self.is_usual &= is_usual
+        self.is_representative &= is_representative
 
     def end_step(self) -> None:
-        """Start to count anew."""
-        self.calls, self.is_usual = 0, True
+        """Reset the counts for the next step."""
+        self.calls, self.is_representative = 0, True
 
-    def choose(self, which: int) -> None:
-        """Run by one of the two from now on."""
-        self.chosen = self.schedules[which]
+    def choose(self, index: int) -> None:
+        """Use one of the two schedules from now on."""
+        self.chosen = self.schedules[index]

@@ -1,7 +1,7 @@
-"""Ring attention: a rank attends to its own K and V while those of the others come along the topology.
+"""Ring attention over an all-gather: each block of K and V is attended to as soon as it arrives.
 
-Blocks are attended to as they come, and merged in the order in which PyTorch's ring, which xDiT runs, meets them: by
-their log-sum-exp, with the same arithmetic, so that the bits are the same.
+Partial outputs are merged by their log-sum-exp, in the order and with the arithmetic of PyTorch's ring, which xDiT
+runs, so that results are bit-identical to it.
 
 Sizes in shapes: P ranks of the ring; B batch, H heads, S queries, T keys of a block, D head dim.
 """
@@ -20,27 +20,27 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.coded_all_gather import Block, Blocks
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
-Attended = tuple[torch.Tensor, torch.Tensor]
-AttendBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Attended]
-"""From Q (B, H, S, D), K and V (B, H, T, D) of a block, and its place in the order, to O (B, H, S, D) and its
-log-sum-exp (B, H, S), perhaps with a last dim of 1."""
+PartialOutput = tuple[torch.Tensor, torch.Tensor]
+"""O (B, H, S, D) of one block and its log-sum-exp (B, H, S) or (B, H, S, 1)."""
+AttendBlock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], PartialOutput]
+"""Attention to one block: Q (B, H, S, D), K and V (B, H, T, D), and the position of the block in the merge order."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring, as this rank sees them."""
+    """The ranks of a ring, as one of them sees them."""
 
     mesh: Mesh
-    here: int
-    """This rank's place."""
-    way: AxisPartition | None = None
-    """Its slow axes, where something is to be approximated."""
+    rank: int
+    """Rank of this process in the ring."""
+    partition: AxisPartition | None = None
+    """Slow and fast axes of the ring; None in lossless mode."""
 
     @property
     def order(self) -> list[int]:
-        """Ranks in the order in which their blocks are merged: this one, then those behind it."""
+        """Ranks in the order in which their blocks are merged: this rank, then its predecessors."""
         size = self.mesh.topology.size
-        return [(self.here - away) % size for away in range(size)]
+        return [(self.rank - distance) % size for distance in range(size)]
 
 
 def ring_attention(
@@ -57,51 +57,52 @@ def ring_attention(
 
     Args:
         query: shape (B, H, S, D).
-        key: of this rank, shape (B, h, T, D), as large on every rank.
-        value: as `key`.
-        attend: what attention is.
+        key: K of this rank, shape (B, h, T, D); the same shape on every rank.
+        value: V of this rank, shaped as `key`.
+        attend: attention function for one block.
         ring: the ranks.
-        layer: its name in traces.
-        head_group: of the heads that these are.
-        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        layer: name of the layer in traces.
+        head_group: head group that the tensors belong to.
+        layer_codecs: codecs for slow axes; lossless when not given.
 
     Returns:
         O, shape (B, H, S, D).
     """
     handles = coded_all_gather.start([key, value], ring.mesh, Label("kv", layer), head_group, layer_codecs)
-    merged = _Merged(ring.order, lambda block, place: attend(query, block[0], block[1], place))
+    merger = _BlockMerger(ring.order, lambda block, position: attend(query, block[0], block[1], position))
     try:
-        merged.take({ring.here: (key, value)})
+        merger.add({ring.rank: (key, value)})
         for handle in handles:
-            merged.take(handle.wait())
-    finally:  # after an error, peers still have to get what they were promised
+            merger.add(handle.wait())
+    finally:  # after an error, peers still wait for their messages
         for handle in handles:
             handle.drain()
-    return merged.output
+    return merger.output
 
 
-class _Merged:
-    """What came of blocks, merged as far as those before them in the order have come."""
+class _BlockMerger:
+    """Running merge of partial outputs, in a fixed order, whatever the order in which blocks arrive."""
 
-    def __init__(self, order: list[int], attend: Callable[[Block, int], Attended]) -> None:
-        self._order, self._attend, self._done = order, attend, 0
-        self._waiting: dict[int, Attended] = {}
-        self._merged: Attended
+    def __init__(self, order: list[int], attend: Callable[[Block, int], PartialOutput]) -> None:
+        self._order, self._attend, self._num_merged = order, attend, 0
+        self._pending: dict[int, PartialOutput] = {}
+        """Partial outputs that wait for blocks before them, by position."""
+        self._merged: PartialOutput
 
-    def take(self, blocks: Blocks) -> None:
-        """Attend to blocks that have come; those of ranks whose block has come before do not count."""
-        for place in sorted(map(self._order.index, blocks)):
-            if place >= self._done:
-                self._waiting[place] = self._attend(blocks[self._order[place]], place)
-            while self._done in self._waiting:  # at once, so that few of them wait
-                self._merge(*self._waiting.pop(self._done))
-                self._done += 1
+    def add(self, blocks: Blocks) -> None:
+        """Attend to blocks that arrived and merge what is next in order; blocks merged before are ignored."""
+        for position in sorted(map(self._order.index, blocks)):
+            if position >= self._num_merged:
+                self._pending[position] = self._attend(blocks[self._order[position]], position)
+            while self._num_merged in self._pending:  # merged as early as possible, to hold few partial outputs
+                self._merge(*self._pending.pop(self._num_merged))
+                self._num_merged += 1
 
     def _merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
         self._dtype = output.dtype
         output, lse = output.float(), lse.float()
         lse = lse if lse.ndim == output.ndim else lse.unsqueeze(-1)
-        if self._done == 0:
+        if self._num_merged == 0:
             self._merged = output, lse
             return
         before, before_lse = self._merged
@@ -112,5 +113,5 @@ class _Merged:
 
     @property
     def output(self) -> torch.Tensor:
-        """Of all of them."""
+        """Merged output, in the dtype of the partial outputs."""
         return self._merged[0].to(self._dtype)

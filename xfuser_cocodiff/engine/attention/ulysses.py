@@ -1,10 +1,11 @@
-"""Ulysses attention over exchanges that hide behind computation.
+"""Ulysses attention whose all-to-alls overlap with computation.
 
-V may be under way before Q and K exist (V-First). The heads of a rank may be cut into groups: while one attends, the
-next ones come in and those before it go back. Then V of the first group alone goes first: attention begins when the
-first group is there, and nothing that is needed later should be before it on the links.
+V may be in flight before Q and K exist (V-First). The heads of a rank may be split into groups: while one group
+attends, the inputs of the next groups and the outputs of earlier ones are in flight. With several groups, only V of
+the first group is sent early: attention starts as soon as the first group has arrived, so nothing that is needed later
+may precede it on the links.
 
-Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
+Sizes in shapes: P ranks, B batch, S sequence, H heads, h heads of a head group, D head dim.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,17 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadGroup], torch.T
 """Attention of one head group: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
 
 
-class Exchanges:
-    """The exchanges of one call of attention. After an error peers still have to get what they were promised:
-    :meth:`abandon` sees to that.
+class AttentionAllToAlls:
+    """The all-to-alls of one attention call.
+
+    After an error, call :meth:`drain`: peers still wait for the messages of this rank.
 
     Args:
         mesh: ranks and their topology.
         groups: number of head groups.
-        layer: its name in traces.
-        early: the exchange of V, or of its first head group, already under way.
-        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        layer: name of the layer in traces.
+        early_value: handle of V, or of its first head group, if it is in flight already.
+        layer_codecs: codecs for slow axes; lossless when not given.
     """
 
     def __init__(
@@ -40,62 +42,65 @@ class Exchanges:
         mesh: Mesh,
         groups: int = 1,
         layer: str = "",
-        early: Handle[list[torch.Tensor]] | None = None,
+        early_value: Handle[list[torch.Tensor]] | None = None,
         layer_codecs: LayerCodecs | None = None,
     ) -> None:
         self.head_groups = [HeadGroup(index, groups) for index in range(groups)]
         self.layer_codecs = layer_codecs
-        self._mesh, self._layer, self._early = mesh, layer, early
-        self._coming: list[Handle[list[torch.Tensor]]] = []
-        self._going: list[Handle[None]] = []
+        self._mesh, self._layer, self._early_value = mesh, layer, early_value
+        self._inputs: list[Handle[list[torch.Tensor]]] = []
+        self._outputs: list[Handle[None]] = []
         self._result: torch.Tensor | None = None
 
-    def send_value(self, value: torch.Tensor) -> None:
-        """Start to send V, or its first head group, before Q and K."""
+    def start_value(self, value: torch.Tensor) -> None:
+        """Start the all-to-all of V, or of its first head group, before Q and K are computed."""
         label = Label("v", self._layer)
-        self._early = start_seq_to_heads([value], self._mesh, label, self.head_groups[0], self.layer_codecs)
+        self._early_value = start_seq_to_heads([value], self._mesh, label, self.head_groups[0], self.layer_codecs)
 
-    def send(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_blocking: bool = False) -> None:
-        """Start to send all head groups, so that the links never run dry.
+    def start_inputs(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_blocking: bool = False
+    ) -> None:
+        """Start the all-to-alls of Q, K and V of all head groups at once, so that the links are never idle.
 
         Args:
             query: shape (B, H, S/P, D).
-            key: the same, perhaps with fewer heads.
-            value: as `key`.
-            is_blocking: whether the caller waits for them next, and computes nothing meanwhile.
+            key: the same shape, perhaps with fewer heads.
+            value: shaped as `key`.
+            is_blocking: whether the caller waits for them right away and computes nothing meanwhile.
         """
         for head_group in self.head_groups:
-            is_ahead = self._early is not None and head_group.index == 0
-            tensors, what = ([query, key], "qk") if is_ahead else ([query, key, value], "qkv")
-            label, is_next = Label(what, self._layer), is_blocking and not is_ahead
-            self._coming.append(start_seq_to_heads(tensors, self._mesh, label, head_group, self.layer_codecs, is_next))
+            has_value = self._early_value is not None and head_group.index == 0
+            tensors, names = ([query, key], "qk") if has_value else ([query, key, value], "qkv")
+            label, blocks = Label(names, self._layer), is_blocking and not has_value
+            self._inputs.append(start_seq_to_heads(tensors, self._mesh, label, head_group, self.layer_codecs, blocks))
 
-    def receive(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Wait for Q, K and V of a head group, (B, h, S, D) each."""
-        # Q and K follow the choice of tokens that came with V.
-        first = self._early.wait() if self._early and index == 0 else []
-        query, key, value = [*self._coming[index].wait(), *first]
+    def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Wait for Q, K and V of a head group and return them, (B, h, S, D) each."""
+        # V is decoded first: the tokens that its codec selected apply to Q and K too.
+        early = self._early_value.wait() if self._early_value and index == 0 else []
+        query, key, value = [*self._inputs[index].wait(), *early]
         return query, key, value
 
-    def send_back(self, output: torch.Tensor, index: int, is_blocking: bool = False) -> None:
-        """Start to send O of a head group, (B, h, S, D), to the ranks that its tokens are of."""
+    def start_output(self, output: torch.Tensor, index: int, is_blocking: bool = False) -> None:
+        """Start the all-to-all that returns O of a head group, (B, h, S, D), to the ranks of its tokens."""
         if self._result is None:
             self._result = output_like(output, len(self.head_groups), self._mesh.topology.size)
         head_group, label = self.head_groups[index], Label("o", self._layer)
-        self._going.append(
+        self._outputs.append(
             start_heads_to_seq(output, self._result, self._mesh, label, head_group, self.layer_codecs, is_blocking)
         )
 
-    def end(self) -> torch.Tensor:
-        """Wait for O, (B, H, S/P, D)."""
-        for going in self._going:
-            going.wait()
+    def wait_output(self) -> torch.Tensor:
+        """Wait for O of all head groups and return it, (B, H, S/P, D)."""
+        for handle in self._outputs:
+            handle.wait()
         return self._result
 
     def drain(self) -> None:
-        """Wait for what is still under way."""
-        under_way: list[Handle[Any]] = [*self._coming, *self._going, *([self._early] if self._early else [])]
-        for handle in under_way:
+        """Wait for everything that is still in flight and drop the results."""
+        early = [self._early_value] if self._early_value else []
+        in_flight: list[Handle[Any]] = [*self._inputs, *self._outputs, *early]
+        for handle in in_flight:
             handle.drain()
 
 
@@ -113,49 +118,53 @@ def ulysses_attention(
     mesh: Mesh,
     groups: int = 1,
     layer: str = "",
-    early: Handle[list[torch.Tensor]] | None = None,
+    early_value: Handle[list[torch.Tensor]] | None = None,
     layer_codecs: LayerCodecs | None = None,
-    beside: Callable[[], object] | None = None,
+    overlapped: Callable[[], object] | None = None,
 ) -> torch.Tensor:
-    """Bring Q, K and V to the heads of this rank, attend, and bring O back.
+    """Return the attention output of a rank's tokens, computed by heads on all ranks of a mesh.
 
     Args:
         query: shape (B, H, S/P, D).
-        key: the same, perhaps with fewer heads; each count must be a multiple of P * `groups`.
-        value: as `key`.
-        attend: what attention is.
-        mesh: as all that follows but `beside`, of :class:`Exchanges`; every element is that of one group, where
-            attention treats heads alike.
-        beside: computes something else, while Q, K and V travel.
+        key: the same shape, perhaps with fewer heads; each head count must be a multiple of P * `groups`.
+        value: shaped as `key`.
+        attend: attention function for one head group.
+        mesh: ranks and their topology.
+        groups: number of head groups; a value above 1 requires that `attend` treats heads independently.
+        layer: name of the layer in traces.
+        early_value: handle of V, or of its first head group, if it is in flight already.
+        layer_codecs: codecs for slow axes; lossless when not given.
+        overlapped: computation to run while Q, K and V are in flight.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    exchanges = Exchanges(mesh, groups, layer, early, layer_codecs)
+    all_to_alls = AttentionAllToAlls(mesh, groups, layer, early_value, layer_codecs)
     try:
-        if groups == 1 and layer_codecs is None and beside is None:
-            return _at_once(query, key, value, attend, mesh, layer, early)
-        exchanges.send(query, key, value, is_blocking=groups == 1 and beside is None)
-        if beside:
-            beside()
-        for head_group in exchanges.head_groups:
-            attended = attend(*exchanges.receive(head_group.index), head_group)
-            exchanges.send_back(attended, head_group.index, is_blocking=groups == 1)
-        return exchanges.end()
+        if groups == 1 and layer_codecs is None and overlapped is None:
+            return _attend_without_overlap(query, key, value, attend, mesh, layer, early_value)
+        all_to_alls.start_inputs(query, key, value, is_blocking=groups == 1 and overlapped is None)
+        if overlapped:
+            overlapped()
+        for head_group in all_to_alls.head_groups:
+            attended = attend(*all_to_alls.wait_inputs(head_group.index), head_group)
+            all_to_alls.start_output(attended, head_group.index, is_blocking=groups == 1)
+        return all_to_alls.wait_output()
     finally:
-        exchanges.drain()
+        all_to_alls.drain()
 
 
-def _at_once(
+def _attend_without_overlap(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attend: Attend,
     mesh: Mesh,
     layer: str,
-    early: Handle[list[torch.Tensor]] | None,
+    early_value: Handle[list[torch.Tensor]] | None,
 ) -> torch.Tensor:
-    tensors, what = ([query, key], "qk") if early else ([query, key, value], "qkv")
-    received = reshard(tensors, HEADS, SEQUENCE, mesh, Label(what, layer))
-    query, key, value = [*received, *(early.wait() if early else [])]
+    """Run blocking, lossless all-to-alls around attention: the shortest path on the host."""
+    tensors, names = ([query, key], "qk") if early_value else ([query, key, value], "qkv")
+    received = reshard(tensors, HEADS, SEQUENCE, mesh, Label(names, layer))
+    query, key, value = [*received, *(early_value.wait() if early_value else [])]
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh, Label("o", layer))[0]

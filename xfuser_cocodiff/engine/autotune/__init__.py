@@ -1,5 +1,6 @@
-"""What the links of a machine are and which plan is fastest on them, found by trying.
-Input: a group of ranks, the settings, and what an earlier process has found.
-Public: `plan_selection.planned_mesh`, `link_probe.Probe`, `tuning_cache.TuningCache`,
-`interleaved_timing.contest`.
+"""Link measurement, plan selection and the cache of tuning results.
+Input: a group of ranks, the settings, and the results of an earlier process.
+Output: a mesh with a plan for each message size, and its slow axes.
+Public: `plan_selection.set_up_comm`, `link_probe.Probe`, `tuning_cache.TuningCache`,
+`interleaved_timing.time_interleaved`.
 """

@@ -1,4 +1,4 @@
-"""Times communication on all ranks of a group at once."""
+"""Timing of communication on all ranks of a group: interleaved, to compare variants, or one function at a time."""
 
 import math
 import time
@@ -11,22 +11,24 @@ import torch.distributed._functional_collectives as functional
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology import devices as devices
 
-_FEW_RANKS, _MOST_TIMES = 8, 4
-_SECONDS_OF_A_RANK = 0.02
-"""A repeat of a short piece of work runs it as often as takes this for each rank: they come together before it, and
-come out of that one by one, which is to be little beside it."""
+_SMALL_GROUP, _MAX_FACTOR = 8, 4
+_SECONDS_PER_RANK = 0.02
+"""Shortest duration of a timed sample, per rank. Ranks enter a sample after a barrier and leave it one by one, which
+must be negligible beside its duration."""
 _MAX_CALLS = 50
-_WARMING_TURNS = 2
-"""Which open connections and allocate, and tell how long a call takes."""
+_WARMUP_ROUNDS = 2
+"""Untimed rounds, which open connections, allocate memory and estimate the duration of a call."""
 
 
-def in_a_row(calls: int, ranks: int) -> int:
-    """How many calls to time in a row where so many would do for a few ranks: the more there are, the longer they take
-    to come together before the first one."""
-    return calls * min(max(1, ranks // _FEW_RANKS), _MOST_TIMES)
+def calls_per_sample(calls: int, ranks: int) -> int:
+    """Return how many calls to time in a row, given the number that is enough for a small group.
+
+    Larger groups need more: their barrier takes longer.
+    """
+    return calls * min(max(1, ranks // _SMALL_GROUP), _MAX_FACTOR)
 
 
-def pace(
+def time_calls(
     work: Callable[[], object],
     calls: int,
     rounds: int,
@@ -34,66 +36,69 @@ def pace(
     device: torch.device,
     is_warm: bool = False,
 ) -> list[float]:
-    """Seconds of one call of a piece of work, per round, on the slowest rank; the same on every rank.
+    """Return the seconds per call of a function, one value per round, as the maximum over ranks.
 
-    One call before the rounds is not timed: it opens connections, allocates, and brings those ranks together that the
-    work is shared by. That costs less than :func:`contest`, whose works are told apart more surely.
+    All ranks must call this and get the same values. An untimed call comes first: it opens connections, allocates
+    memory and synchronizes the ranks. This is cheaper than :func:`time_interleaved`, but less suited to comparing
+    functions.
 
     Args:
-        work: what every rank of the group does; it waits for what it starts.
-        calls: in a row.
-        rounds: how often they are timed.
+        work: function that every rank of the group runs; it waits for what it starts.
+        calls: number of calls in a row per round.
+        rounds: number of timed samples.
         group: the ranks.
-        device: where they work.
-        is_warm: whether something like it has been timed just before, so that no call need go untimed.
+        device: where the function runs.
+        is_warm: whether a similar function has just been timed, so that no untimed call is needed.
     """
     times = torch.empty(rounds, dtype=torch.float64)
     if not is_warm:
         work()
     _synchronize(device)
-    for turn in range(rounds):
-        times[turn] = _seconds(work, calls, device)
-    return _of_all(times.to(device), group).amax(0).tolist()
+    for number in range(rounds):
+        times[number] = _seconds_per_call(work, calls, device)
+    return _gather(times.to(device), group).amax(0).tolist()
 
 
-def contest(works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Return the seconds of one call of each piece of work, per repeat, on the slowest rank; the same on every rank.
+def time_interleaved(
+    works: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Return the seconds per call of several functions, one value per repeat, as the maximum over ranks.
 
-    They take turns, so that all of them meet the same machine, and in every round another one begins.
+    All ranks must call this and get the same values. Each round times every function once, so that all of them see the
+    same conditions, and each round starts with another function.
 
     Args:
-        works: by name, what every rank does, in the same order; each waits for what it starts.
-        repeats: how often each is timed.
-        device: where they work.
+        works: functions by name, in the same order on every rank; each waits for what it starts.
+        repeats: number of rounds.
+        device: where the functions run.
     """
     group, names = dist.group.WORLD, list(works)
 
-    def rounds(count: int, calls: int) -> torch.Tensor:
-        times = torch.empty(len(names), count, dtype=torch.float64)
-        for turn in range(count):
-            for place in range(len(names)):
-                number = (turn + place) % len(names)
-                _come_together(group, device)
-                times[number, turn] = _seconds(works[names[number]], calls, device)
-        return _of_all(times.to(device), group).amax(0)
+    def run_rounds(rounds: int, calls: int) -> torch.Tensor:
+        times = torch.empty(len(names), rounds, dtype=torch.float64)
+        for number in range(rounds):
+            for offset in range(len(names)):
+                index = (number + offset) % len(names)
+                _barrier(group, device)
+                times[index, number] = _seconds_per_call(works[names[index]], calls, device)
+        return _gather(times.to(device), group).amax(0)
 
-    slowest_call = rounds(_WARMING_TURNS, 1).amin(1).max().item()
-    calls = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_OF_A_RANK * dist.get_world_size() / slowest_call)))
-    return dict(zip(names, rounds(repeats, calls).tolist(), strict=True))
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of the values that the ranks pass."""
-    return _of_all(torch.tensor(seconds, dtype=torch.float64, device=device), dist.group.WORLD).max().item()
+    slowest_call = run_rounds(_WARMUP_ROUNDS, 1).amin(1).max().item()
+    calls = min(_MAX_CALLS, max(1, math.ceil(_SECONDS_PER_RANK * dist.get_world_size() / slowest_call)))
+    return dict(zip(names, run_rounds(repeats, calls).tolist(), strict=True))
 
 
-def mean(value: float, device: torch.device) -> float:
-    """The mean of the values that the ranks pass."""
-    return _of_all(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).mean().item()
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the maximum of a value over all ranks."""
+    return _gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).max().item()
 
 
-def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Of one call among so many in a row."""
+def mean_over_ranks(value: float, device: torch.device) -> float:
+    """Return the mean of a value over all ranks."""
+    return _gather(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD).mean().item()
+
+
+def _seconds_per_call(work: Callable[[], object], calls: int, device: torch.device) -> float:
     started = time.perf_counter()
     for _ in range(calls):
         work()
@@ -101,21 +106,24 @@ def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> fl
     return (time.perf_counter() - started) / calls
 
 
-def _come_together(group: dist.ProcessGroup, device: torch.device) -> None:
-    _of_all(torch.zeros(1, device=device), group)
+def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
+    _gather(torch.zeros(1, device=device), group)
     _synchronize(device)
 
 
-def _of_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What every rank holds, shape (P, ...), by an all-to-all: there every rank notices itself if one is gone."""
+def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the values of all ranks, shape (P, ...).
+
+    An all-to-all, and not an all-gather: in it every rank notices by itself that another one has failed.
+    """
     size = group.size()
     if dist.get_backend(group) == dist.Backend.GLOO:
         values = values.cpu()
-    with failure_detection.report_failed_ranks(group, "stopwatch"):
-        found = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
-        if isinstance(found, functional.AsyncCollectiveTensor):
-            found = found.wait()
-    return found.view(size, *values.shape)
+    with failure_detection.report_failed_ranks(group, "timing"):
+        gathered = functional.all_to_all_single(values.flatten().repeat(size), None, None, group)
+        if isinstance(gathered, functional.AsyncCollectiveTensor):
+            gathered = gathered.wait()
+    return gathered.view(size, *values.shape)
 
 
 def _synchronize(device: torch.device) -> None:

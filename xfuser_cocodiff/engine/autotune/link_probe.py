@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from xfuser_cocodiff.engine.autotune.interleaved_timing import in_a_row, pace
+from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.codecs import Codec, LinkReference, decode, encode
 from xfuser_cocodiff.engine.topology import devices as devices
@@ -130,12 +130,12 @@ class Probe:
         topology = self.mesh.topology
         peers = math.prod(topology.shape[dim] for dim in stage)
         message = torch.zeros(peers, max(1, message_bytes // peers), dtype=torch.uint8, device=self.device)
-        plan, calls = Plan(topology, (stage,), direct=(direct,)), in_a_row(calls, topology.size)
+        plan, calls = Plan(topology, (stage,), direct=(direct,)), calls_per_sample(calls, topology.size)
         return self._taken(lambda: self.mesh.stages.start(message, plan, 0)(), calls, rounds)
 
     def _taken(self, work: Callable[[], object], calls: int, rounds: int | None = None) -> float:
         # The fastest: what others take longer is the time of something else on the machine.
-        return min(pace(work, calls, rounds or ROUNDS, self.group, self.device, is_warm=rounds is not None))
+        return min(time_calls(work, calls, rounds or ROUNDS, self.group, self.device, is_warm=rounds is not None))
 
 
 def _link(axis: Axis, sample: Sample | None, launch: float) -> AxisLink:

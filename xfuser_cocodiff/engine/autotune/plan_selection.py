@@ -1,4 +1,4 @@
-"""The mesh of an engine: how its exchanges come by their plans."""
+"""Plan selection: the mesh of a group, with the plan for each message size and the slow axes."""
 
 import functools
 import math
@@ -20,165 +20,205 @@ from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
 
-_TENSORS = 3
-"""In a message of Q, K and V, about as large as each other."""
+_QKV = 3
+"""Tensors in a message of Q, K and V, of about the same size."""
 SIZES = range(6, 40)
-"""Powers of two for which graphs know plans."""
+"""Exponents of the message sizes, powers of two, for which compiled graphs have plans."""
 
 
-class Plans:
-    """The planner's choices, each made once; sizes nearest to the same power of two share a plan.
+class PlanTable:
+    """The planner's plans by message size, each computed once; sizes with the same nearest power of two share a plan.
 
     Args:
-        profile: what the planner goes by.
+        profile: link profile that the planner uses.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._choose = functools.cache(functools.partial(planner.choose, profile))
-        self.gather = functools.cache(functools.partial(planner.choose_gather, profile))
-        """The plan of an all-gather of blocks of so many bytes."""
+        self._choose_plan = functools.cache(functools.partial(planner.choose_plan, profile))
+        self.gather = functools.cache(functools.partial(planner.choose_gather_plan, profile))
+        """Plan of an all-gather, given the block size in bytes."""
 
     def __call__(self, message_bytes: int) -> Plan:
-        """Return the plan for a message of so many bytes."""
-        return self._choose(1 << round(math.log2(message_bytes)))
+        """Return the plan of an all-to-all of this message size."""
+        return self._choose_plan(1 << round(math.log2(message_bytes)))
 
     def table(self) -> tuple[tuple[int, Plan], ...]:
-        """Return all of them, for graphs; see :attr:`PlanPolicy.graph_plans`."""
-        found: list[tuple[int, Plan]] = []
+        """Return the plans of all sizes, for compiled graphs; see :attr:`PlanPolicy.graph_plans`."""
+        entries: list[tuple[int, Plan]] = []
         for power in SIZES:
-            plan, limit = self._choose(1 << power), round(2 ** (power + 0.5))
-            if found and found[-1][1] == plan:
-                found.pop()
-            found.append((limit, plan))
-        return tuple(found)
+            plan, limit = self._choose_plan(1 << power), round(2 ** (power + 0.5))
+            if entries and entries[-1][1] == plan:
+                entries.pop()
+            entries.append((limit, plan))
+        return tuple(entries)
 
 
 @dataclass
-class Planned:
-    """What the exchanges of a group go by."""
+class CommSetup:
+    """The communication setup of a group."""
 
     mesh: Mesh
-    way: AxisPartition | None
-    """Its slow axes, where the mode of the settings approximates; their exchanges go by plans of their own."""
-    known: TuningCache | None = None
-    """What is found of the machine."""
+    partition: AxisPartition | None
+    """Slow and fast axes, with a mesh for each; None in lossless mode or without slow axes."""
+    cache: TuningCache | None = None
+    """Tuning results of the machine."""
     synchronous: bool = False
-    """Whether it runs collectives one by one."""
-    flat: Mesh | None = None
-    """The mesh by flat collectives, as stock has them; None where the settings have a plan."""
+    """Whether the backend blocks the host in each collective, so that nothing overlaps."""
+    flat_mesh: Mesh | None = None
+    """The same mesh with flat collectives, as in stock xDiT; None if the settings name a plan or no links are known."""
 
 
-def planned_mesh(
+def set_up_comm(
     group: dist.ProcessGroup,
     config: CocoDiffConfig,
     device: torch.device,
-    known: TuningCache | None = None,
-    largest: Callable[[list[float]], list[float]] = list,
-    beside: Mesh | None = None,
-) -> Planned:
-    """Return a mesh over a group that runs by the plan of the settings, or else by the planner's for each size; and its
-    slow axes. Every rank of the group must call this; all of them choose the same.
+    cache: TuningCache | None = None,
+    max_over_all: Callable[[list[float]], list[float]] = list,
+    parent: Mesh | None = None,
+) -> CommSetup:
+    """Set up the communication of a group: its mesh, the plans of its messages, and its slow axes.
+
+    Every rank of the group must call this; all of them make the same choices.
 
     Args:
         group: the ranks.
-        config: the settings.
+        config: the settings. A plan named there is used for all sizes, else the planner chooses one for each.
         device: where messages lie.
-        known: what was found of the machine before. Where it lacks the links, and the settings leave something to them,
-            they are probed, and added to it.
-        largest: given numbers, the largest of all ranks for each. A measured axis is slow if it is for any of them:
-            beside a ring there are other groups, which must code the same axes.
-        beside: another mesh, whose lane and account are to be this one's too.
+        cache: tuning results of the machine. If it has no link profile and one is needed, the links are probed and the
+            profile is stored in it.
+        max_over_all: elementwise maximum over all ranks of the run. A measured axis is slow if it is slow for any rank:
+            with a ring there are several Ulysses groups, which must compress the same axes.
+        parent: mesh whose comm stream and traffic statistics the new mesh shares.
     """
     if config.plan:
-        check_fits(config.plan, device, "--cocodiff_a2a")
-    timeout = timedelta(seconds=config.timeout) if config.timeout else None
-    over = functools.partial(Mesh.over, timeout=timeout, device=device)
-    mesh = over(group, config.topology, [config.plan] if config.plan else None)
-    if beside:
-        mesh = mesh.as_part_of(beside, "+".join(axis.name for axis in reversed(config.topology.axes)))
-    known = known or TuningCache({})
+        check_plan_on_device(config.plan, device, "--cocodiff_a2a")
+    mesh = _new_mesh(config, device, group, config.topology, [config.plan] if config.plan else None)
+    if parent:
+        mesh = mesh.as_part_of(parent, "+".join(axis.name for axis in reversed(config.topology.axes)))
+    setup = CommSetup(mesh, None, cache or TuningCache({}), config.synchronous)
     if group.size() == 1:
-        return Planned(mesh, None, known, config.synchronous)
-    if _needs_links(config) and not (config.profile or known.profile):
-        every = over(group, config.topology) if config.plan else mesh
-        known.profile = link_probe.measure(every, device)
-    profile = config.profile or known.profile
-    profile = profile and known_of(profile, device)
-    flat, plan = None, config.plan
-    if profile and plan is None:
-        plans = [Plan.flat(mesh.topology)]
-        flat = replace(mesh, policy=PlanPolicy(lambda message_bytes: plans[0]))
-        mesh = _choosing(mesh, profile)
-    mesh = _sending_ahead(mesh, profile, config.synchronous)
-    way = None
+        return setup
+    profile = _link_profile(group, config, device, setup)
+    if profile and config.plan is None:
+        setup.flat_mesh = _with_flat_plan(mesh)
+        setup.mesh = _with_planner(mesh, profile)
+    setup.mesh = _with_early_sends(setup.mesh, profile, config.synchronous)
     if config.mode != EXACT:
-        slow = _measured_slow_axes(profile, largest) if _measures_slow_axes(config) else config.slow_axes
-        way = AxisPartition.over(group, mesh, slow, lambda *part: _choosing(over(*part), profile))
-        if way and profile and plan is None:  # a plan of the settings is for exact exchanges; coded ones keep to stages
-            way = replace(way, is_single_stage=functools.partial(planner.is_single_stage, profile, slow_axes=slow))
-    return Planned(mesh, way, known, config.synchronous, flat)
+        slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
+        setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
+    return setup
+
+
+def _new_mesh(
+    config: CocoDiffConfig,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    topology: Topology,
+    plans: list[Plan] | None = None,
+) -> Mesh:
+    """Return a mesh over a group, with the timeout of the settings."""
+    timeout = timedelta(seconds=config.timeout) if config.timeout else None
+    return Mesh.over(group, topology, plans, timeout, device)
+
+
+def _link_profile(
+    group: dist.ProcessGroup, config: CocoDiffConfig, device: torch.device, setup: CommSetup
+) -> Profile | None:
+    """Return the link profile of the settings or of the cache; probe the links if one is needed and neither has it."""
+    needs_profile = config.plan is None or _measures_slow_axes(config)
+    if needs_profile and not (config.profile or setup.cache.profile):
+        # The probe needs groups for all axes, and the mesh of a named plan has those of its own stages only.
+        probed = _new_mesh(config, device, group, config.topology) if config.plan else setup.mesh
+        setup.cache.profile = link_probe.measure(probed, device)
+    profile = config.profile or setup.cache.profile
+    return profile_for_device(profile, device) if profile else None
+
+
+def _partition(
+    group: dist.ProcessGroup,
+    config: CocoDiffConfig,
+    device: torch.device,
+    mesh: Mesh,
+    profile: Profile | None,
+    slow_axes: list[str] | tuple[str, ...],
+) -> AxisPartition | None:
+    """Return the slow and fast axes of a mesh, each with a mesh of its own; None if no slow axis has several ranks."""
+
+    def part(part_group: dist.ProcessGroup, topology: Topology) -> Mesh:
+        return _with_planner(_new_mesh(config, device, part_group, topology), profile)
+
+    partition = AxisPartition.over(group, mesh, slow_axes, part)
+    if partition and profile and config.plan is None:  # a named plan is for lossless messages; coded ones take stages
+        is_single_stage = functools.partial(planner.is_single_stage, profile, slow_axes=slow_axes)
+        partition = replace(partition, is_single_stage=is_single_stage)
+    return partition
 
 
 def _measures_slow_axes(config: CocoDiffConfig) -> bool:
     return config.mode != EXACT and config.slow_axes == MEASURED_SLOW_AXES
 
 
-def _needs_links(config: CocoDiffConfig) -> bool:
-    """Whether settings leave something to what is known of the links."""
-    return config.plan is None or _measures_slow_axes(config)
-
-
-def _measured_slow_axes(profile: Profile, largest: Callable[[list[float]], list[float]]) -> list[str]:
+def _measured_slow_axes(profile: Profile, max_over_all: Callable[[list[float]], list[float]]) -> list[str]:
     names = [axis.name for axis in profile.topology.axes]
-    slow = largest([float(name in profile.slow_axes) for name in names])
+    slow = max_over_all([float(name in profile.slow_axes) for name in names])
     return [name for name, is_slow in zip(names, slow, strict=True) if is_slow]
 
 
-def _choosing(mesh: Mesh, profile: Profile | None) -> Mesh:
-    """The mesh, with the planner's choice for each size once the links are known."""
+def _with_flat_plan(mesh: Mesh) -> Mesh:
+    """Return the mesh with one flat collective for all sizes."""
+    flat = Plan.flat(mesh.topology)
+    return replace(mesh, policy=PlanPolicy(lambda message_bytes: flat))
+
+
+def _with_planner(mesh: Mesh, profile: Profile | None) -> Mesh:
+    """Return the mesh with the planner's plan for each size; the same mesh without a profile."""
     if profile is None:
         return mesh
-    plans = Plans(profile.along(mesh.topology))
-    # On a CPU a profile of an accelerator's links says nothing of direct sends, by which others gather here.
+    plans = PlanTable(profile.restrict_to(mesh.topology))
+    # On CPUs all-gathers use direct sends, which the profile of an accelerator's links does not cover.
     gathers = profile.direct is not None or not devices.capabilities(mesh.comm_stream.device.type).supports_direct_sends
-    policy = PlanPolicy(plans, plans.table(), gather=plans.gather if gathers else lambda block_bytes: None)
-    return replace(mesh, policy=policy)
+    choose_gather = plans.gather if gathers else lambda block_bytes: None
+    return replace(mesh, policy=PlanPolicy(plans, plans.table(), choose_gather=choose_gather))
 
 
-def _sending_ahead(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Mesh:
-    """The mesh, with what decides whether a tensor is sent ahead: the planner where there is a profile, unless nothing
-    overlaps."""
+def _with_early_sends(mesh: Mesh, profile: Profile | None, synchronous: bool) -> Mesh:
+    """Return the mesh with a policy for early sends.
 
-    def ahead(ahead_bytes: int, all_bytes: int) -> bool:
-        pays = profile is None or planner.ahead_pays(profile, mesh.policy.choose, ahead_bytes, all_bytes)
+    The planner decides if there is a profile; without one, tensors are always sent early. Nothing is sent early if
+    collectives are synchronous.
+    """
+
+    def sends_early(early_bytes: int, all_bytes: int) -> bool:
+        pays = profile is None or planner.early_send_pays(profile, mesh.policy.choose, early_bytes, all_bytes)
         return pays and not synchronous
 
-    traced = None  # from where on it pays, for graphs
+    graph_early_bytes = None  # smallest size from which on all larger ones are sent early
     for power in reversed(SIZES):
-        if not ahead(1 << power, _TENSORS << power):
+        if not sends_early(1 << power, _QKV << power):
             break
-        traced = 1 << power
-    return replace(mesh, policy=replace(mesh.policy, sends_early=ahead, graph_early_bytes=traced))
+        graph_early_bytes = 1 << power
+    return replace(mesh, policy=replace(mesh.policy, sends_early=sends_early, graph_early_bytes=graph_early_bytes))
 
 
-def check_fits(plan: Plan, device: torch.device, option: str) -> None:
-    """Refuse direct sends on an accelerator, before any collective.
+def check_plan_on_device(plan: Plan, device: torch.device, option: str) -> None:
+    """Check, before any collective, that a device supports the direct sends of a plan.
 
-    There, sends and receives are run in the order of a stream: each rank would wait in its first receive for sends that
-    nobody gets to. Gloo, which they are for, has no such order.
+    On an accelerator sends and receives run in stream order: each rank would block in its first receive, and no rank
+    would reach its sends. Gloo, which direct sends are for, has no such order.
 
     Raises:
-        ValueError: the plan has direct sends, which the device cannot run; names the option that it comes from.
+        ValueError: the plan has direct sends and the device does not support them; names the option.
     """
     if any(plan.direct) and not devices.capabilities(device.type).supports_direct_sends:
         raise ValueError(
-            f"{option}: '{plan}' sends directly ({DIRECT}), which is for the CPU; valid on {device.type} are plans "
-            f"without {DIRECT}, or 'auto'"
+            f"{option}: '{plan}' has direct sends ({DIRECT}), which only CPUs support; valid on {device.type} are "
+            f"plans without {DIRECT}, or 'auto'"
         )
 
 
-def known_of(profile: Profile, device: torch.device) -> Profile:
-    """Return a profile as it applies to a device: accelerators have no direct sends, which are measured on CPUs."""
+def profile_for_device(profile: Profile, device: torch.device) -> Profile:
+    """Return the profile without direct sends if the device does not support them."""
     return profile if devices.capabilities(device.type).supports_direct_sends else replace(profile, direct=None)

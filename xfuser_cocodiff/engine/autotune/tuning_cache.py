@@ -1,8 +1,7 @@
-"""What was found of a machine, kept for the next process: its links, and the schedule of each kind of layer. So only
-the first run of a machine has to find out.
+"""Cache of tuning results between processes: the link profile, and the overlap schedule of each layer signature.
 
-A file is of one machine, as the ranks of a group see it together: other hosts, devices, links or versions have another
-file, and what is found then starts anew.
+A file belongs to one machine, as the ranks of a group see it together. Other hosts, devices, links or versions have
+another file, and are tuned anew.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
@@ -23,54 +22,55 @@ _SCHEMA = 4
 
 @dataclass
 class TuningCache:
-    """What is known of one machine."""
+    """Tuning results of one machine."""
 
     machine: dict[str, Any]
-    """What it was found on, as JSON values: versions, topology and what each rank says of itself."""
+    """Description of the machine as JSON values: versions, topology, and the host and device of each rank."""
     profile: Profile | None = None
-    schedules: dict[str, Schedule] = field(default_factory=dict)
-    """By kind of layer."""
+    """Link profile, once measured."""
+    schedules: dict[str, OverlapSchedule] = field(default_factory=dict)
+    """Chosen schedules by layer signature."""
     folder: Path | None = None
-    """Where this rank keeps them; None where it does not."""
+    """Folder that this rank writes to; None if it does not write."""
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of :meth:`from_json`."""
+        """Return the cache as JSON values; the inverse of :meth:`from_json`."""
         return {
             "schema": _SCHEMA,
             "machine": self.machine,
             "profile": self.profile and self.profile.to_json(),
-            "schedules": {kind: list(schedule) for kind, schedule in self.schedules.items()},
+            "schedules": {signature: list(schedule) for signature, schedule in self.schedules.items()},
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TuningCache":
-        """Read what :meth:`to_json` made.
+        """Build a cache from the values of :meth:`to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the values are not those of a tuning cache of this schema.
         """
         try:
             if values["schema"] != _SCHEMA:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
             schedules = {
-                kind: Schedule(bool(v_first), int(groups), bool(beside), bool(flat))
-                for kind, (v_first, groups, beside, flat) in values["schedules"].items()
+                signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat))
+                for signature, (v_first, groups, overlaps_mlp, flat) in values["schedules"].items()
             }
             return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"not what was found of a machine: {type(error).__name__} {error}") from None
+            raise ValueError(f"not a tuning cache: {type(error).__name__} {error}") from None
 
     def file(self, folder: Path) -> Path:
-        """Where they are kept in a folder: another file for each machine."""
+        """Return the cache file of this machine in a folder."""
         digest = hashlib.sha256(json.dumps(self.machine, sort_keys=True).encode()).hexdigest()[:16]
         return folder / f"{digest}.json"
 
-    def keep(self) -> None:
-        """Write them down if this rank does, for a reader that sees the file whole or not at all.
+    def save(self) -> None:
+        """Write the cache file atomically, if this rank has a folder.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the file cannot be written.
         """
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,23 +80,27 @@ class TuningCache:
             partial.replace(file)
 
 
-def read(file: Path) -> TuningCache | None:
-    """What a file keeps; None where there is none, or it cannot be read: then all is found anew."""
+def load(file: Path) -> TuningCache | None:
+    """Return the cache of a file; None if there is no such file or it cannot be read, and tuning starts anew."""
     try:
         return TuningCache.from_json(json.loads(file.read_text()))
     except (OSError, ValueError):
         return None
 
 
-def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None) -> TuningCache:
-    """Return what is known of the machine that ranks are on. Each of a group must call this, and gets the same: what
-    the first one has kept, since folders of other hosts may hold something else.
+def load_shared(
+    group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any], folder: Path | None
+) -> TuningCache:
+    """Return the tuning cache of the machine that a group runs on.
+
+    Every rank of the group must call this and gets the contents of rank 0's file, since folders of other hosts may
+    differ.
 
     Args:
-        group: the ranks that try things with each other.
-        common: what findings are of beside the ranks, the same on all: versions, settings, the Ulysses "degree".
-        own: what this rank says of itself, as JSON values: its host, its device.
-        folder: where the first rank looks, and keeps what is found from here on; others need not have the same.
+        group: the ranks that are tuned together.
+        common: description of the machine that is the same on all ranks: versions, settings, the Ulysses "degree".
+        own: description of this rank as JSON values: its host and its device.
+        folder: where rank 0 reads its file and saves new results; not used by other ranks.
     """
 
     def gather(value: Any) -> list[Any]:
@@ -105,10 +109,10 @@ def shared(group: dist.ProcessGroup, common: dict[str, Any], own: dict[str, Any]
         return values
 
     is_first = group.rank() == 0
-    with failure_detection.report_failed_ranks(group, "findings"):
-        fresh = TuningCache({**common, "ranks": gather(own)})
-        kept = read(fresh.file(folder)) if is_first and folder else None
-        found = gather(kept.to_json() if kept and kept.machine == fresh.machine else None)[0]
-    known = TuningCache.from_json(found) if found else fresh
-    known.folder = folder if is_first else None
-    return known
+    with failure_detection.report_failed_ranks(group, "tuning cache"):
+        empty = TuningCache({**common, "ranks": gather(own)})
+        saved = load(empty.file(folder)) if is_first and folder else None
+        contents = gather(saved.to_json() if saved and saved.machine == empty.machine else None)[0]
+    cache = TuningCache.from_json(contents) if contents else empty
+    cache.folder = folder if is_first else None
+    return cache

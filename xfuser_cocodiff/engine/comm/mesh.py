@@ -63,7 +63,7 @@ class Mesh:
         plans = list(plans or candidates(topology))
         groups: dict[Stage, dist.ProcessGroup] = {}
         for stage in dict.fromkeys(stage for plan in plans for stage in plan.stages):
-            members = tuple(ranks[i] for i in topology.neighbours(here, *stage))
+            members = tuple(ranks[i] for i in topology.group_of(here, *stage))
             groups[stage] = subgroup(group, members, timeout)
         staged = devices.capabilities(device.type).is_asynchronous and dist.get_backend(group) == dist.Backend.GLOO
         stages = Stages(groups, device, staged, timeout)
@@ -179,7 +179,7 @@ class Mesh:
     def gather_plan(self, block_bytes: int) -> Plan:
         """How an all-gather of blocks of so many bytes runs: by the policy, or else along one axis after the other, the
         outermost first."""
-        return self.policy.gather(block_bytes) or Plan.gathering(
+        return self.policy.choose_gather(block_bytes) or Plan.hierarchical_gather(
             self.topology, devices.capabilities(self.stages.device.type).supports_direct_sends
         )
 

@@ -20,7 +20,7 @@ class PlanPolicy:
     which must then not look at the size."""
     sends_early: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
     """Whether a tensor of so many bytes is better sent ahead than in one message with others, of so many together."""
-    gather: Callable[[int], Plan | None] = lambda block_bytes: None
+    choose_gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """The plan of an all-gather of blocks of so many bytes; where there is none, the mesh's own is taken."""
     graph_early_bytes: int | None = 0
     """The same for graphs: bytes of a tensor from which it is sent ahead; None where it never is."""

@@ -112,7 +112,7 @@ class AxisPartition(Axes):
         def submesh(dims: list[int]) -> Mesh:
             if dims == moving:
                 return mesh
-            members = tuple(ranks[i] for i in topology.neighbours(rank, *dims))
+            members = tuple(ranks[i] for i in topology.group_of(rank, *dims))
             own = subgroup(group, members, mesh.stages.timeout)
             made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
             names = "+".join(topology.axes[dim].name for dim in reversed(dims))
@@ -123,7 +123,7 @@ class AxisPartition(Axes):
         return cls(
             tuple(map(moving.index, slow)),
             tuple(topology.axes[dim].size for dim in moving),
-            topology.neighbours(rank, *slow).index(rank),
+            topology.group_of(rank, *slow).index(rank),
             submesh(slow),
             submesh(fast) if fast else None,
         )

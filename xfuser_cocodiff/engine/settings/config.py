@@ -189,7 +189,7 @@ def resolve(
         max_error=_read(chosen["cocodiff_max_error"], _error),
         memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
         kernels=_read(chosen["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
-        synchronous=launcher.collectives_block(environment),
+        synchronous=launcher.collectives_are_synchronous(environment),
         cache=_read(chosen[_CACHE.field], _cache) if chosen[_CACHE.field][0] else cache_folder(environment),
         detected=chosen["cocodiff_topology"][0] is None,
     )

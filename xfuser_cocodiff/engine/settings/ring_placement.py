@@ -27,11 +27,11 @@ class UlyssesRingSplit:
 
     def ulysses_topology(self, whole: Topology) -> Topology:
         """Topology of a Ulysses group, given that of all ranks."""
-        return whole.strided(self.ulysses) if self.placement == INNER else whole.neighbouring(self.ulysses)
+        return whole.strided(self.ulysses) if self.placement == INNER else whole.contiguous(self.ulysses)
 
     def ring_topology(self, whole: Topology) -> Topology:
         """Topology of a ring, given that of all ranks."""
-        return whole.neighbouring(self.ring) if self.placement == INNER else whole.strided(self.ring)
+        return whole.contiguous(self.ring) if self.placement == INNER else whole.strided(self.ring)
 
     def fits(self, whole: Topology) -> bool:
         """Whether every Ulysses group, and every ring, lies on the axes as the others do."""
@@ -102,7 +102,7 @@ def place_groups(ranks: SequenceRanks, given: Topology | None, ring: str, profil
     if given not in (None, whole):
         return GroupPlacement(given, around)
     topology = ranks.detected if ring == OUTER and not (given or known) else split.ulysses_topology(whole)
-    return GroupPlacement(topology, around, known and known.along(topology), known and known.along(around))
+    return GroupPlacement(topology, around, known and known.restrict_to(topology), known and known.restrict_to(around))
 
 
 def has_nodes(topology: Topology) -> bool:

@@ -83,7 +83,7 @@ def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devi
     return asked or (not hidden and devices > 0 and (ranks_per_node(environment) or 1) > devices)
 
 
-def collectives_block(environment: Mapping[str, str]) -> bool:
+def collectives_are_synchronous(environment: Mapping[str, str]) -> bool:
     """Whether oneCCL runs every collective to its end before it goes on (CCL_OP_SYNC), so that none is ever hidden."""
     return environment.get("CCL_OP_SYNC", "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.topology.topology import Topology
 
-SLOW_SHARE = 0.2
+SLOW_RATIO = 0.2
 """An axis is slow where a rank sends at less than this share of the speed at which it codes. At less than the whole,
 since what encoding leaves still has to travel, and small messages cost their calls; machines are noisy besides."""
 _SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
@@ -46,16 +46,16 @@ class Profile:
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Names of the axes, outermost first, along which a rank sends at less than SLOW_SHARE of the speed at which it
+        """Names of the axes, outermost first, along which a rank sends at less than SLOW_RATIO of the speed at which it
         codes: there codecs save time, on others they cost it."""
         moving = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
-        limit = SLOW_SHARE * self.codec_bytes_per_second
+        limit = SLOW_RATIO * self.codec_bytes_per_second
         return tuple(link.name for link in moving if link.bytes_per_second < limit)
 
-    def along(self, topology: Topology) -> "Profile":
+    def restrict_to(self, topology: Topology) -> "Profile":
         """The profile of some of its axes."""
         links = {axis.name: link for axis, link in zip(self.topology.axes, self.links, strict=True)}
-        direct = self.direct and self.direct.along(topology)
+        direct = self.direct and self.direct.restrict_to(topology)
         return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes), direct=direct)
 
     def to_json(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: boo
     return StageCost(host, wire * (profile.contention if len(stage) > 1 else 1))
 
 
-def seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
+def all_to_all_seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
     """Predicted time of an all-to-all.
 
     Args:
@@ -63,7 +63,7 @@ def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
     return StageCost(sum(cost.host for cost in costs) + copies, sum(cost.wire for cost in costs))
 
 
-def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
+def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
     """Whether a tensor is better sent ahead, while others are computed, than in one message with them.
 
     Ahead it costs a call of its own, and its time on the links hides behind computation. So all travel together where a
@@ -76,7 +76,9 @@ def ahead_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: i
         all_bytes: of all tensors, this one included.
     """
     call = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes).host
-    rest, together = (seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes))
+    rest, together = (
+        all_to_all_seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes)
+    )
     return call + rest < (1 - MARGIN) * together
 
 
@@ -118,7 +120,7 @@ def comm_stages(
         parts = [(profile, payload_bytes), (fast, message_bytes / slow.topology.size)]
     else:
         parts = [(fast, message_bytes), (slow, payload_bytes)]
-    return [CommStage(part, choose(part, size), size) for part, size in parts]
+    return [CommStage(part, choose_plan(part, size), size) for part, size in parts]
 
 
 def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
@@ -130,7 +132,10 @@ def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[
         slow_axes: their names.
     """
     in_stages, at_once = (
-        sum(seconds(*leg) for leg in comm_stages(profile, message_bytes, CODED * message_bytes, way, slow_axes))
+        sum(
+            all_to_all_seconds(*leg)
+            for leg in comm_stages(profile, message_bytes, CODED * message_bytes, way, slow_axes)
+        )
         for way in (False, True)
     )
     return at_once < (1 - MARGIN) * in_stages
@@ -145,14 +150,16 @@ def exchange_seconds(
 ) -> float:
     """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see
     :func:`comm_stages`."""
-    moving = sum(seconds(*leg) for leg in comm_stages(profile, message_bytes, payload_bytes, at_once, slow_axes))
+    moving = sum(
+        all_to_all_seconds(*leg) for leg in comm_stages(profile, message_bytes, payload_bytes, at_once, slow_axes)
+    )
     if payload_bytes is None:
         return moving
-    places = places_on(profile.topology, slow_axes)
+    places = num_ranks_along(profile.topology, slow_axes)
     return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
 
 
-def places_on(topology: Topology, axes: Sequence[str]) -> int:
+def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
     """Return the number of places on some axes."""
     return math.prod(axis.size for axis in topology.axes if axis.name in axes)
 
@@ -182,7 +189,7 @@ def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
     return seconds
 
 
-def choose_gather(profile: Profile, block_bytes: float) -> Plan:
+def choose_gather_plan(profile: Profile, block_bytes: float) -> Plan:
     """The plan to use for an all-gather of such blocks."""
 
     def counted(plan: Plan) -> float:
@@ -205,14 +212,14 @@ def ring_seconds(
         payload_bytes: what they are encoded in for slow axes; None where they travel as they are.
         slow_axes: their names.
     """
-    way = ring_legs(profile, block_bytes, payload_bytes, slow_axes)
+    way = ring_stages(profile, block_bytes, payload_bytes, slow_axes)
     moving = sum(gather_seconds(*leg) for leg in way)
     if payload_bytes is None:
         return moving
     return moving + way[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
 
 
-def ring_legs(
+def ring_stages(
     profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
 ) -> list[CommStage]:
     """The all-gathers of a ring, by the best plans; for arguments see above.
@@ -222,18 +229,18 @@ def ring_legs(
     """
     slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
-        return [CommStage(profile, choose_gather(profile, block_bytes), block_bytes)]
+        return [CommStage(profile, choose_gather_plan(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
     return [
-        CommStage(slow, choose_gather(slow, payload_bytes), payload_bytes),
-        *(CommStage(fast, choose_gather(fast, size), size) for size in sizes if fast),
+        CommStage(slow, choose_gather_plan(slow, payload_bytes), payload_bytes),
+        *(CommStage(fast, choose_gather_plan(fast, size), size) for size in sizes if fast),
     ]
 
 
 def _along(profile: Profile, slow_axes: Sequence[str], is_slow: bool) -> Profile | None:
     """What is known of the axes that are slow, or of those that are not; None where none of them moves anything."""
     axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in slow_axes) == is_slow]
-    return profile.along(Topology(tuple(axes))) if axes else None
+    return profile.restrict_to(Topology(tuple(axes))) if axes else None
 
 
 def _way(profile: Profile, direct: bool) -> Profile:
@@ -241,19 +248,19 @@ def _way(profile: Profile, direct: bool) -> Profile:
     return profile.direct if direct and profile.direct else profile
 
 
-def ranking(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
+def rank_plans(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
     """All plans with their predicted seconds, the one to use first.
 
     They are in the order of their times, where each counts for as much more as it must promise to save.
     """
     plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
-    timed = [(plan, seconds(profile, plan, message_bytes)) for plan in plans]
+    timed = [(plan, all_to_all_seconds(profile, plan, message_bytes)) for plan in plans]
     return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _complexity(pair[0])))
 
 
-def choose(profile: Profile, message_bytes: float) -> Plan:
+def choose_plan(profile: Profile, message_bytes: float) -> Plan:
     """The plan to use for a message."""
-    return ranking(profile, message_bytes)[0][0]
+    return rank_plans(profile, message_bytes)[0][0]
 
 
 def _complexity(plan: Plan) -> int:
@@ -273,7 +280,7 @@ def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> P
     return replace(plan, direct=tuple(map(faster, plan.stages)))
 
 
-def bound_seconds(profile: Profile, message_bytes: float) -> float:
+def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
     """Time in which the busiest axis, at its measured speed, sends the bytes that must cross it under any plan."""
     flat = Plan.flat(profile.topology).stages[0]
     ways = [profile, profile.direct] if profile.direct else [profile]

@@ -65,7 +65,7 @@ class Plan:
         return cls(topology, tuple((dim,) for dim in reversed(_moving(topology))) or ((),))
 
     @classmethod
-    def gathering(cls, topology: Topology, direct: bool = False) -> "Plan":
+    def hierarchical_gather(cls, topology: Topology, direct: bool = False) -> "Plan":
         """One stage per axis, outermost first: an all-gather hands on all that has come, so that the slowest links see
         least of it."""
         stages = tuple((dim,) for dim in _moving(topology)) or ((),)

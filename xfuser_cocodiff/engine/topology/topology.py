@@ -95,13 +95,13 @@ class Topology:
             rank = rank * size + coordinate
         return rank
 
-    def neighbours(self, rank: int, *dims: int) -> tuple[int, ...]:
+    def group_of(self, rank: int, *dims: int) -> tuple[int, ...]:
         """Ranks that share all coordinates with `rank` but those on the axes numbered `dims`, in the order of ranks."""
         here = self.coordinates(rank)
         ranges = [range(size) if dim in dims else (here[dim],) for dim, size in enumerate(self.shape)]
         return tuple(self.rank(place) for place in itertools.product(*ranges))
 
-    def neighbouring(self, count: int) -> "Topology":
+    def contiguous(self, count: int) -> "Topology":
         """The topology of each `count` neighbouring ranks; flat where they do not all lie on the axes alike."""
         return self._part(count, 1)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.reshard import reshard
 from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, slowest
-from xfuser_cocodiff.engine.autotune.plan_selection import known_of
+from xfuser_cocodiff.engine.autotune.interleaved_timing import max_over_ranks, time_interleaved
+from xfuser_cocodiff.engine.autotune.plan_selection import profile_for_device
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.topology import planner
@@ -56,19 +56,19 @@ def measure(
     progress.report("probing the links")
     mesh = Mesh.over(group, topology, candidates(topology), device=device)
     started = time.perf_counter()
-    profile = known_of(link_probe.measure(mesh, device), device)
-    probe_seconds = slowest(time.perf_counter() - started, device)
+    profile = profile_for_device(link_probe.measure(mesh, device), device)
+    probe_seconds = max_over_ranks(time.perf_counter() - started, device)
     cluster = links.from_environment()
     plans = {str(plan): plan for plan in fixed_plans(topology, profile)}
     rows = []
     for size in sizes:
         tensor = _tensor(size, topology, device)
         progress.report(f"{_bytes(tensor.nbytes)} per rank")
-        contenders = plans | {"auto": planner.choose(profile, tensor.nbytes)}
+        contenders = plans | {"auto": planner.choose_plan(profile, tensor.nbytes)}
         works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
         works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
         _check_bits(works, tensor.nbytes)
-        times = contest(works, repeats, device)
+        times = time_interleaved(works, repeats, device)
         for name, seconds in times.items():
             its = contenders.get(name)  # stock has none
             rows.append(
@@ -78,7 +78,7 @@ def measure(
                     "seconds": seconds,
                     "ratio_to_stock": median(a / b for a, b in zip(seconds, times["stock"], strict=True)),
                     "bound_seconds": _bound(tensor.nbytes, cluster, profile),
-                    "predicted_seconds": its and planner.seconds(profile, its, tensor.nbytes),
+                    "predicted_seconds": its and planner.all_to_all_seconds(profile, its, tensor.nbytes),
                     "plan": its and str(its),
                 }
             )
@@ -132,7 +132,7 @@ def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor
 def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
     """Seconds that the busiest link needs for what must cross it: at the rate asked of it, else as it was probed."""
     if cluster is None:
-        return planner.bound_seconds(profile, size)
+        return planner.lower_bound_seconds(profile, size)
     share = size / cluster.size
     return max(
         share * len(link.ranks) / (cluster.rate(link.axis) * 1e6 / 8)

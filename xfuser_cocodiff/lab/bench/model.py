@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import contest, mean
+from xfuser_cocodiff.engine.autotune.interleaved_timing import mean_over_ranks, time_interleaved
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
@@ -120,18 +120,20 @@ def _compare(
     # Keyframes are timed as the first step of a run, which drops all references.
     first = {mode: lambda each=each: each.run(step, anew=True) for mode, each in variants.items() if each.runtime}
     # A machine changes its pace: what computation takes is of the same minutes.
-    times = contest({**runs, "alone": without_sending(step)}, repeats, _CPU)
+    times = time_interleaved({**runs, "alone": without_sending(step)}, repeats, _CPU)
     alone = median(times.pop("alone"))
-    keyframes = {**times, **(contest(first, repeats, _CPU) if first else {})}
+    keyframes = {**times, **(time_interleaved(first, repeats, _CPU) if first else {})}
     for each in variants.values():
         each.session.traffic.timed = True
-    contest(runs, TIMED_STEPS, _CPU)  # timing costs time, so that these steps are not timed themselves
+    time_interleaved(runs, TIMED_STEPS, _CPU)  # timing costs time, so that these steps are not timed themselves
     rows = []
     for mode, each in variants.items():
         each.session.traffic.timed = False
         share = each.refresh_share
         seconds = [share * key + (1 - share) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
-        a2a, hidden = (mean(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds))
+        a2a, hidden = (
+            mean_over_ranks(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds)
+        )
         rows.append(
             {
                 "share": 1 - alone / median(times["stock"]),
@@ -145,7 +147,9 @@ def _compare(
                 "bytes_slow_fraction": each.bytes_slow_fraction,
                 "bound_seconds": _bound(exact_bytes, profile, each, alone),
                 "plans": list(each.plans),
-                "schedules": {kind.name: str(kind.trial.schedule) for kind in each.session.layers.kinds if kind.trial},
+                "schedules": {
+                    kind.name: str(kind.candidates.schedule) for kind in each.session.layers.kinds if kind.candidates
+                },
             }
         )
     return rows
@@ -156,7 +160,7 @@ def _bound(exact_bytes: Sequence[int], profile: Profile | None, each: Variant, a
     something is coded, computation and then what is left of its bytes. None where a ring is sent along too."""
     if profile is None:
         return None
-    moving = sum(planner.bound_seconds(profile, size) for size in exact_bytes)
+    moving = sum(planner.lower_bound_seconds(profile, size) for size in exact_bytes)
     return alone + each.bytes_slow_fraction * moving if each.runtime else max(alone, moving)
 
 

@@ -114,9 +114,9 @@ def over(config: CocoDiffConfig, profile: Profile) -> Variant:
     """Return a variant of the plugin, which notes its plans."""
     group, around = bare_runtime.process_groups()
     if around.size() > 1:
-        config = replace(config, ring_profile=profile.along(config.ring_topology))
+        config = replace(config, ring_profile=profile.restrict_to(config.ring_topology))
     ulysses = UlyssesRingSplit(group.size(), around.size()).ulysses_topology(profile.topology)
-    known = TuningCache({}, profile.along(ulysses) if group.size() > 1 else None)
+    known = TuningCache({}, profile.restrict_to(ulysses) if group.size() > 1 else None)
     session = startup.create_session(group, config, known, around=around if around.size() > 1 else None)
     choose, plans = session.mesh.policy.choose, dict[str, None]()
 

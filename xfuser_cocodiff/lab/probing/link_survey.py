@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from xfuser_cocodiff.engine.autotune import link_probe
-from xfuser_cocodiff.engine.autotune.interleaved_timing import slowest
+from xfuser_cocodiff.engine.autotune.interleaved_timing import max_over_ranks
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -58,8 +58,8 @@ def measure(
         ],
         "pairs": measured.to_json(),
         "profile": profile.to_json(),
-        "seconds": slowest(ended - started, device),
-        "profile_seconds": slowest(ended - profile_started, device),
+        "seconds": max_over_ranks(ended - started, device),
+        "profile_seconds": max_over_ranks(ended - profile_started, device),
     }
 
 
@@ -85,5 +85,5 @@ def _ranks_per_node(size: int, device: torch.device) -> int | None:
     own = launcher.ranks_per_node(os.environ) or 0
     most_nodes = int(os.environ.get("SLURM_NNODES") or size)
     own = own if own and size // own <= most_nodes else 0
-    largest, least = slowest(own, device), -slowest(-own, device)
+    largest, least = max_over_ranks(own, device), -max_over_ranks(-own, device)
     return int(largest) if largest == least and largest else None

@@ -15,10 +15,10 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
     """The record: for each size the chosen plan, the flat one and the best others, with predicted seconds."""
     rows = []
     for size in sizes:
-        chosen, flat = planner.choose(profile, size), Plan.flat(profile.topology)
-        best = [plan for plan, _ in planner.ranking(profile, size)[:_RUNNERS_UP]]
+        chosen, flat = planner.choose_plan(profile, size), Plan.flat(profile.topology)
+        best = [plan for plan, _ in planner.rank_plans(profile, size)[:_RUNNERS_UP]]
         for plan in dict.fromkeys((chosen, flat, *best)):
-            seconds = planner.seconds(profile, plan, size)
+            seconds = planner.all_to_all_seconds(profile, plan, size)
             row = {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds, "chosen": plan == chosen}
             rows.append(row)
     return {**host.header(), "topology": str(profile.topology), "profile": profile.to_json(), "rows": rows}

@@ -96,7 +96,7 @@ def _topology(text: str | None, degree: int) -> Topology | None:
 
 def _along(known: Profile, part: Topology, message_bytes: float) -> Profile:
     """Contention is as it was measured, whatever the message."""
-    return known.along(part)
+    return known.restrict_to(part)
 
 
 def check_count(option: str, value: int, multiple: int = 1) -> None:
@@ -115,7 +115,7 @@ def check_name(option: str, name: str, valid: Iterable[str]) -> None:
 def _nodes(machine: Machine, degree: int) -> Topology:
     """Of whole nodes, or of a part of one."""
     nodes, rest = divmod(degree, machine.ranks_per_node)
-    part = machine.topology(1).neighbouring(degree) if nodes == 0 else machine.topology(nodes)
+    part = machine.topology(1).contiguous(degree) if nodes == 0 else machine.topology(nodes)
     if (nodes and rest) or part.axes[0].name == FLAT:
         raise ValueError(
             f"--degree {degree} does not fit nodes of {machine.name}, which have {machine.ranks_per_node} ranks as "

@@ -208,7 +208,7 @@ class _Run:
         self.group, self.ring = split.ulysses_topology(case.topology), split.ring_topology(case.topology)
         self._schedule = None if self._is_stock else modes.usual(mode, case.steps)
         self._places, self._ring_places = (
-            planner.places_on(topology, case.slow_axes) for topology in (self.group, self.ring)
+            planner.num_ranks_along(topology, case.slow_axes) for topology in (self.group, self.ring)
         )
         # One of a layer's two messages in the middle between its smallest and its largest has as much as two tensors.
         middle = sum(self._held(name) for name in "qkvo") // 2
@@ -266,7 +266,7 @@ class _Run:
         profile = self._case.profile_of(self.group, size)
         if self._is_stock:
             flat = Plan.flat(self.group)
-            return _Moved(planner.seconds(profile, flat, size), flat.sent_bytes(size))
+            return _Moved(planner.all_to_all_seconds(profile, flat, size), flat.sent_bytes(size))
         together = payloads.o if name == "o" else payloads.qkv
         coded = together if name == "o" or together is None else together / 3
         way = profile, size, coded, self._at_once, self._case.slow_axes
@@ -286,6 +286,6 @@ class _Run:
             return _Moved(planner.gather_seconds(profile, flat, block), flat.gathered_bytes(block))
         way = profile, block, payload, self._case.slow_axes
         sent = Counter[str]()
-        for leg in planner.ring_legs(*way):
+        for leg in planner.ring_stages(*way):
             sent.update(leg.plan.gathered_bytes(leg.message_bytes))
         return _Moved(planner.ring_seconds(*way), sent)

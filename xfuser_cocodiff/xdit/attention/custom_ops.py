@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
-from xfuser_cocodiff.engine.attention.ulysses import Attend, Exchanges, output_like
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
+from xfuser_cocodiff.engine.attention.ulysses import Attend, AttentionAllToAlls, output_like
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.reference_memory import Share
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
@@ -68,12 +68,12 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
         warn_once(UNGROUPED)
     layer = session.layers.traced(path)
     kind = session.layers.kinds.of_graph(layer.name, value) if layer else None
-    schedule = kind.trial.schedule if kind and kind.trial else Schedule()
-    exchanges = Exchanges(session.mesh_of(schedule), layer=layer.name if layer else "")
+    schedule = kind.candidates.schedule if kind and kind.candidates else OverlapSchedule()
+    exchanges = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
     session.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
     if schedule.v_first:
         exchanges.layer_codecs = session.layer_codecs(layer, kind.share)
-        exchanges.send_value(value)
+        exchanges.start_value(value)
     return _a_ticket()
 
 
@@ -83,10 +83,10 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     call, share = session.traced_call, Share.of(query, key, value)
     if call.kind:
         call.kind.share = share
-        if call.kind.trial is None:
+        if call.kind.candidates is None:
             choose_schedules(call.kind, session, query, key, value)
     call.exchanges.layer_codecs = session.layer_codecs(call.layer, share)
-    call.exchanges.send(query, key, value)
+    call.exchanges.start_inputs(query, key, value)
     return _a_ticket()
 
 
@@ -97,11 +97,11 @@ def _receive_heads(
     value: torch.Tensor,
     num_ranks: int,
 ) -> tuple[torch.Tensor, ...]:
-    return active().traced_call.exchanges.receive(0)
+    return active().traced_call.exchanges.wait_inputs(0)
 
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    active().traced_call.exchanges.send_back(output, 0)
+    active().traced_call.exchanges.start_output(output, 0)
     return _a_ticket()
 
 

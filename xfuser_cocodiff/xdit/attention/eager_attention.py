@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
@@ -60,11 +60,11 @@ def scheduled_attention(
         kind.share = share
     running = layer or session.layers.running()
     layer_codecs = session.layer_codecs(running, share)
-    name, schedule = (layer.name, layer.call.schedule) if layer else ("", Schedule())
+    name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     attend = attend_by(session.ring_codecs(running, share) if session.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
-    if kind and kind.trial is None and (kind.ready or kind.refusal):
+    if kind and kind.candidates is None and (kind.ready or kind.refusal):
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         groups = usable_head_groups(session, *heads) if cuts_heads else 1
         comparing = HeadGroupCheck(attend, groups)

@@ -73,7 +73,7 @@ def gather_along_topology(session: Session, block: torch.Tensor, ranks: int) -> 
         return None
     plans, size = [], block.nbytes
     for mesh in meshes:
-        plans.append(mesh.policy.gather(size))
+        plans.append(mesh.policy.choose_gather(size))
         size *= mesh.topology.size
     if None in plans or plans == [Plan.flat(meshes[0].topology)]:
         return None

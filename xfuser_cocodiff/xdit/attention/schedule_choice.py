@@ -2,7 +2,7 @@
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
@@ -80,10 +80,10 @@ def choose_schedules(
         groups: of heads.
         is_same: whether that many groups change no bit on this rank.
     """
-    fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.planned.flat
+    fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     whole = query.nbytes + key.nbytes + value.nbytes
     pays = fixed is None and kind.ready and policy.sends_early(value.nbytes, whole)
-    has_mlp = kind.has_parallel_mlp and fixed is not False and not session.planned.synchronous
+    has_mlp = kind.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays else [whole]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ from one Ulysses group of a ring to another, and the MLP's hooks from rank to rank.
@@ -97,9 +97,9 @@ def choose_schedules(
         )
         groups = 1
     known = session.known_schedule(kind)
-    ours = Schedule(kind.ready if fixed else pays, groups, has_mlp)
-    stocks = Schedule(groups=groups, flat=session.runtime is None and not is_flat)
+    ours = OverlapSchedule(kind.ready if fixed else pays, groups, has_mlp)
+    stocks = OverlapSchedule(groups=groups, flat=session.runtime is None and not is_flat)
     if known:
-        kind.trial = Trial([known])
+        kind.candidates = ScheduleCandidates([known])
     else:
-        kind.trial = Trial([stocks, ours] if fixed is None else [ours])
+        kind.candidates = ScheduleCandidates([stocks, ours] if fixed is None else [ours])

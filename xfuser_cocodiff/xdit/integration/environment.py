@@ -87,7 +87,7 @@ def _kept(folder: Path) -> list[str]:
     """A line for each machine of which something was found."""
     lines = []
     for file in sorted(folder.glob("*.json")):
-        if known := tuning_cache.read(file):
+        if known := tuning_cache.load(file):
             ranks = known.machine.get("ranks", [])
             hosts = ", ".join(dict.fromkeys(str(rank.get("host")) for rank in ranks))
             links = "links, " if known.profile else ""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_parallel_mlp, is_listened_to, made
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
@@ -90,7 +90,9 @@ class Layer(Place):
     def _call_block(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._shared.active():
             return forward(*args, **kwargs)
-        call = self.call = Call(self._kind.trial.schedule if self._kind and self._kind.trial else Schedule())
+        call = self.call = Call(
+            self._kind.candidates.schedule if self._kind and self._kind.candidates else OverlapSchedule()
+        )
         try:
             returned = forward(*args, **kwargs)
         finally:
@@ -102,7 +104,7 @@ class Layer(Place):
     def _call_mlp(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a part of a parallel MLP, or put it off until its result is used, where the schedule has it so."""
         call = self.call
-        if call is None or not self._shared.active() or not call.schedule.beside:
+        if call is None or not self._shared.active() or not call.schedule.overlaps_mlp:
             return forward(given, *args, **kwargs)
         later = Deferred(lambda: forward(made(given), *args, **kwargs))
         call.later.append(later)
@@ -132,7 +134,7 @@ class Layer(Place):
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
         kind = self._shared.kinds.of(self._module, tensors)
         if kind is not self._kind:
-            call.schedule = kind.trial.schedule if kind.trial else Schedule()
+            call.schedule = kind.candidates.schedule if kind.candidates else OverlapSchedule()
             kind.has_parallel_mlp = self._has_parallel_mlp
         call.kind = self._kind = kind
         source, (first, second, *_) = kind.source, (*tensors.values(), None, None)

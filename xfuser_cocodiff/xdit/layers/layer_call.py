@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule
-from xfuser_cocodiff.engine.attention.ulysses import Exchanges
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.deferred import Deferred
@@ -19,17 +19,17 @@ from xfuser_cocodiff.xdit.layers.root_module import Place
 class LayerCall:
     """A call of a layer, in eager mode or in a graph."""
 
-    schedule: Schedule
+    schedule: OverlapSchedule
     kind: LayerSignature | None = None
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
 
     def ended(self) -> None:
         """Count it in the trial of its kind."""
-        if self.kind and self.kind.trial:
+        if self.kind and self.kind.candidates:
             # A refresh says nothing of steps that are encoded by what was sent before.
             is_refresh = self.layer_codecs is not None and self.layer_codecs.is_stateless
-            self.kind.trial.ran(is_usual=not is_refresh)
+            self.kind.candidates.count_call(is_representative=not is_refresh)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -38,7 +38,7 @@ class TracedCall(LayerCall):
 
     layer: Place | None
     """None where no module is called, of which there is nothing to learn then."""
-    exchanges: Exchanges
+    exchanges: AttentionAllToAlls
 
 
 class Ahead(NamedTuple):

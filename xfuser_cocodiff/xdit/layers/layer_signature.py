@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import ScheduleCandidates
 from xfuser_cocodiff.engine.compression.reference_memory import Share
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, source_of
 
@@ -45,8 +45,8 @@ class LayerSignature:
     """Numbers of head groups in which attention would have other bits."""
     has_parallel_mlp: bool = False
     """Whether the block has an MLP that can be computed while Q, K and V travel."""
-    trial: Trial | None = None
-    """Finds the fastest schedule, once it is known which there are."""
+    candidates: ScheduleCandidates | None = None
+    """Its overlap schedules and the one chosen; None until they are known."""
 
     @property
     def ready(self) -> bool:

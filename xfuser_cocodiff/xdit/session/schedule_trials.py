@@ -9,15 +9,15 @@ from statistics import median
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import OURS, STOCKS, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, ScheduleCandidates
 from xfuser_cocodiff.engine.topology import devices as devices
 
-TURNS = (OURS, STOCKS, STOCKS, OURS, OURS, STOCKS, STOCKS, OURS)
+TURNS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
 """By what the steps of a trial run; the first pair allocates, and does not count."""
 MUST_SAVE = 0.01
 """Share of a step that stock's way must save to be taken."""
 
-_Ran = tuple[tuple[Trial, int], ...]
+_Ran = tuple[tuple[ScheduleCandidates, int], ...]
 """Trials of the kinds of layers that ran in a step, and how many of each."""
 
 
@@ -34,7 +34,7 @@ class Trials:
 
     def __init__(
         self,
-        trials: Callable[[], list[Trial]],
+        trials: Callable[[], list[ScheduleCandidates]],
         mean: Callable[[list[float]], list[float]],
         agreed: Callable[[object], bool],
         device: torch.device,
@@ -59,13 +59,13 @@ class Trials:
         return bool(trials) and all(trial.chosen for trial in trials)
 
     def begin_run(self) -> None:
-        """Begin a run. Its first step is not timed, and runs by OURS on every rank: an error or an interrupt may have
+        """Begin a run. Its first step is not timed, and runs by PLUGIN on every rank: an error or an interrupt may have
         ended the last run at different steps, on which the ranks agree only once they have communicated. Half a pair is
         tried again."""
         self._began, self._is_new_run, self._usual, self._others = None, True, (), 0
         for trial in self._trials():
             trial.end_step()
-            trial.turn = OURS
+            trial.candidate = PLUGIN
         for seconds in self._seconds.values():
             del seconds[len(seconds) // 2 * 2 :]
 
@@ -90,7 +90,7 @@ class Trials:
         """Count a step, unless another one is usual, or its layers did something unusual."""
         if ran == self._usual:
             self._others = 0
-            if self._began is not None and all(trial.is_usual for trial, _ in ran):
+            if self._began is not None and all(trial.is_representative for trial, _ in ran):
                 self._seconds[ran].append(time.perf_counter() - self._began)
         else:
             self._others += 1
@@ -102,7 +102,7 @@ class Trials:
         seconds = self._seconds.setdefault(self._usual, [])
         if len(seconds) < len(TURNS):
             for trial, _ in self._usual:
-                trial.turn = TURNS[len(seconds)]
+                trial.candidate = TURNS[len(seconds)]
         else:
             self._decide(self._mean(seconds))
 
@@ -113,9 +113,9 @@ class Trials:
             seconds: of each turn, the mean over all ranks.
         """
         pairs = [{TURNS[place]: seconds[place] for place in (first, first + 1)} for first in range(2, len(TURNS), 2)]
-        saving = median(1 - pair[STOCKS] / pair[OURS] for pair in pairs)
+        saving = median(1 - pair[STOCK] / pair[PLUGIN] for pair in pairs)
         for trial, _ in self._usual:
-            trial.choose(STOCKS if saving > MUST_SAVE else OURS)
+            trial.choose(STOCK if saving > MUST_SAVE else PLUGIN)
         self._usual = ()
         self._seconds.clear()  # others may have counted on a kind that is chosen now
         self._found()

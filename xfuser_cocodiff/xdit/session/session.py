@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff.engine import kernels
-from xfuser_cocodiff.engine.attention.overlap_schedule import Schedule, Trial
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, start_seq_to_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
-from xfuser_cocodiff.engine.autotune.plan_selection import Planned
+from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -45,7 +45,7 @@ class Session:
     config: CocoDiffConfig | None = None
     mesh: Mesh | None = None
     """None where stock xDiT's exchanges run, and where one rank stands for many."""
-    planned: Planned | None = None
+    comm_setup: CommSetup | None = None
     """What the mesh goes by."""
     runtime: Runtime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
@@ -53,7 +53,7 @@ class Session:
     """Why nothing is to be approximated although a mode that does was asked for."""
     ring: Ring | None = None
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
-    planned_ring: Planned | None = None
+    ring_setup: CommSetup | None = None
     """What the ring goes by."""
     keeps_usp: bool = False
     """Whether xDiT's USP runs as it is, since it is not the one that is known here."""
@@ -84,7 +84,7 @@ class Session:
             self.mesh is not None and devices.capabilities(self.mesh.stages.device.type).supports_direct_sends
         )
         if self.mesh:
-            self.planned = self.planned or Planned(self.mesh, None)
+            self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
             self.trials = Trials(self._schedules, self._mean, self.all_agree, compute_device(), self.keep)
 
     @property
@@ -98,9 +98,9 @@ class Session:
         the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
         return self.runtime is not None or self._sends_directly
 
-    def mesh_of(self, schedule: Schedule) -> Mesh:
+    def mesh_of(self, schedule: OverlapSchedule) -> Mesh:
         """The mesh by which a schedule has its exchanges."""
-        return (self.planned.flat or self.mesh) if schedule.flat else self.mesh
+        return (self.comm_setup.flat_mesh or self.mesh) if schedule.flat else self.mesh
 
     def sends_value_ahead(self, value: torch.Tensor) -> bool:
         """Whether V goes first in a graph that calls none of them."""
@@ -118,15 +118,15 @@ class Session:
         self.runs.clear()
         graph_order.restore()
 
-    def _schedules(self) -> list[Trial]:
-        return [kind.trial for kind in self.layers.kinds if kind.trial]
+    def _schedules(self) -> list[ScheduleCandidates]:
+        return [kind.candidates for kind in self.layers.kinds if kind.candidates]
 
-    def known_schedule(self, kind: LayerSignature) -> Schedule | None:
+    def known_schedule(self, kind: LayerSignature) -> OverlapSchedule | None:
         """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
         rank."""
-        if self.planned.known is None or self.overlap != Overlap():
+        if self.comm_setup.cache is None or self.overlap != Overlap():
             return None
-        found = self.planned.known.schedules.get(self._name(kind))
+        found = self.comm_setup.cache.schedules.get(self._name(kind))
         return found if found and (kind.ready or not found.v_first) else None
 
     def _name(self, kind: LayerSignature) -> str:
@@ -138,16 +138,16 @@ class Session:
 
     def keep(self) -> None:
         """Something was found: keep it for the next process. One rank of each group does."""
-        if self.planned.known is None:
+        if self.comm_setup.cache is None:
             return
-        kinds = [kind for kind in self.layers.kinds if kind.trial and kind.trial.chosen]
+        kinds = [kind for kind in self.layers.kinds if kind.candidates and kind.candidates.chosen]
         if self.overlap == Overlap():
-            self.planned.known.schedules |= {self._name(kind): kind.trial.chosen for kind in kinds}
-        found = [self.planned.known, self.planned_ring.known if self.planned_ring else None]
+            self.comm_setup.cache.schedules |= {self._name(kind): kind.candidates.chosen for kind in kinds}
+        found = [self.comm_setup.cache, self.ring_setup.cache if self.ring_setup else None]
         try:
             for known in found:
                 if known:
-                    known.keep()
+                    known.save()
         except OSError as error:
             warn_once(f"tuning results cannot be cached: {error}; choose another folder with --cocodiff_cache")
 
@@ -200,7 +200,7 @@ class Session:
     def end_traced(self) -> torch.Tensor:
         """End it; return O."""
         call = self.traced_call
-        result = call.exchanges.end()
+        result = call.exchanges.wait_output()
         call.ended()
         self.abandon_traced()  # which would hold O
         return result

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
 from xfuser_cocodiff.engine.autotune import tuning_cache
-from xfuser_cocodiff.engine.autotune.plan_selection import Planned, planned_mesh
+from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_comm
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -166,8 +166,8 @@ def create_session(
         config,
         planned.mesh,
         planned,
-        ring=Ring(of_ring.mesh, dist.get_rank(around), of_ring.way) if of_ring else None,
-        planned_ring=of_ring,
+        ring=Ring(of_ring.mesh, dist.get_rank(around), of_ring.partition) if of_ring else None,
+        ring_setup=of_ring,
         overlap=config.overlap,
     )
     session.keep()
@@ -180,11 +180,11 @@ def _planned(
     config: CocoDiffConfig,
     known: TuningCache | None,
     beside: Mesh | None = None,
-) -> Planned:
+) -> CommSetup:
     if known is None:
         known = _shared(group, config, config.topology, host_description.RING if beside else {})
     largest = functools.partial(reduced, operation="max", timeout=config.timeout)
-    return planned_mesh(group, config, compute_device(), known, largest, beside)
+    return set_up_comm(group, config, compute_device(), known, largest, beside)
 
 
 def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology, part: dict[str, str]) -> TuningCache:
@@ -196,10 +196,10 @@ def _shared(group: dist.ProcessGroup, config: CocoDiffConfig, topology: Topology
     if get_sp_group().world_size > dist.get_world_size(group):
         common["ring"] = config.ring  # by which ranks are neighbours in it
     # By the group for what lies on the host, which is gloo's wherever the device's may be another one's.
-    return tuning_cache.shared(get_sp_group().cpu_group, common, host_description.this_rank(), config.cache)
+    return tuning_cache.load_shared(get_sp_group().cpu_group, common, host_description.this_rank(), config.cache)
 
 
-def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: Planned) -> Planned:
+def _planned_ring(around: dist.ProcessGroup, config: CocoDiffConfig, planned: CommSetup) -> CommSetup:
     """What a ring goes by, whose exchanges wait for those of the Ulysses group as these do for each other."""
     of_ring = replace(config, topology=_ring_topology(config, around.size()), profile=config.ring_profile, plan=None)
     return _planned(around, of_ring, None, planned.mesh)
@@ -211,7 +211,11 @@ def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
 
 def _runtime_over(session: Session) -> Runtime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config, way, ring_way = session.config, session.planned.way, session.ring.way if session.ring else None
+    config, way, ring_way = (
+        session.config,
+        session.comm_setup.partition,
+        session.ring.partition if session.ring else None,
+    )
     around = f", ring {config.ring} {session.ring.mesh.topology}" if session.ring else ""
     if config.mode == EXACT:
         plan = config.plan or AUTO
