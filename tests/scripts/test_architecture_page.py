@@ -7,6 +7,13 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs/pictures"
+NAMES = {
+    "GRIDS": "engine/kernels/quantize.py",
+    "MODES": "engine/settings/options.py",
+    "TABLE": "xdit/layers/v_source.py",
+    "PLATFORMS": "xdit/platforms/platform.py",
+}
+"""Tables that the page says to extend, and their files."""
 
 
 def script(name: str) -> ModuleType:
@@ -45,3 +52,16 @@ def test_the_page_lists_every_package_of_the_engine_and_of_xdit() -> None:
     page, floors = (ROOT / "docs/architecture.md").read_text(), script("packages").FLOORS
     packages = {f"{floor}/{name}" for floor in ("engine", "xdit") for name in floors[floor][2]}
     assert packages == set(re.findall(r"^\| `((?:engine|xdit)/\w+)` \|", page, re.MULTILINE))
+
+
+def test_every_table_of_the_page_exists() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert {name for name in re.findall("`([A-Z]{3,})`", page)} == {*NAMES}
+    for name, path in NAMES.items():
+        assert re.search(rf"^{name}\b.*=", (ROOT / "xfuser_cocodiff" / path).read_text(), re.MULTILINE), name
+
+
+def test_the_operators_of_compiled_graphs_are_listed() -> None:
+    page = (ROOT / "docs/compiled_graphs.md").read_text()
+    code = (ROOT / "xfuser_cocodiff/xdit/attention/custom_ops.py").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == re.findall(r'"(\w+)\(Tensor', code)
