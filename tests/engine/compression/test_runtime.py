@@ -187,7 +187,7 @@ def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
                 one.layer_codecs(f"blocks.{number}.attn", number, 0, SHARE)
             one.end_step()
     [message] = [line for line in said if line.startswith("exact=")]
-    assert message.startswith("exact=block.7 names no layer; near are blocks.7,")
+    assert message.startswith("exact=block.7 matches no layer; the nearest are blocks.7,")
 
 
 @pytest.mark.parametrize(
