@@ -1,4 +1,4 @@
-"""Flags and variables become settings, or an error that names them."""
+"""Flags and variables resolve to a config, or to an error that names them."""
 
 import json
 from pathlib import Path
@@ -14,19 +14,21 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 FLAT = Topology.flat(4)
 
 
-def test_nothing_asked_for_is_none() -> None:
+def test_config_is_none_unless_enabled() -> None:
     assert resolve({}, {}, SequenceRanks(4, FLAT)) is None
     assert resolve({"cocodiff_topology": "nonsense"}, {"COCODIFF_ENABLE": "0"}, SequenceRanks(4, FLAT)) is None
 
 
-def test_flags_win_over_variables() -> None:
+def test_flags_take_precedence_over_variables() -> None:
     environment = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "4", "COCODIFF_A2A": "flat", "COCODIFF_MODE": "exact"}
-    by_variable = resolve({}, environment, SequenceRanks(4, FLAT))
-    assert str(by_variable.topology) == "node=4"
-    assert (str(by_variable.plan), by_variable.detected) == ("flat", False)
-    by_flag = resolve({"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, SequenceRanks(4, FLAT))
-    assert str(by_flag.topology) == "node=2,gpu=2"
-    assert by_flag.plan == Plan.hierarchical(by_flag.topology)
+    from_variables = resolve({}, environment, SequenceRanks(4, FLAT))
+    assert str(from_variables.topology) == "node=4"
+    assert (str(from_variables.plan), from_variables.detected) == ("flat", False)
+    from_flags = resolve(
+        {"cocodiff_topology": "2x2", "cocodiff_a2a": "hierarchical"}, environment, SequenceRanks(4, FLAT)
+    )
+    assert str(from_flags.topology) == "node=2,gpu=2"
+    assert from_flags.plan == Plan.hierarchical(from_flags.topology)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +55,16 @@ def test_flags_win_over_variables() -> None:
         ({"cocodiff_timeout": "1e18"}, {}, ["--cocodiff_timeout", "1e18", "seconds above 0, up to 1e+08"]),
         ({"cocodiff_timeout": "nan"}, {}, ["--cocodiff_timeout", "'nan'", "seconds above 0"]),
         ({"cocodiff_slow_axes": "tile"}, {}, ["--cocodiff_slow_axes", "tile", "flat"]),
-        ({"cocodiff_virtual": "2x2"}, {}, ["--cocodiff_virtual: '2x2' is for one rank that stands for many"]),
+        (
+            {"cocodiff_virtual": "2x2"},
+            {},
+            ["--cocodiff_virtual: '2x2' is not valid with 4 ranks", "--ulysses_degree 1"],
+        ),
         ({"cocodiff_max_error": "-1"}, {}, ["--cocodiff_max_error", "-1", "above 0"]),
         ({"use_cocodiff": False}, {"COCODIFF_ENABLE": "maybe"}, ["COCODIFF_ENABLE", "maybe", "true"]),
     ],
 )
-def test_errors_name_option_value_and_what_is_valid(values: dict, environment: dict, words: list[str]) -> None:
+def test_errors_name_option_value_and_valid_set(values: dict, environment: dict, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"valid|degree|known") as caught:
         resolve({"use_cocodiff": True, **values}, environment, SequenceRanks(4, FLAT))
     for word in words:
@@ -81,15 +87,15 @@ def test_errors_name_option_value_and_what_is_valid(values: dict, environment: d
         ("node=2,gpu=1", None, True, None, ("node",)),
     ],
 )
-def test_slow_axes_go_by_topology_and_flags(
+def test_default_and_given_slow_axes(
     topology: str, ring: str | None, virtual: bool, given: str | None, expected: tuple[str, ...]
 ) -> None:
-    parsed, around = Topology.parse(topology), Topology.parse(ring) if ring else None
-    assert parse_slow_axes(given or "", parsed, around, virtual) == expected
+    parsed, ring_topology = Topology.parse(topology), Topology.parse(ring) if ring else None
+    assert parse_slow_axes(given or "", parsed, ring_topology, virtual) == expected
 
 
-def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -> None:
-    """Its slow axis is 'gpu', against the rule."""
+def test_profile_decides_slow_axes_only_with_auto(tmp_path: Path) -> None:
+    """The slow axis of the profile is 'gpu', the default is 'node'."""
     links = (AxisLink("node", 0.0, 1e12), AxisLink("gpu", 0.0, 1.0))
     topology = Topology.parse("2x2")
     file = tmp_path / "profile.json"
@@ -104,14 +110,14 @@ def test_a_profile_decides_what_is_slow_only_where_it_is_asked(tmp_path: Path) -
         resolve(alone, {}, SequenceRanks(1, Topology.flat(1)))
 
 
-def test_the_usual_mode_is_lossy_only_across_nodes_of_the_topology() -> None:
+def test_default_mode_is_lossy_only_across_nodes() -> None:
     ranks = SequenceRanks(4, Topology.parse("2x2"))
     assert resolve({"use_cocodiff": True}, {}, ranks).mode == "balanced"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "gpu=4"}, {}, ranks).mode == "exact"
     assert resolve({"use_cocodiff": True, "cocodiff_topology": "2x2"}, {}, SequenceRanks(4, FLAT)).mode == "exact"
 
 
-def test_overlap() -> None:
+def test_overlap_options() -> None:
     def overlap(**options: str) -> Overlap:
         values = {"use_cocodiff": True, **{f"cocodiff_{name}": value for name, value in options.items()}}
         return resolve(values, {}, SequenceRanks(2, Topology.flat(2))).overlap

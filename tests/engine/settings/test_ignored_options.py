@@ -1,4 +1,4 @@
-"""What the user says in vain is named, once, and nothing else is."""
+"""Options and variables without effect are named in one warning each, and others are not."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def warnings(values: dict, environment: dict, ring_degree: int = 1) -> list[str]
     return ignored_options.warnings(values, environment, resolve(values, environment, ranks), ring_degree)
 
 
-USED = {"use_cocodiff": True}
+ENABLED = {"use_cocodiff": True}
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ USED = {"use_cocodiff": True}
             ["--cocodiff_topology, COCODIFF_MODE: no effect without --use_cocodiff"],
         ),
         (
-            USED | {"cocodiff_mode": "exact", "cocodiff_slow_axes": "flat"},
+            ENABLED | {"cocodiff_mode": "exact", "cocodiff_slow_axes": "flat"},
             {"COCODIFF_MAX_ERROR": "0.1", "COCODIFF_MEMORY_BUDGET": "2"},
             ["--cocodiff_slow_axes, COCODIFF_MAX_ERROR, COCODIFF_MEMORY_BUDGET: no effect in mode 'exact'"],
         ),
-        (USED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_max_error": "1"}, {}, []),
-        (USED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
+        (ENABLED | {"cocodiff_mode": "fast", "cocodiff_slow_axes": "flat", "cocodiff_max_error": "1"}, {}, []),
+        (ENABLED, {"COCODIFF_RING": "outer"}, ["COCODIFF_RING: no effect without --ring_degree above 1"]),
         (
-            USED
+            ENABLED
             | {"cocodiff_virtual": "2x2", "cocodiff_a2a": "flat", "cocodiff_timeout": "9", "cocodiff_ring": "outer"},
             {"COCODIFF_V_FIRST": "on", "COCODIFF_HEAD_GROUPS": "2", "COCODIFF_TOPOLOGY": "flat"},
             [
@@ -66,40 +66,40 @@ USED = {"use_cocodiff": True}
             {"COCODIFF_TOPLOGY": "4"},
             ["COCODIFF_TOPLOGY is not a variable of the plugin; the nearest is COCODIFF_TOPOLOGY"],
         ),
-        (USED, {"COCODIFF_XYZ123": ""}, ["COCODIFF_XYZ123 is not a variable of the plugin"]),
-        (USED, {"COCODIFF_TOPOLOGY": "2x2", "COCODIFF_A2A": "flat"}, []),
+        (ENABLED, {"COCODIFF_XYZ123": ""}, ["COCODIFF_XYZ123 is not a variable of the plugin"]),
+        (ENABLED, {"COCODIFF_TOPOLOGY": "2x2", "COCODIFF_A2A": "flat"}, []),
     ],
 )
-def test_what_has_no_effect(values: dict, environment: dict, expected: list[str]) -> None:
+def test_warnings_name_options_without_effect(values: dict, environment: dict, expected: list[str]) -> None:
     assert warnings(values, environment) == expected
 
 
-def test_a_ring_heeds_its_option() -> None:
-    assert warnings(USED | {"cocodiff_ring": "outer"}, {}, ring_degree=2) == []
+def test_ring_option_has_effect_with_a_ring() -> None:
+    assert warnings(ENABLED | {"cocodiff_ring": "outer"}, {}, ring_degree=2) == []
 
 
-def test_every_variable_that_the_project_reads_is_known() -> None:
+def test_variables_in_the_sources_are_known() -> None:
     known = {*(option.variable for option in OPTIONS), *OTHER_VARIABLES}
     places = [ROOT / "setup.py", *(ROOT / "xfuser_cocodiff").rglob("*.py"), *(ROOT / "scripts").rglob("*")]
     text = "".join(file.read_text() for file in places if file.is_file() and file.suffix not in (".pyc", ".png"))
     assert {name for name in re.findall(r"COCODIFF_[A-Z_0-9]+", text) if not name.endswith("_")} - known == set()
 
 
-def warned(rank: int) -> list[str]:
-    """What settings say that nobody asked for, made twice."""
+def warnings_without_plugin(rank: int) -> list[str]:
+    """Return the warnings of a config without --use_cocodiff."""
     from xfuser import xFuserArgs
 
     from xfuser_cocodiff.xdit.integration import flags
 
-    said: list[str] = []
-    flags.warn_once = said.append
+    messages: list[str] = []
+    flags.warn_once = messages.append
     os.environ["COCODIFF_MODES"] = "fast"
     xFuserArgs(model="tiny", cocodiff_a2a="flat").create_config()
-    return said
+    return messages
 
 
-def test_settings_that_nobody_asked_for_warn_too() -> None:
-    assert ranks.run(warned, 1) == [
+def test_options_warn_without_use_cocodiff() -> None:
+    assert ranks.run(warnings_without_plugin, 1) == [
         [
             "COCODIFF_MODES is not a variable of the plugin; the nearest is COCODIFF_MODE",
             "--cocodiff_a2a: no effect without --use_cocodiff",

@@ -1,4 +1,4 @@
-"""Where Ulysses groups and rings lie: the arithmetic against the ranks themselves, and the choice of a user."""
+"""Placement of Ulysses groups and rings: topologies against the ranks themselves, and options."""
 
 import dataclasses
 import itertools
@@ -22,15 +22,15 @@ topologies = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(
 )
 
 
-def crossed(topology: Topology, one: int, other: int) -> str | None:
-    """The outermost axis on which two ranks differ: their link."""
+def axis_between(topology: Topology, one: int, other: int) -> str | None:
+    """Return the outermost axis on which two ranks differ: the axis of their link."""
     places = zip(topology.axes, topology.coordinates(one), topology.coordinates(other), strict=True)
     return next((axis.name for axis, here, there in places if here != there), None)
 
 
 @checked(deadline=None)
 @given(topologies, st.data())
-def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject) -> None:
+def test_part_of_a_topology_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject) -> None:
     count = data.draw(st.sampled_from([n for n in range(1, whole.size + 1) if whole.size % n == 0]))
     stride = whole.size // count
     for part, groups in (
@@ -39,10 +39,10 @@ def test_a_part_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject)
     ):
         assert part.size == count
         pairs = list(itertools.product(range(count), repeat=2))
-        links = [[crossed(whole, group[i], group[j]) for i, j in pairs] for group in groups]
+        links = [[axis_between(whole, group[i], group[j]) for i, j in pairs] for group in groups]
         if part.axes[0].name != "flat":
-            assert all([crossed(part, i, j) for i, j in pairs] == group for group in links)
-        elif count > 1:  # where sizes are powers of two, parts always lie on the axes alike
+            assert all([axis_between(part, i, j) for i, j in pairs] == group for group in links)
+        elif count > 1:  # parts always align with the axes if sizes are powers of two
             assert any(axis.size not in (1, 2, 4) for axis in whole.axes)
 
 
@@ -64,7 +64,7 @@ FAST = 1e12
 OUTER, INNER = UlyssesRingSplit(4, 2, "outer"), UlyssesRingSplit(4, 2, "inner")
 
 
-def test_times_by_hand() -> None:
+def test_predicted_times_of_both_placements() -> None:
     """4 nodes of 2 GPUs at 1 MB/s between nodes; Q, K, V and O of 1 MB on each rank. Only nodes take time."""
     known = profile("4x2", 1e6, FAST)
     part = {split: known.restrict_to(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
@@ -78,7 +78,7 @@ def test_times_by_hand() -> None:
     assert planner.exchange_seconds(part[INNER], 4e6, 1e6, slow_axes=["node"]) == pytest.approx(0.75, rel=1e-3)
 
 
-def test_times_of_a_ring_by_hand() -> None:
+def test_predicted_times_of_a_ring() -> None:
     """2 nodes of 4 GPUs at 1 MB/s between nodes; K and V of 2 MB on each rank. Only nodes take time, and codecs."""
     known = dataclasses.replace(profile("2x4", 1e6, FAST), codec_bytes_per_second=4e7)
     flat, best = Plan.flat(known.topology), planner.choose_gather_plan(known, 2e6)
@@ -89,7 +89,7 @@ def test_times_of_a_ring_by_hand() -> None:
     assert planner.ring_seconds(known, 2e6, 0.25e6, ["node"]) == pytest.approx(0.25 + 0.1, rel=1e-3)
 
 
-def test_a_gather_of_gloos_is_one_ring() -> None:
+def test_predicted_times_of_gloos_all_gather() -> None:
     """2 nodes of 2 GPUs, all links at 1 MB/s: between nodes goes each of three blocks, or by direct sends one to each
     of two ranks there."""
     known = profile("2x2", 1e6, 1e6)
@@ -98,7 +98,7 @@ def test_a_gather_of_gloos_is_one_ring() -> None:
     assert planner.gather_seconds(with_direct, flat, 1e6) == pytest.approx(3, rel=1e-3)
     assert planner.gather_seconds(with_direct, direct, 1e6) == pytest.approx(2, rel=1e-3)
     assert planner.choose_gather_plan(with_direct, 1e6) == direct
-    assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "others lay several rings"
+    assert planner.gather_seconds(known, flat, 1e6) == pytest.approx(2, rel=1e-3), "other backends use several rings"
 
 
 WHOLE = Topology.parse("2x4")
@@ -114,27 +114,27 @@ def settings(tmp_path: Path, known: Profile | None, **values: str):
     return resolve({"use_cocodiff": True, **options}, {}, RANKS)
 
 
-def test_settings(tmp_path: Path) -> None:
+def test_config_of_both_placements(tmp_path: Path) -> None:
     known = profile("2x4", 1e6, FAST)
-    found = settings(tmp_path, None)
-    assert (found.ring, str(found.topology), found.mode) == ("outer", "flat", "balanced")
-    assert str(found.ring_topology) == "node=2"
-    found = settings(tmp_path, None, ring="inner")
-    assert (found.ring, str(found.topology), found.mode) == ("inner", "node=2,gpu=2", "balanced")
-    found = settings(tmp_path, known)
-    assert (found.ring, str(found.topology), found.mode) == ("outer", "gpu=4", "balanced")
-    assert found.profile.topology == found.topology and found.ring_profile.topology == Topology.parse("node=2")
-    alone = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, Topology.flat(1), 8, WHOLE))
-    assert (alone.ring, str(alone.topology), alone.mode) == ("outer", "flat", "balanced")
-    assert alone.ring_topology == WHOLE
-    found = settings(tmp_path, known, mode="exact", ring="inner")
-    assert (found.ring, str(found.topology), str(found.ring_profile.topology)) == ("inner", "node=2,gpu=2", "gpu=2")
-    found = settings(tmp_path, known, mode="exact")
-    assert (found.ring, str(found.topology), found.profile.topology.size) == ("outer", "gpu=4", 4)
-    found = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group: as the user has it
-    assert (found.ring, str(found.topology)) == ("inner", "gpu=2,tile=2")
-    found = settings(tmp_path, None, topology="node=2,gpu=2,tile=2")  # of all ranks
-    assert (found.ring, str(found.topology)) == ("outer", "gpu=2,tile=2")
+    config = settings(tmp_path, None)
+    assert (config.ring, str(config.topology), config.mode) == ("outer", "flat", "balanced")
+    assert str(config.ring_topology) == "node=2"
+    config = settings(tmp_path, None, ring="inner")
+    assert (config.ring, str(config.topology), config.mode) == ("inner", "node=2,gpu=2", "balanced")
+    config = settings(tmp_path, known)
+    assert (config.ring, str(config.topology), config.mode) == ("outer", "gpu=4", "balanced")
+    assert config.profile.topology == config.topology and config.ring_profile.topology == Topology.parse("node=2")
+    ring_only = resolve({"use_cocodiff": True}, {}, SequenceRanks(1, Topology.flat(1), 8, WHOLE))
+    assert (ring_only.ring, str(ring_only.topology), ring_only.mode) == ("outer", "flat", "balanced")
+    assert ring_only.ring_topology == WHOLE
+    config = settings(tmp_path, known, mode="exact", ring="inner")
+    assert (config.ring, str(config.topology), str(config.ring_profile.topology)) == ("inner", "node=2,gpu=2", "gpu=2")
+    config = settings(tmp_path, known, mode="exact")
+    assert (config.ring, str(config.topology), config.profile.topology.size) == ("outer", "gpu=4", 4)
+    config = settings(tmp_path, None, topology="gpu=2,tile=2", ring="inner")  # of a Ulysses group, as given
+    assert (config.ring, str(config.topology)) == ("inner", "gpu=2,tile=2")
+    config = settings(tmp_path, None, topology="node=2,gpu=2,tile=2")  # of all ranks
+    assert (config.ring, str(config.topology)) == ("outer", "gpu=2,tile=2")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,9 @@ def test_settings(tmp_path: Path) -> None:
         (profile("2x4", 1e6, FAST), {"topology": "2x2"}, ["--cocodiff_profile", "node=2,gpu=4", "node=2,gpu=2"]),
     ],
 )
-def test_what_does_not_fit(tmp_path: Path, known: Profile | None, values: dict[str, str], words: list[str]) -> None:
+def test_errors_name_option_value_and_valid_set(
+    tmp_path: Path, known: Profile | None, values: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(ValueError) as caught:
         settings(tmp_path, known, **values)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -200,7 +200,10 @@ def nodes_that_differ(rank: int, choice: str) -> str:
 
 
 def test_nodes_that_cannot_all_build_kernels_use_pytorchs() -> None:
-    said = "torch|ranks [1] cannot run Triton kernels, so all ranks use PyTorch's, which are slower"
+    said = (
+        "torch|ranks [1] cannot run Triton kernels, so all ranks use PyTorch's, which are slower; --cocodiff_kernels "
+        "triton shows the reason"
+    )
     assert ranks.run(nodes_that_differ, 2, "auto") == [said] * 2
     results = ranks.outcomes(nodes_that_differ, 2, "triton")
     assert_all_say(results, "on rank 1: --cocodiff_kernels: 'triton' is not valid here, since it has no C compiler")

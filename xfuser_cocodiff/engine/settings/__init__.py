@@ -1,5 +1,6 @@
-"""What the user asked for, checked once and the same on every rank.
-Input: flags, environment variables, and the ranks as the launcher has them.
+"""Options of the plugin: flags and environment variables, validated into one config that is equal on all ranks.
+Input: parsed flags, environment variables, and the degrees and detected topology of a run.
+Output: `CocoDiffConfig`, and warnings about options without effect.
 Public: `options.OPTIONS`, `config.CocoDiffConfig`, `config.resolve`, `ring_placement.UlyssesRingSplit`,
 `ignored_options.warnings`.
 """

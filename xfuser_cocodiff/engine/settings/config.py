@@ -1,4 +1,4 @@
-"""What the user asked for: flags and environment become one frozen, validated record."""
+"""Config of the plugin: flags and environment variables, validated and frozen."""
 
 import contextlib
 import math
@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import (
     AUTO,
+    ENABLE_OPTION,
     EXACT,
     LOG_LEVEL_VARIABLE,
     LOG_LEVELS,
@@ -41,82 +42,84 @@ from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
 MAX_SECONDS = 1e8
-"""Of a timeout: three years, which every backend can count."""
+"""Longest timeout: three years, which every backend can represent."""
 MEASURED_SLOW_AXES = (AUTO,)
-"""Slow axes that are those along which a rank sends slowly: all ranks agree on them once links are known."""
+"""Value of `CocoDiffConfig.slow_axes` that leaves them to the link probe, on whose result all ranks agree."""
+Given = tuple[Any, str]
+"""Value of an option, None if it is not given, and the flag or variable that sets it."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the user fixed of how exchanges overlap with computation; None is left to a trial."""
+    """Overlap of communication and computation that the user fixed; None leaves a value to the schedule trials."""
 
     v_first: bool | None = None
-    """Whether V's exchange starts before Q and K are there."""
+    """Whether V is sent before Q and K are computed."""
     head_groups: int | None = None
-    """Groups of a rank's heads."""
+    """Number of groups into which the heads of a rank are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CocoDiffConfig:
-    """The plugin's settings for one engine, the same on every rank."""
+    """Config of one session of the plugin, the same on every rank."""
 
     topology: Topology
-    """Levels of every Ulysses group."""
+    """Topology of a Ulysses group."""
 
     ring: str = OUTER
-    """Where the ring lies: one of PLACEMENTS."""
+    """Placement of the ring, one of PLACEMENTS."""
 
     ring_topology: Topology | None = None
-    """Levels of every ring; None where there is none."""
+    """Topology of a ring; None without one."""
 
     ring_profile: Profile | None = None
-    """As `profile`, for the links of a ring."""
+    """Link profile of a ring; None lets the planner probe its links."""
 
     plan: Plan | None = None
-    """How the all-to-all runs; None leaves it to the planner."""
+    """Plan of the all-to-all; None leaves it to the planner."""
 
     profile: Profile | None = None
-    """What the planner goes by; None lets it probe the links."""
+    """Link profile of a Ulysses group; None lets the planner probe its links."""
 
     timeout: float | None = None
-    """Seconds that a collective may take; None is torch's default."""
+    """Longest time of a collective in seconds; None is the default of PyTorch."""
 
     overlap: Overlap = Overlap()
-    """What overlaps with computation."""
+    """Overlap of communication and computation."""
 
     mode: str = EXACT
-    """One of MODES."""
+    """Mode of compression, one of MODES."""
 
     schedule: str | None = None
-    """Changes to the mode's schedule."""
+    """Changes to the schedule of the mode."""
 
     slow_axes: tuple[str, ...] = ()
     """Names of the axes on which a lossy mode may approximate; MEASURED_SLOW_AXES leaves it to the link probe."""
 
     virtual: Topology | None = None
-    """Of ranks that one rank stands for."""
+    """Topology of virtual ranks; None without them."""
 
     virtual_ring: bool = False
-    """Whether these are a ring, and not a Ulysses group."""
+    """Whether the virtual ranks are a ring rather than a Ulysses group."""
 
     max_error: float | None = None
-    """Relative error above which a step is followed by an exact one."""
+    """Relative error above which the next step is lossless; None is no limit."""
 
     memory_budget: int | None = None
-    """Bytes that references may take on each rank."""
+    """Most bytes of link references on each rank; None is no limit."""
 
     kernels: str = AUTO
-    """One of kernels.CHOICES."""
+    """Kernels of the codecs, one of kernels.CHOICES."""
 
     synchronous: bool = False
-    """Whether the machine is told to run collectives one by one (CCL_OP_SYNC): on an accelerator nothing is hidden."""
+    """Whether collectives block (CCL_OP_SYNC), so that an accelerator hides no communication."""
 
     cache: Path | None = None
-    """Folder that keeps what is found of the machine; None keeps nothing."""
+    """Folder of the tuning cache; None disables it."""
 
     detected: bool = False
-    """Whether the topology was read from the launcher rather than given."""
+    """Whether the topology was detected from the launcher rather than set by the user."""
 
     def __post_init__(self) -> None:
         _check_choice("cocodiff_mode", self.mode, MODES)
@@ -128,98 +131,91 @@ def resolve(
     ranks: SequenceRanks,
     device_type: str = "cuda",
 ) -> CocoDiffConfig | None:
-    """Combine flags and environment variables; flags win.
+    """Return the config that flags and environment variables resolve to; flags take precedence.
 
     Args:
         values: option fields as parsed; None or False means not given.
-        environment: process environment, read for the COCODIFF_ variables of OPTIONS and for oneCCL's CCL_OP_SYNC.
-        ranks: those that share a sequence.
-        device_type: where this rank's tensors lie, as PyTorch names it.
+        environment: environment variables: the COCODIFF_ variables of OPTIONS, and CCL_OP_SYNC of oneCCL.
+        ranks: ranks that share a sequence.
+        device_type: type of the device of this rank's tensors, as PyTorch names it.
 
     Returns:
-        The settings, or None when the plugin is not asked for.
+        The config; None if the plugin is not enabled.
 
     Raises:
-        ValueError: names the flag or variable, its value and what is valid.
+        ValueError: an option is not valid; names the flag or variable, its value and the valid set.
     """
-    chosen = {option.field: _choose(option, values, environment) for option in OPTIONS}
-    use, source = chosen["use_cocodiff"]
-    if not _as_bool(use, source):
+    given = {option.field: _given(option, values, environment) for option in OPTIONS}
+    if not _as_bool(*given[ENABLE_OPTION]):
         return None
-    mode, source = chosen["cocodiff_mode"]
-    _check_choice(source, mode or EXACT, MODES)
-    virtual, is_ring = _read(chosen["cocodiff_virtual"], lambda text: _virtual(text, ranks.whole)) or (None, False)
-    ring, source = chosen["cocodiff_ring"]
-    _check_choice(source, ring := ring or OUTER, PLACEMENTS)
-    ground = _ground(chosen, ranks, ring, source)
-    topology = ground.topology
-    slow = _read(
-        (chosen["cocodiff_slow_axes"][0] or "", chosen["cocodiff_slow_axes"][1]),
-        lambda text: parse_slow_axes(
-            text, virtual or topology, None if virtual else ground.ring_topology, bool(virtual)
-        ),
-    )
-    if virtual and slow == MEASURED_SLOW_AXES and not chosen["cocodiff_profile"][0]:
-        source = chosen["cocodiff_slow_axes"][1]
-        raise ValueError(f"{source}: {AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
-    is_tuned = (chosen["cocodiff_schedule"][0] or "").startswith("@")
-    across = has_nodes(ranks.full_topology or ranks.detected) and slow
-    mode = mode or (MULTI_NODE_MODE if virtual or is_tuned or across else EXACT)
-    v_first, source = chosen["cocodiff_v_first"]
-    _check_choice(source, v_first or AUTO, OVERLAPS)
-    overlap = Overlap(
-        v_first={"on": True, "off": False}.get(v_first), head_groups=_read(chosen["cocodiff_head_groups"], _head_groups)
-    )
+    virtual, is_ring = _parse(given["cocodiff_virtual"], lambda text: _virtual(text, ranks.count)) or (None, False)
+    placement = _place(given, ranks)
+    slow_axes = _slow_axes(given, placement, virtual)
+    mode = _mode(given, ranks, virtual, slow_axes)
+    v_first = _choice(given["cocodiff_v_first"], AUTO, OVERLAPS)
     return CocoDiffConfig(
-        topology=topology,
-        plan=_read(chosen["cocodiff_a2a"], lambda text: _plan(text, topology)),
-        ring=ring,
-        ring_topology=ground.ring_topology,
-        ring_profile=ground.ring_profile,
-        profile=ground.profile
-        if ground.profile or ground.ring_profile  # which alone is there where the ring is all there is
-        else _read(chosen["cocodiff_profile"], lambda text: _profile(text, virtual or topology, ranks)),
-        timeout=_read(chosen["cocodiff_timeout"], _seconds),
-        overlap=overlap,
+        topology=placement.topology,
+        plan=_parse(given["cocodiff_a2a"], lambda text: _plan(text, placement.topology)),
+        ring=_choice(given["cocodiff_ring"], OUTER, PLACEMENTS),
+        ring_topology=placement.ring_topology,
+        ring_profile=placement.ring_profile,
+        profile=placement.profile
+        if placement.profile or placement.ring_profile  # the ring alone has one if the Ulysses degree is 1
+        else _parse(given["cocodiff_profile"], lambda text: _profile(text, virtual or placement.topology, ranks)),
+        timeout=_parse(given["cocodiff_timeout"], _seconds),
+        overlap=Overlap(
+            v_first={"on": True, "off": False}.get(v_first),
+            head_groups=_parse(given["cocodiff_head_groups"], _head_groups),
+        ),
         mode=mode,
-        schedule=_read(chosen["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
-        slow_axes=slow,
+        schedule=_parse(given["cocodiff_schedule"], lambda text: _schedule(text, mode, values.get("model"))),
+        slow_axes=slow_axes,
         virtual=virtual,
         virtual_ring=is_ring,
-        max_error=_read(chosen["cocodiff_max_error"], _error),
-        memory_budget=_read(chosen["cocodiff_memory_budget"], _gib),
-        kernels=_read(chosen["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
+        max_error=_parse(given["cocodiff_max_error"], _error),
+        memory_budget=_parse(given["cocodiff_memory_budget"], _gib),
+        kernels=_parse(given["cocodiff_kernels"], lambda text: _kernels(text, device_type)) or AUTO,
         synchronous=launcher.collectives_are_synchronous(environment),
-        cache=_read(chosen[_CACHE.field], _cache) if chosen[_CACHE.field][0] else cache_folder(environment),
-        detected=chosen["cocodiff_topology"][0] is None,
+        cache=_parse(given[_CACHE.field], _cache) if given[_CACHE.field][0] else cache_folder(environment),
+        detected=given["cocodiff_topology"][0] is None,
     )
 
 
-def _ground(chosen: Mapping[str, tuple[Any, str]], ranks: SequenceRanks, ring: str, source: str) -> GroupPlacement:
-    given = _read(chosen["cocodiff_topology"], lambda text: _topology(text, ranks))
-    profile = _read(chosen["cocodiff_profile"], lambda text: Profile.read(Path(text)))
-    return _read((ring, source), lambda ring: place_groups(ranks, given, ring, profile))
+def _place(given: Mapping[str, Given], ranks: SequenceRanks) -> GroupPlacement:
+    ring = _choice(given["cocodiff_ring"], OUTER, PLACEMENTS), given["cocodiff_ring"][1]
+    topology = _parse(given["cocodiff_topology"], lambda text: _topology(text, ranks))
+    profile = _parse(given["cocodiff_profile"], lambda text: Profile.read(Path(text)))
+    return _parse(ring, lambda placement: place_groups(ranks, topology, placement, profile))
+
+
+def _slow_axes(given: Mapping[str, Given], placement: GroupPlacement, virtual: Topology | None) -> tuple[str, ...]:
+    text, source = given["cocodiff_slow_axes"]
+    topology, ring_topology = (virtual, None) if virtual else (placement.topology, placement.ring_topology)
+    axes = _parse((text or "", source), lambda text: parse_slow_axes(text, topology, ring_topology, bool(virtual)))
+    if virtual and axes == MEASURED_SLOW_AXES and not given["cocodiff_profile"][0]:
+        raise ValueError(f"{source}: {AUTO!r} is not valid: with --cocodiff_virtual it needs --cocodiff_profile")
+    return axes
+
+
+def _mode(
+    given: Mapping[str, Given], ranks: SequenceRanks, virtual: Topology | None, slow_axes: tuple[str, ...]
+) -> str:
+    has_tuned_schedule = (given["cocodiff_schedule"][0] or "").startswith("@")
+    spans_nodes = has_nodes(ranks.full_topology or ranks.detected) and slow_axes
+    default = MULTI_NODE_MODE if virtual or has_tuned_schedule or spans_nodes else EXACT
+    return _choice(given["cocodiff_mode"], default, MODES)
 
 
 def _topology(text: str, ranks: SequenceRanks) -> Topology:
-    """Of a Ulysses group, or of all ranks."""
-    if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.whole:
+    """Parse the topology of a Ulysses group, or of all ranks."""
+    if ranks.ring > 1 and text.strip() != FLAT and Topology.parse(text).size == ranks.count:
         return Topology.parse(text)
     return Topology.parse(text, ranks.ulysses)
 
 
-def default_mode(detected: Topology) -> str:
-    """The mode for which none is given, by where the ranks lie that share a sequence."""
-    return MULTI_NODE_MODE if has_nodes(detected) else EXACT
-
-
-def _read(chosen: tuple[Any, str], parse: Callable[[Any], Any]) -> Any:
-    """A value by its parser, whose error then names the source; None where none was given."""
-    value, source = chosen
-    try:
-        return None if value is None else parse(value)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+def default_mode(topology: Topology) -> str:
+    """Return the mode of a run without --cocodiff_mode, by the detected topology of the ranks that share a sequence."""
+    return MULTI_NODE_MODE if has_nodes(topology) else EXACT
 
 
 def _plan(text: str, topology: Topology) -> Plan | None:
@@ -234,10 +230,10 @@ def _plan(text: str, topology: Topology) -> Plan | None:
 def _profile(text: str, topology: Topology, ranks: SequenceRanks) -> Profile:
     profile = Profile.read(Path(text))
     if profile.topology != topology:
-        beside = f", and {ranks.full_topology} with its rings" if ranks.ring > 1 else ""
+        with_rings = f" ({ranks.full_topology} with its rings)" if ranks.ring > 1 else ""
         raise ValueError(
-            f"the profile {text!r} is of the topology {profile.topology}, this run has {topology}{beside}; "
-            "--cocodiff_topology can say that they are the same"
+            f"{text!r} is not valid: it has the topology {profile.topology}, this run {topology}{with_rings}; if these "
+            "are the same, set --cocodiff_topology"
         )
     return profile
 
@@ -259,52 +255,55 @@ def _schedule(text: str, mode: str, model: str | None) -> str:
 
 def _virtual(text: str, degree: int) -> tuple[Topology, bool]:
     if degree > 1:
-        raise ValueError(f"{text!r} is for one rank that stands for many; valid with it is --ulysses_degree 1")
+        raise ValueError(f"{text!r} is not valid with {degree} ranks; valid is it with --ulysses_degree 1")
     return parse_virtual_ranks(text)
-
-
-def parse_virtual_ranks(text: str) -> tuple[Topology, bool]:
-    """Read '2x2' or 'ring:2x2': the topology of virtual ranks, and whether they are a ring.
-
-    Raises:
-        ValueError: not the notation.
-    """
-    return Topology.parse(text.removeprefix(_RING)), text.startswith(_RING)
 
 
 _RING = "ring:"
 
 
-def parse_slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: bool = False) -> tuple[str, ...]:
-    """Return the axes on which a mode may approximate: by default those between nodes, of virtual ranks all but the
-    innermost one that has several places.
+def parse_virtual_ranks(text: str) -> tuple[Topology, bool]:
+    """Parse virtual ranks, such as '2x2' or 'ring:2x2'.
 
-    Args:
-        text: what the user gave: names, 'auto', or nothing.
-        topology: of a Ulysses group, or of virtual ranks.
-        ring: of a ring, if there is one.
-        is_virtual: whether ranks are virtual.
+    Returns:
+        Their topology, and whether they are a ring.
 
     Raises:
-        ValueError: a name that neither topology has.
+        ValueError: the text is not a topology.
+    """
+    return Topology.parse(text.removeprefix(_RING)), text.startswith(_RING)
+
+
+def parse_slow_axes(text: str, topology: Topology, ring: Topology | None, is_virtual: bool = False) -> tuple[str, ...]:
+    """Return the names of the axes on which a lossy mode may approximate.
+
+    Args:
+        text: names of axes, 'auto', or '' for the default: the axis between nodes, or of virtual ranks all axes of
+            more than one rank but the innermost.
+        topology: topology of a Ulysses group, or of virtual ranks.
+        ring: topology of a ring; None without one.
+        is_virtual: whether the ranks are virtual.
+
+    Raises:
+        ValueError: neither topology has an axis of that name.
     """
     axes = [axis for each in (topology, ring) if each for axis in each.axes]
-    moving = tuple(dict.fromkeys(axis.name for axis in axes if axis.size > 1))
+    used = tuple(dict.fromkeys(axis.name for axis in axes if axis.size > 1))
     if not text:
-        return (moving[:-1] or moving) if is_virtual else tuple(name for name in moving if name == AXIS_NAMES[0])
+        return (used[:-1] or used) if is_virtual else tuple(name for name in used if name == AXIS_NAMES[0])
     if text == AUTO:
         return MEASURED_SLOW_AXES
-    found, known = tuple(name.strip() for name in text.split(",")), dict.fromkeys(axis.name for axis in axes)
-    if not set(found) <= set(known):
-        around = f" and of its rings, {ring}," if ring else ""
+    names, known = tuple(name.strip() for name in text.split(",")), dict.fromkeys(axis.name for axis in axes)
+    if not set(names) <= set(known):
+        of_ring = f" and of its rings, {ring}," if ring else ""
         raise ValueError(
-            f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{around} {', '.join(known)}"
+            f"{text!r} is not valid; valid are {AUTO!r} and axes of the topology {topology}{of_ring} {', '.join(known)}"
         )
-    return found
+    return names
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """The folder that keeps what is found of the machine, as variables have it; None where nothing is kept."""
+    """Return the folder of the tuning cache by environment variables; None if it is disabled."""
     if text := environment.get(_CACHE.variable):
         return _cache(text)
     try:
@@ -355,7 +354,7 @@ def _gib(text: str) -> int:
 def _kernels(text: str, device_type: str) -> str:
     if text not in kernels.CHOICES:
         raise ValueError(f"{text!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
-    kernels.resolved(text, device_type)  # whether it can be had
+    kernels.resolved(text, device_type)  # raises if they are not available
     return text
 
 
@@ -378,13 +377,12 @@ def _head_groups(text: str) -> int | None:
 
 
 def given_options(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """The options that the user gave, each with the flag or variable that counts."""
-    said = {option.field: _choose(option, values, environment) for option in OPTIONS}
-    return {option.field: said[option.field][1] for option in OPTIONS if said[option.field][0] != option.default}
+    """Return the fields of the options that the user set, each with the flag or variable that takes effect."""
+    given = {option: _given(option, values, environment) for option in OPTIONS}
+    return {option.field: source for option, (value, source) in given.items() if value != option.default}
 
 
-def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[Any, str]:
-    """The option's value and the name under which the user gave it."""
+def _given(option: Option, values: Mapping[str, Any], environment: Mapping[str, str]) -> Given:
     value = values.get(option.field)
     if value not in (None, False):
         return value, option.flag
@@ -393,13 +391,32 @@ def _choose(option: Option, values: Mapping[str, Any], environment: Mapping[str,
     return option.default, option.flag
 
 
-def _as_bool(value: Any, source: str) -> bool:
-    text = str(value).strip().lower()
-    if text not in _TRUE + _FALSE:
-        raise ValueError(f"{source}={value!r} is not valid; valid are {', '.join(_TRUE)} and {', '.join(_FALSE[:-1])}")
-    return text in _TRUE
+def _parse(given: Given, parse: Callable[[Any], Any]) -> Any:
+    """Return the parsed value of an option; None if it is not given.
+
+    Raises:
+        ValueError: the value is not valid; names the flag or variable.
+    """
+    value, source = given
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _choice(given: Given, default: str, choices: tuple[str, ...]) -> str:
+    value, source = given
+    _check_choice(source, value or default, choices)
+    return value or default
 
 
 def _check_choice(source: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{source}: {value!r} is not valid; valid are {', '.join(choices)}")
+
+
+def _as_bool(value: Any, source: str) -> bool:
+    text = str(value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError(f"{source}={value!r} is not valid; valid are {', '.join(_TRUE)} and {', '.join(_FALSE[:-1])}")
+    return text in _TRUE

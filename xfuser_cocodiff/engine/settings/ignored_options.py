@@ -1,4 +1,4 @@
-"""What of the options has no effect, in words for the user: nothing that was said is left aside in silence."""
+"""Warnings about options and variables that have no effect."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -9,45 +9,45 @@ from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION, EXACT, OPTION
 from xfuser_cocodiff.engine.topology import launcher
 
 _PREFIX = "COCODIFF_"
-_SHARED = launcher.SHARE_FIELD.removeprefix("cocodiff_")
-"""The one option that acts without the plugin's being asked for."""
-_PREFERENCES = (_SHARED, "cache")
-"""Options that may well be set for good, asked for or not."""
-_APPROXIMATING = ("slow_axes", "max_error", "memory_budget")
-_TRAVELLING = ("topology", "ring", "a2a", "timeout", "v_first", "head_groups")
+_PREFERENCES = (launcher.SHARE_FIELD.removeprefix("cocodiff_"), "cache")
+"""Options that may be set permanently; the first one acts even without the plugin."""
+_COMPRESSION = ("slow_axes", "max_error", "memory_budget")
+"""Options of lossy modes."""
+_COMMUNICATION = ("topology", "ring", "a2a", "timeout", "v_first", "head_groups")
+"""Options of communication between ranks."""
 
 
 def warnings(
     values: Mapping[str, Any], environment: Mapping[str, str], config: CocoDiffConfig | None, ring_degree: int
 ) -> list[str]:
-    """What the user said in vain.
+    """Return a warning for each group of options that the user set without effect.
 
     Args:
         values: option fields as parsed; None or False means not given.
-        environment: of the process.
-        config: what came of them.
+        environment: environment variables of the process.
+        config: config that the options resolve to; None if the plugin is not enabled.
         ring_degree: Ring degree.
     """
     sources = {field.removeprefix("cocodiff_"): source for field, source in given_options(values, environment).items()}
-    found = list(_unknown(environment))
+
+    def ignored(names: tuple[str, ...], reason: str) -> Iterator[str]:
+        if given := [source for name, source in sources.items() if name in names]:
+            yield f"{', '.join(given)}: no effect {reason}"
+
+    found = list(_unknown_variables(environment))
     if config is None:
-        alone = [source for name, source in sources.items() if name not in (ENABLE_OPTION, *_PREFERENCES)]
-        return [*found, f"{', '.join(alone)}: no effect without --{ENABLE_OPTION}"] if alone else found
-
-    def vain(names: tuple[str, ...], why: str) -> Iterator[str]:
-        if said := [sources[name] for name in names if name in sources]:
-            yield f"{', '.join(said)}: no effect {why}"
-
+        rest = tuple(name for name in sources if name not in (ENABLE_OPTION, *_PREFERENCES))
+        return [*found, *ignored(rest, f"without --{ENABLE_OPTION}")]
     if config.virtual:
-        found += vain(_TRAVELLING, "with --cocodiff_virtual: one rank does not communicate")
+        found += ignored(_COMMUNICATION, "with --cocodiff_virtual: one rank does not communicate")
     elif ring_degree == 1:
-        found += vain(("ring",), "without --ring_degree above 1")
+        found += ignored(("ring",), "without --ring_degree above 1")
     if config.mode == EXACT:
-        found += vain(_APPROXIMATING, f"in mode {EXACT!r}")
+        found += ignored(_COMPRESSION, f"in mode {EXACT!r}")
     return found
 
 
-def _unknown(environment: Mapping[str, str]) -> Iterator[str]:
+def _unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     variables = (*(option.variable for option in OPTIONS), *OTHER_VARIABLES)
     known = sorted(name.removeprefix(_PREFIX) for name in variables)
     for name in sorted(environment):

@@ -1,9 +1,9 @@
-"""Where Ulysses and where the ring lie: which of the two joins neighbouring ranks, and which the ranks far apart.
+"""Placement of Ulysses groups and rings: which of the two joins neighboring ranks, and which joins distant ones.
 
-The ranks that share a sequence are numbered along the machine. xDiT makes Ulysses groups of neighbouring ranks, so that
-the ring crosses the slowest axis: `outer`. The other way round, `inner`, the ring joins neighbours, and Ulysses groups
-stride over the machine. Every rank keeps its part of the sequence either way: only the order differs in which it meets
-the K and V of the others.
+The ranks that share a sequence are numbered along the machine. xDiT makes Ulysses groups of neighboring ranks, so the
+ring crosses the slowest axis: placement `outer`. With placement `inner` the ring joins neighbors, and Ulysses groups
+stride over the machine. Every rank holds the same part of the sequence either way; only the order in which it receives
+the K and V of other ranks differs.
 """
 
 from dataclasses import dataclass
@@ -12,29 +12,30 @@ from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 
 OUTER, INNER = PLACEMENTS = ("outer", "inner")
-"""Where the ring lies; outer is xDiT's own."""
+"""Placements of the ring; outer is xDiT's."""
 
 
 @dataclass(frozen=True)
 class UlyssesRingSplit:
-    """How the ranks of a sequence-parallel group are parted."""
+    """Split of a sequence-parallel group into Ulysses groups and rings."""
 
     ulysses: int
     """Ulysses degree."""
     ring: int
     """Ring degree."""
     placement: str = OUTER
+    """Placement of the ring, one of PLACEMENTS."""
 
     def ulysses_topology(self, whole: Topology) -> Topology:
-        """Topology of a Ulysses group, given that of all ranks."""
+        """Return the topology of a Ulysses group, given that of all ranks."""
         return whole.strided(self.ulysses) if self.placement == INNER else whole.contiguous(self.ulysses)
 
     def ring_topology(self, whole: Topology) -> Topology:
-        """Topology of a ring, given that of all ranks."""
+        """Return the topology of a ring, given that of all ranks."""
         return whole.contiguous(self.ring) if self.placement == INNER else whole.strided(self.ring)
 
     def fits(self, whole: Topology) -> bool:
-        """Whether every Ulysses group, and every ring, lies on the axes as the others do."""
+        """Return whether Ulysses groups and rings align with the axes of all ranks: none is flat."""
         known = {axis.name for axis in whole.axes}
         parts = self.ulysses_topology(whole), self.ring_topology(whole)
         return all({axis.name for axis in part.axes if axis.size > 1} <= known for part in parts)
@@ -42,69 +43,74 @@ class UlyssesRingSplit:
 
 @dataclass(frozen=True)
 class SequenceRanks:
-    """The ranks that share a sequence, as the launcher has them."""
+    """Ranks that share a sequence, with the topologies that the launcher implies."""
 
     ulysses: int
     """Ulysses degree."""
     detected: Topology
-    """Of so many neighbouring ranks: it is used when none is given, and tells whether these lie on several nodes."""
+    """Detected topology of as many neighboring ranks as the Ulysses degree."""
     ring: int = 1
     """Ring degree."""
     full_topology: Topology | None = None
-    """Of all ranks of both; None without a ring."""
+    """Detected topology of all ranks; None without a ring."""
 
     @property
-    def whole(self) -> int:
+    def count(self) -> int:
         """Number of ranks."""
         return self.ulysses * self.ring
 
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Where the Ulysses groups and rings of a run lie."""
+    """Topologies and link profiles of the Ulysses groups and rings of a run."""
 
     topology: Topology
-    """Of a Ulysses group."""
+    """Topology of a Ulysses group."""
     ring_topology: Topology | None = None
-    """Of a ring; None where there is none."""
+    """Topology of a ring; None without one."""
     profile: Profile | None = None
-    """Of the Ulysses group's axes, where one of all ranks is known."""
+    """Link profile of a Ulysses group, taken from one of all ranks; None if there is none."""
     ring_profile: Profile | None = None
-    """Of the ring's axes, likewise."""
+    """Link profile of a ring, taken from one of all ranks; None if there is none."""
 
 
-def place_groups(ranks: SequenceRanks, given: Topology | None, ring: str, profile: Profile | None) -> GroupPlacement:
-    """Settle where Ulysses groups and rings lie.
+def place_groups(
+    ranks: SequenceRanks, given: Topology | None, placement: str, profile: Profile | None
+) -> GroupPlacement:
+    """Return where Ulysses groups and rings are placed on the machine.
 
     Args:
-        ranks: those that share a sequence.
-        given: topology that the user gave, of a Ulysses group or of all ranks.
-        ring: placement of the ring.
-        profile: what is known of links; it counts here if it is of all ranks.
+        ranks: ranks that share a sequence.
+        given: topology set by the user, of a Ulysses group or of all ranks; None uses the detected one.
+        placement: placement of the ring, one of PLACEMENTS.
+        profile: link profile given by the user, which is used here if it covers all ranks.
 
     Raises:
-        ValueError: the groups do not lie on the axes of the profile.
+        ValueError: the groups do not align with the axes of the profile.
     """
     if ranks.ring == 1:
         return GroupPlacement(given or ranks.detected)
     assert ranks.full_topology  # there is a ring
-    whole = given if given and given.size == ranks.whole else ranks.full_topology
+    whole = given if given and given.size == ranks.count else ranks.full_topology
     known = profile if profile and profile.topology == whole and given in (None, whole) else None
     if ranks.ulysses == 1:
         return GroupPlacement(ranks.detected, whole, None, known)
-    split = UlyssesRingSplit(ranks.ulysses, ranks.ring, ring)
+    split = UlyssesRingSplit(ranks.ulysses, ranks.ring, placement)
     if known and not split.fits(whole):
         raise ValueError(
-            f"{ring!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not align "
-            f"with the axes of the profile, {whole}; valid are degrees that do, or no --cocodiff_profile"
+            f"{placement!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not "
+            f"align with the axes of the profile, {whole}; valid are degrees that do, or no --cocodiff_profile"
         )
-    around = split.ring_topology(whole)
+    ring_topology = split.ring_topology(whole)
     if given not in (None, whole):
-        return GroupPlacement(given, around)
-    topology = ranks.detected if ring == OUTER and not (given or known) else split.ulysses_topology(whole)
-    return GroupPlacement(topology, around, known and known.restrict_to(topology), known and known.restrict_to(around))
+        return GroupPlacement(given, ring_topology)
+    is_detected = placement == OUTER and not given and not known
+    topology = ranks.detected if is_detected else split.ulysses_topology(whole)
+    return GroupPlacement(
+        topology, ring_topology, known and known.restrict_to(topology), known and known.restrict_to(ring_topology)
+    )
 
 
 def has_nodes(topology: Topology) -> bool:
-    """Whether ranks lie on several nodes."""
+    """Return whether a topology spans several nodes."""
     return any(axis.name == AXIS_NAMES[0] and axis.size > 1 for axis in topology.axes)

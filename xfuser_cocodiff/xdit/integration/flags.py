@@ -150,7 +150,7 @@ def settings(
         best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
         warn_once(
             f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
-            f"install {best.capitalize()} on all nodes"
+            f"--cocodiff_kernels {best} shows the reason"
         )
         config = replace(config, kernels=kernels.TORCH)
         proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
