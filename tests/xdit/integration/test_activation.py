@@ -268,7 +268,7 @@ def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
         import xfuser
         from xfuser_cocodiff.xdit.integration import flags
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which shows errors its own way
-        flags.settings({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
+        flags.agree_on_config({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
         """,
         RANK=rank,
     )

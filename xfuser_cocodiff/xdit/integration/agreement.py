@@ -1,11 +1,12 @@
-"""Decisions that all ranks must share, settled over the rendezvous store before any collective starts.
+"""Agreement of all ranks on the options, over the rendezvous store and before the first collective.
 
-A rank that fails alone would leave the others waiting in a collective; here it tells them why, and all fail alike.
+A rank that failed alone would leave the others waiting in a collective. Here each rank learns of the error, and all
+raise the same one.
 
-Ranks meet in rounds, in which each posts one thing and waits for what the others post. A rank that was told something
-proposes its settings in a round, whenever it makes some. A rank that was told nothing makes its own without a word, as
-it would without the plugin, and so may do that alone. It is heard in the round that every rank takes part in when xDiT
-is about to make its groups, which is where all ranks meet anyway; a rank that proposes waits until then.
+Ranks communicate in rounds: each posts one report and waits for those of the others. A rank with the plugin enabled
+proposes its config in a round whenever it makes one. A rank with the plugin disabled makes its config without a round,
+as stock xDiT does, and may do so alone. It takes part in the round before xDiT makes its process groups, in which all
+ranks take part; a rank that proposes waits until then.
 """
 
 import contextlib
@@ -22,50 +23,49 @@ from torch.distributed.distributed_c10d import _get_default_store
 from xfuser_cocodiff.engine.settings.options import ENABLE_OPTION
 
 TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other: they may load at very different speeds, but not for ever."""
+"""Longest wait for the reports of other ranks, which may take much longer to load."""
 DISABLED_RANK_TIMEOUT = timedelta(seconds=30)
-"""How long a rank waits for the others that was told nothing itself: the plugin may be missing where they are, and it
-would do without."""
+"""Longest wait of a rank with the plugin disabled: other ranks may lack the plugin, and never report."""
 EXIT_TIMEOUT = timedelta(seconds=60)
-"""How long a rank that fails waits for the others to have read why."""
+"""Longest wait of a rank that fails until all ranks have read the error."""
 
 _rounds = itertools.count()
-_last = [""]
-"""Key of the last round."""
+_last_round = [""]
+"""Key of the last round in the store."""
 
 
 def gather_proposals(propose: Callable[[], dict]) -> list[dict]:
-    """Collect what every rank proposes. All ranks must call this equally often, but for those that were told nothing.
+    """Gather the proposals of all ranks. Ranks with the plugin enabled must call this equally often.
 
     Args:
-        propose: makes this rank's proposal, a dict of JSON values that is empty where the rank was told nothing; what
-            it raises is raised on every rank.
+        propose: returns this rank's proposal, a dict of JSON values, empty if the plugin is disabled on this rank. An
+            exception from it is raised on every rank.
 
     Returns:
-        The proposals, by rank; none where this rank was told nothing, and waited for nobody.
+        The proposals by rank; an empty list if the plugin is disabled on this rank, which then waits for none.
 
     Raises:
-        ValueError: of the lowest rank whose proposal failed, in that rank's words; or some ranks were told nothing.
-        RuntimeError: a rank did not answer; names those that did not.
+        ValueError: a proposal failed, with the message of the lowest such rank; or some ranks have the plugin disabled.
+        RuntimeError: a rank did not report within TIMEOUT; names these ranks.
     """
     try:
-        mine: dict[str, Any] = {"value": propose()}
-    except Exception as error:  # whatever it is, the others must hear of it
-        mine = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
-    if not mine.get("value", True):
+        report: dict[str, Any] = {"proposal": propose()}
+    except Exception as error:  # of any type: the other ranks must learn of it
+        report = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+    if not report.get("proposal", True):
         return []
-    return [answer["value"] for answer in _gather(mine)]
+    return [each["proposal"] for each in _gather(report)]
 
 
 def check_all(is_enabled: bool) -> None:
-    """Find out whether all ranks were told alike. Every rank calls this where it is about to make groups.
+    """Check that the plugin is enabled on all ranks or on none. Every rank calls this before it makes process groups.
 
     Args:
-        told: whether this rank makes them for the plugin.
+        is_enabled: whether the plugin is enabled on this rank.
 
     Raises:
-        ValueError: some were told what others were not, or what one was told is not valid; on every rank alike.
-        RuntimeError: this rank was told, and another one did not answer; names those that did not.
+        ValueError: the plugin is enabled on some ranks only, or the options of a rank are not valid; on every rank.
+        RuntimeError: the plugin is enabled here and another rank did not report; names these ranks.
     """
     if is_enabled:
         _gather({"is_enabled": True})
@@ -75,72 +75,78 @@ def check_all(is_enabled: bool) -> None:
 
 
 class OptionError(ValueError):
-    """What is wrong with options, on all ranks alike."""
+    """Error in options that every rank raises."""
 
 
 class MissingReportError(RuntimeError):
-    """A rank did not answer."""
+    """Error of a rank that did not report."""
 
 
 def raise_on_all_ranks(message: str) -> NoReturn:
-    """Raise what all ranks have found in the last round, on each of them, when the others have read it too.
+    """Raise the error that all ranks found in the last round, once all have read it.
 
-    The store may live in a rank that leaves, and a launcher may end the others when one does.
+    The store may live in a rank that exits, and a launcher may end all ranks when one exits.
 
     Raises:
         OptionError: always.
     """
     if dist.is_initialized():
-        # Another rank may be faster, and take the store with it: by then everything was read.
+        # A faster rank may exit and take the store with it: by then everything has been read.
         with contextlib.suppress(RuntimeError):
             store = _get_default_store()
-            store.set(f"{_last[0]}/read/{dist.get_rank()}", "")
-            store.wait([f"{_last[0]}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
+            store.set(f"{_last_round[0]}/read/{dist.get_rank()}", "")
+            store.wait([f"{_last_round[0]}/read/{rank}" for rank in range(dist.get_world_size())], EXIT_TIMEOUT)
     raise OptionError(message)
 
 
 def by_rank(values: Sequence[Any]) -> str:
-    """Each value with the ranks that have it: ``rank 0: 'flat'; ranks 1, 3: 'hierarchical'``."""
+    """Format each value with the ranks that have it: ``rank 0: 'flat'; ranks 1, 3: 'hierarchical'``."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return "; ".join(
-        f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}: {value}" for value, found in ranks.items()
+        f"rank{'s' if len(having) > 1 else ''} {', '.join(map(str, having))}: {value}"
+        for value, having in ranks.items()
     )
 
 
-def _gather(mine: dict, timeout: timedelta | None = None) -> list[dict]:
-    """What the ranks posted in a round in which all of them do the same, and none has failed."""
-    answers = _posted(mine, timeout or TIMEOUT) if dist.is_initialized() else [mine]
-    failed = [(rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
+def _gather(report: dict, timeout: timedelta | None = None) -> list[dict]:
+    """Return the reports of a round.
+
+    Raises:
+        OptionError: a rank reported an error, or the ranks reported different things.
+        MissingReportError: a rank did not report.
+    """
+    reports = _exchange_reports(report, timeout or TIMEOUT) if dist.is_initialized() else [report]
+    failed = [(rank, each["error"]) for rank, each in enumerate(reports) if "error" in each]
     if failed:
         rank, error = failed[0]
-        everywhere = len(failed) == len(answers) and len({error for _, error in failed}) == 1
-        raise_on_all_ranks(error if everywhere else f"on rank {rank}: {error}")
-    is_enabled = [answer.get("is_enabled", True) for answer in answers]
-    if len(set(is_enabled)) > 1:
-        given = by_rank(["given" if each else "not given" for each in is_enabled])
+        is_everywhere = len(failed) == len(reports) and len({error for _, error in failed}) == 1
+        raise_on_all_ranks(error if is_everywhere else f"on rank {rank}: {error}")
+    enabled = [each.get("is_enabled", True) for each in reports]
+    if len(set(enabled)) > 1:
+        given = by_rank(["given" if each else "not given" for each in enabled])
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: --{ENABLE_OPTION}: {given}")
-    proposing = ["makes settings" if "value" in answer else "makes groups" for answer in answers]
-    if len(set(proposing)) > 1:
+    rounds = ["makes a config" if "proposal" in each else "makes process groups" for each in reports]
+    if len(set(rounds)) > 1:
         raise_on_all_ranks(
-            f"create_config() must be called equally often on all ranks with --{ENABLE_OPTION}: {by_rank(proposing)}"
+            f"create_config() must be called equally often on all ranks with --{ENABLE_OPTION}: {by_rank(rounds)}"
         )
-    return answers
+    return reports
 
 
-def _posted(mine: dict, timeout: timedelta) -> list[dict]:
+def _exchange_reports(report: dict, timeout: timedelta) -> list[dict]:
     store, world = _get_default_store(), dist.get_world_size()
-    # The store may outlive a torchrun restart, whose ranks must not read what the previous attempt said.
-    key = _last[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
-    store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
+    # The store may outlive a torchrun restart, whose ranks must not read reports of the previous attempt.
+    key = _last_round[0] = f"cocodiff/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_rounds)}"
+    store.set(f"{key}/{dist.get_rank()}", json.dumps(report))
     keys = [f"{key}/{rank}" for rank in range(world)]
     try:
         store.wait(keys, timeout)
     except RuntimeError:
-        silent = [rank for rank in range(world) if not store.check([keys[rank]])]
+        missing = [rank for rank in range(world) if not store.check([keys[rank]])]
         raise MissingReportError(
-            f"ranks {silent} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
+            f"ranks {missing} did not report CoCoDiff's options within {timeout}; install and enable the plugin on all "
             "nodes"
         ) from None
     return [json.loads(store.get(key)) for key in keys]

@@ -1,4 +1,4 @@
-"""The plugin's options in xDiT's parsers and arguments, and its settings in xDiT's parallel config."""
+"""Options of the plugin in xDiT's parsers and arguments, and its config in xDiT's parallel config."""
 
 import argparse
 import dataclasses
@@ -27,23 +27,23 @@ _ARGS = "xfuser.config.args"
 
 
 def patches(activate: Callable[[], None]) -> list[Patch]:
-    """Rows that bring the options into xDiT.
+    """Return the patches that add the options to xDiT.
 
     Args:
-        ask: called where settings ask for the plugin.
+        activate: called when a config enables the plugin.
     """
-    with_settings = functools.partial(_with_settings, activate)
+    with_config = functools.partial(_with_config, activate)
     return [
         Patch(_ARGS, "xFuserArgs.add_cli_args", "flags of the example scripts", _with_flags, ("parser",)),
         Patch(_ARGS, "xFuserArgs.add_runner_args", "flags of the xdit command", _with_flags, ("parser",)),
-        Patch(_ARGS, "xFuserArgs.__init__", "the options become fields", _with_fields),
-        Patch(_ARGS, "xFuserArgs.__dataclass_fields__", "both from_*_args go by the fields", _more_fields),
-        Patch(_ARGS, "xFuserArgs.create_config", "settings reach the parallel config", with_settings, ("self",)),
+        Patch(_ARGS, "xFuserArgs.__init__", "options as fields", _with_fields),
+        Patch(_ARGS, "xFuserArgs.__dataclass_fields__", "from_cli_args and from_runner_args read fields", _more_fields),
+        Patch(_ARGS, "xFuserArgs.create_config", "the config in xDiT's parallel config", with_config, ("self",)),
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._check_distributed_env",
-            "ranks that were is_enabled nothing hear of it where all of them check_all",
-            _meeting,
+            "an error where the plugin is enabled on some ranks only",
+            _with_check,
             ("self", "parallel_config"),
         ),
     ]
@@ -57,8 +57,8 @@ def _with_flags(original: staticmethod) -> staticmethod:
         parser = build(parser)
         group = parser.add_argument_group("CoCoDiff Options")
         for option in OPTIONS:
-            # Choices are checked with the settings, where the error names every source alike and is the same on all
-            # ranks; a store_true flag defaults to False, the others to None, so that variables can fill in.
+            # Choices are checked in the config, whose errors name flags and variables and are the same on all ranks.
+            # A store_true flag defaults to False, the others to None, so that variables take effect.
             kind: dict[str, Any] = (
                 {"action": "store_true"} if option.default is False else {"type": str, "default": None}
             )
@@ -86,18 +86,18 @@ def _more_fields(original: dict[str, dataclasses.Field]) -> dict[str, dataclasse
     return {**original, **{field.name: field for field in dataclasses.fields(extra)}}
 
 
-def _with_settings(activate: Callable[[], None], original: Callable) -> Callable:
+def _with_config(activate: Callable[[], None], original: Callable) -> Callable:
     @functools.wraps(original)
     def create_config(self: Any) -> tuple[Any, Any]:
         engine_config, input_config = original(self)
         sequence = engine_config.parallel_config.sp_config
-        sequence.cocodiff = settings(vars(self), sequence.ulysses_degree, sequence.ring_degree, activate)
+        sequence.cocodiff = agree_on_config(vars(self), sequence.ulysses_degree, sequence.ring_degree, activate)
         return engine_config, input_config
 
     return create_config
 
 
-def _meeting(original: Callable) -> Callable:
+def _with_check(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_distributed_env(self: Any, parallel_config: Any) -> None:
         from xfuser.core.distributed import model_parallel_is_initialized
@@ -109,51 +109,43 @@ def _meeting(original: Callable) -> Callable:
     return _check_distributed_env
 
 
-def settings(
+def agree_on_config(
     values: dict[str, Any], degree: int, ring_degree: int = 1, activate: Callable[[], None] = lambda: None
 ) -> CocoDiffConfig | None:
-    """The settings that all ranks share; None when the plugin is not asked for, in which case no rank is waited for.
+    """Return the config on which all ranks agree; None if the plugin is disabled, without waiting for other ranks.
 
     Args:
-        values: xDiT's arguments, in which the fields of OPTIONS are read.
+        values: arguments of xDiT, with the fields of OPTIONS.
         degree: Ulysses degree.
         ring_degree: Ring degree.
-        ask: called where the plugin is asked for; an error in it ends all ranks.
+        activate: called if the plugin is enabled; an exception from it ends all ranks.
 
     Raises:
-        ValueError: bad flags or variables, on every rank alike, also when only one rank has them.
+        ValueError: an option is not valid on one rank, or differs between ranks; on every rank.
     """
     device_type = platform.compute_device().type
 
-    def detected(size: int) -> Topology:
+    def detect(size: int) -> Topology:
         return launcher.detect(size, os.environ, platform.device_name())
 
-    def mine(topology: Callable[[int], Topology] = detected) -> CocoDiffConfig | None:
+    def make_config(topology: Callable[[int], Topology]) -> CocoDiffConfig | None:
         check_variables(os.environ)
         ranks = SequenceRanks(degree, topology(degree), ring_degree, topology(degree * ring_degree))
         return resolve(values, os.environ, ranks, device_type)
 
-    def proposal() -> dict:
-        if config := mine():
+    def propose(topology: Callable[[int], Topology]) -> dict:
+        if config := make_config(topology):
             activate()
         return _as_json(config, device_type)
 
-    # Flags are the same on all ranks, but variables and what the launcher says need not be.
-    proposals = gather_proposals(proposal)
+    # Flags are the same on all ranks, but variables and what the launcher reports may differ.
+    topology, proposals = detect, gather_proposals(functools.partial(propose, detect))
     if _only_detection_differs(proposals):
         warn_once("ranks detect different topologies, so the all-to-all is flat; set --cocodiff_topology")
-        mine = functools.partial(mine, Topology.flat)
-        proposals = gather_proposals(proposal)
-    config = mine()
+        topology, proposals = Topology.flat, gather_proposals(functools.partial(propose, Topology.flat))
+    config = make_config(topology)
     if len({proposal["kernels"] for proposal in proposals}) > 1 and all(one["any_kernels"] for one in proposals):
-        without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
-        best = next(one["kernels"] for one in proposals if one["kernels"] != kernels.TORCH)
-        warn_once(
-            f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
-            f"--cocodiff_kernels {best} shows the reason"
-        )
-        config = replace(config, kernels=kernels.TORCH)
-        proposals = [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
+        config, proposals = replace(config, kernels=kernels.TORCH), _with_torch_kernels(proposals)
     if differences := _differences(proposals):
         raise_on_all_ranks(f"CoCoDiff's options differ between ranks: {differences}")
     for warning in ignored_options.warnings(values, os.environ, config, ring_degree):
@@ -161,19 +153,29 @@ def settings(
     return config
 
 
+def _with_torch_kernels(proposals: list[dict]) -> list[dict]:
+    without = [rank for rank, proposal in enumerate(proposals) if proposal["kernels"] == kernels.TORCH]
+    best = next(proposal["kernels"] for proposal in proposals if proposal["kernels"] != kernels.TORCH)
+    warn_once(
+        f"ranks {without} cannot run {best.capitalize()} kernels, so all ranks use PyTorch's, which are slower; "
+        f"--cocodiff_kernels {best} shows the reason"
+    )
+    return [{**proposal, "kernels": kernels.TORCH} for proposal in proposals]
+
+
 def _only_detection_differs(proposals: list[dict]) -> bool:
-    # A plan in words reads differently on another topology, so only whether one was given can be compared; where no
-    # mode and no slow axes are given, these go by the topology; and kernels are another matter.
-    machine = ("topology", "ring_topology")
-    hidden = dict.fromkeys((*machine, "mode", "slow_axes", "kernels"), "")
-    known = [{**one, **hidden, "plan": one["plan"] is not None} for one in proposals]
-    same_machine = len({tuple(proposal[name] for name in machine) for proposal in proposals}) <= 1
-    return not same_machine and known[0]["detected"] and all(other == known[0] for other in known)
+    # The same plan text reads differently on another topology, so only its presence can be compared. The default mode
+    # and the default slow axes depend on the topology. Kernels are compared separately.
+    topologies = ("topology", "ring_topology")
+    hidden = dict.fromkeys((*topologies, "mode", "slow_axes", "kernels"), "")
+    rest = [{**proposal, **hidden, "plan": proposal["plan"] is not None} for proposal in proposals]
+    is_same_topology = len({tuple(proposal[name] for name in topologies) for proposal in proposals}) <= 1
+    return not is_same_topology and rest[0]["detected"] and all(other == rest[0] for other in rest)
 
 
 def _differences(proposals: list[dict]) -> str:
-    """Options in which ranks differ, with the value of each rank."""
-    # Where a value comes from matters only as far as it makes another value.
+    """Format the options that differ between ranks, with the value of each rank."""
+    # `detected` is left out: where a topology comes from matters only if the topologies differ too.
     names = {
         **{option.field.removeprefix("cocodiff_"): option.flag for option in OPTIONS},
         "plan": "--cocodiff_a2a",
@@ -183,17 +185,18 @@ def _differences(proposals: list[dict]) -> str:
     }
     by_name = {name: [proposal[name] for proposal in proposals] for name in (proposals[0] if proposals else ())}
     return ", ".join(
-        f"{names[name]}: {by_rank(['not given' if value is None else repr(value) for value in found])}"
-        for name, found in by_name.items()
-        if name in names and any(value != found[0] for value in found)
+        f"{names[name]}: {by_rank(['not given' if value is None else repr(value) for value in all_values])}"
+        for name, all_values in by_name.items()
+        if name in names and any(value != all_values[0] for value in all_values)
     )
 
 
-_PLAIN = ("mode", "ring", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
+_UNCHANGED = ("mode", "ring", "timeout", "detected", "schedule", "max_error", "memory_budget", "synchronous")
+"""Fields of the config that are JSON values already."""
 
 
 def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
-    """What ranks compare of their settings; nothing where there are none."""
+    """Return the part of a config that ranks compare, as JSON values; empty without a config."""
     if config is None:
         return {}
     profile = config.profile and json.dumps(config.profile.to_json(), sort_keys=True)
@@ -202,11 +205,11 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         "ring_topology": config.ring_topology and str(config.ring_topology),
         "plan": config.plan and str(config.plan),
         "profile": profile and f"contents {zlib.crc32(profile.encode()):08x}",
-        **{name: getattr(config, name) for name in _PLAIN},
+        **{name: getattr(config, name) for name in _UNCHANGED},
         **vars(config.overlap),
         "slow_axes": ",".join(config.slow_axes),
         "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
-        "kernels": kernels.resolved(config.kernels, device_type),  # which a node may not be able to build
+        "kernels": kernels.resolved(config.kernels, device_type),  # may differ between nodes
         "any_kernels": config.kernels == kernels.AUTO,
         "usp": usp_versions.digest(),
     }
