@@ -10,7 +10,7 @@ import torch
 from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.test_pipelines import MODELS, Run
-from xfuser_cocodiff.engine.compression.reference_memory import Need
+from xfuser_cocodiff.engine.compression.reference_memory import ReferenceBytes
 from xfuser_cocodiff.engine.settings.config import Overlap
 
 pytestmark = pytest.mark.usefixtures("hub")
@@ -54,8 +54,8 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
     """Decibels and bytes of each mode against stock, and stock's latents."""
     run = Approximating(rank, 4, model)
     stock = run()
-    found, foreseen, of = {}, [], Need.of
-    Need.of = lambda *given: foreseen.append(of(*given)) or foreseen[-1]
+    found, foreseen, of = {}, [], ReferenceBytes.of
+    ReferenceBytes.of = lambda *given: foreseen.append(of(*given)) or foreseen[-1]
     for name, mode, schedule in (
         ("8 bit", "balanced", "bits=8,bits_o=8"),
         ("4 bit", "balanced", "bits=4,bits_o=4"),

@@ -16,7 +16,7 @@ from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
 from tests.xdit.test_transformers import CASES
 from xfuser_cocodiff.engine.compression import codecs, modes
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.options import MODES
@@ -33,7 +33,7 @@ class Coded(NamedTuple):
     layers: int
     """That go through the exchange in a step."""
     head_dim: int
-    anew: tuple[int, ...] = (0,)
+    keyframes: tuple[int, ...] = (0,)
     """Steps at which references begin, in 8 bits."""
     decibels: float = 20
     """Of PSNR to stock, at least."""
@@ -41,7 +41,7 @@ class Coded(NamedTuple):
     def share(self, step: int) -> float:
         """Of exact bytes in float32: a value takes some bits, and a row of them a byte for its scale, which tokens of
         small heads may share."""
-        if step in self.anew:
+        if step in self.keyframes:
             return (self.head_dim + 1) / (self.head_dim * 4)
         together = max(1, 64 // self.head_dim)
         return (self.head_dim * BITS / 8 + 1 / together) / (self.head_dim * 4)
@@ -52,7 +52,7 @@ CHAOTIC = 15
 where other models come to 65 dB."""
 CODED = {
     "Wan": Coded(2, 24),
-    "WanA14B": Coded(2, 24, anew=(0, 4)),
+    "WanA14B": Coded(2, 24, keyframes=(0, 4)),
     "HunyuanVideo": Coded(4, 16),
     "HunyuanVideo15": Coded(2, 16),
     "HunyuanDiT": Coded(4, 16),
@@ -145,13 +145,13 @@ FEATURES = [
     "@{file},warmup=2,refresh=4,predictor=0.5,exact={layer}",
 ]
 """Changes to a mode's schedule; a model's first layer and a tuned file are filled in."""
-FIGURES = {**dict.fromkeys("qkv", (4.0, 2.0)), "k": (NOTHING, 8.0), "o": (None, 4.0)}
+FIGURES = {**dict.fromkeys("qkv", (4.0, 2.0)), "k": (NOT_SENT, 8.0), "o": (None, 4.0)}
 """Bits of the file, in the first half of a run and in the second."""
 
 
 def codecs_of(schedule: CodecSchedule, step: int, layer: str | None = None) -> Mapping[str, Codec]:
     """Of a step, at the first of which there is nothing to differ from."""
-    return schedule.codecs(step, STEPS, layer) if step else dict.fromkeys(LETTERS, schedule.anew)
+    return schedule.codecs(step, STEPS, layer) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
 
 
 class Messages:
@@ -159,26 +159,30 @@ class Messages:
 
     def __init__(self) -> None:
         from xfuser_cocodiff.engine.compression import coded_all_to_all
-        from xfuser_cocodiff.engine.compression.runtime import Runtime
+        from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
         self.seen: dict[tuple, tuple[dict, list]] = {}
-        send, layer_codecs = coded_all_to_all.send, Runtime.layer_codecs
+        send, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
 
-        def asked(runtime: Runtime, layer: str, key: Any, branch: int, *given: Any) -> Any:
+        def asked(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
             self._call, self._step = (layer, key, branch), runtime.step
             return layer_codecs(runtime, layer, key, branch, *given)
 
         def sent(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any) -> Any:
-            way, key = layer_codecs.way, (self._step, self._call, label.tensors == "o", group)
+            partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", group)
             shapes, flags = self.seen.setdefault(key, ({}, []))
-            links = way.places - 1 if not layer_codecs.at_once else (way.places - 1) * way.near
+            links = (
+                partition.num_slow - 1
+                if not layer_codecs.single_stage
+                else (partition.num_slow - 1) * partition.num_fast
+            )
             for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
-                shapes[name] = (links, batch * (1 if layer_codecs.at_once else way.near), *rest)
+                shapes[name] = (links, batch * (1 if layer_codecs.single_stage else partition.num_fast), *rest)
             flags.append(codecs.aligned(1))
             return send(pieces, targets, mesh, layer_codecs, label, group, *more)
 
-        coded_all_to_all.send, Runtime.layer_codecs = sent, asked
+        coded_all_to_all.start, CodecRuntime.layer_codecs = sent, asked
 
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
         """Bytes of each step, by a schedule and as they are; clears what was seen."""
@@ -209,7 +213,7 @@ def code_by_features(rank: int, model: str, cases: list[tuple[str, str | None]],
     for mode, feature in cases:
         changes = feature and feature.format(layer=layers[0], file=file)
         latents = coding.by(None if feature and feature.startswith("@") else mode, changes)
-        schedule = modes.usual(mode, STEPS)
+        schedule = modes.preset(mode, STEPS)
         schedule = CodecSchedule.parse(changes, schedule) if changes else schedule
         exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
         left_out = len([layer for layer in layers if schedule.leaves_out(layer)])
@@ -244,7 +248,7 @@ def cases_of(number: int) -> list[tuple[str, str | None]]:
     return [(MODES[1:][(number + place) % len(MODES[1:])], feature) for place, feature in enumerate(FEATURES)]
 
 
-ONE_TRANSFORMER = [model for model in CASES if CODED[model].anew == (0,)]
+ONE_TRANSFORMER = [model for model in CASES if CODED[model].keyframes == (0,)]
 
 
 @pytest.mark.parametrize("model", slow_but(["Cosmos3"], ONE_TRANSFORMER))

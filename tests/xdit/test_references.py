@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 
 STEPS = 4
 
@@ -52,10 +52,10 @@ class Held:
                 velocities = [self.small.velocity(latents, time) for _ in range(branches)]
                 latents = latents - velocities[0] / STEPS
                 if step == STEPS - 1:
-                    foretold.append(self.runtime.expected_bytes)
+                    foretold.append(self.runtime.planned_reference_bytes)
                 run.step()
                 if step < STEPS - 1:
-                    foretold.append(self.runtime.expected_bytes)
+                    foretold.append(self.runtime.planned_reference_bytes)
         self.latents = latents
         return foretold, [report.reference_bytes for report in self.runtime.reports]
 
@@ -94,7 +94,7 @@ def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
     held.run()
     first, *others = held.runtime.reports[-1].errors
     fine, rough = (dict.fromkeys(LETTERS, (bits,)) for bits in (8.0, 1.0))
-    rough = {**rough, "q": (NOTHING,)}
+    rough = {**rough, "q": (NOT_SENT,)}
     for name, layers in (("whole", [first, *others]), ("lacking", others)):
         bits = {layer: fine if layer == first else rough for layer in layers}
         Path(folder, f"{name}_{rank}.json").write_text(json.dumps(BitAllocation((0.0,), bits, 8.0).to_json()))

@@ -96,7 +96,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
             run()
             reports = run.runtime.reports
             assert max(report.reference_bytes for report in reports) <= bound.get("memory_budget", held)
-            found.append([(report.exact_layers, report.was_refresh) for report in reports])
+            found.append([(report.exact_layers, report.was_keyframe) for report in reports])
     return found
 
 
@@ -105,7 +105,7 @@ def test_a_graph_keeps_the_bounds_of_room_and_error() -> None:
     for eager_room, eager_error, room, error in ranks.run(keep_bounds, 2):
         assert room == eager_room and error == eager_error
         assert 0 < room[-1][0] < 6  # of the blocks
-        assert sum(was_refresh for _, was_refresh in error) > 1 + sum(was_refresh for _, was_refresh in room)
+        assert sum(was_keyframe for _, was_keyframe in error) > 1 + sum(was_keyframe for _, was_keyframe in room)
 
 
 def poison(rank: int) -> tuple[list[bool], bool]:

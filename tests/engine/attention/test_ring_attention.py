@@ -15,8 +15,8 @@ from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
-from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
 from xfuser_cocodiff.engine.topology.plans import Plan, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 
@@ -91,11 +91,11 @@ def test_a_ring_has_the_bits_of_pytorchs_and_each_block_crosses_an_axis_once(siz
         assert sent == expected
 
 
-SHARE = Share(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
+SHARE = LayerSizes(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
 
 
-def need(places: int) -> Need:
-    return Need.of(SHARE, Runtime(None, "balanced", None, None, list).schedule, 1, places)
+def need(places: int) -> ReferenceBytes:
+    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, None, list).schedule, 1, places)
 
 
 def coded(
@@ -104,7 +104,7 @@ def coded(
     """Errors at each step, relative to exact attention, what is reported, and what was foretold to be held."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = Runtime(None, "balanced", schedule, None, list, budget=budget, ring_way=ring.partition)
+    runtime = CodecRuntime(None, "balanced", schedule, None, list, budget=budget, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -118,7 +118,7 @@ def coded(
         blocks = [[part(name, other, step) for other in range(topology.size)] for name in "kv"]
         wanted = functional.scaled_dot_product_attention(query, *(torch.cat(each, 2) for each in blocks))
         errors.append(((found - wanted).norm() / wanted.norm()).item())
-        held = runtime.expected_bytes
+        held = runtime.planned_reference_bytes
         runtime.end_step()
     return errors, runtime.reports, held, dict(ring.mesh.traffic.sent_bytes)
 

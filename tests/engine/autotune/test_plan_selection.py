@@ -96,15 +96,15 @@ def other_slow_axes(rank: int) -> tuple[list[str], str]:
         return everybody.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    way = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).partition
-    return list(profile.slow_axes), [way.slow_dims, way.places]
+    partition = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).partition
+    return list(profile.slow_axes), [partition.slow_indices, partition.num_slow]
 
 
 def test_an_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
     """Ranks of a ring agree on what codecs did: a group without them would not come."""
     found = ranks.run(other_slow_axes, 8)
     assert len({str(alone) for alone, _ in found}) == 2
-    assert all(way == found[0][1] for _, way in found)
+    assert all(partition == found[0][1] for _, partition in found)
 
 
 def ways(rank: int) -> list[list[bool]]:
@@ -113,8 +113,8 @@ def ways(rank: int) -> list[list[bool]]:
     found = []
     for plan in (None, Plan.hierarchical(profile.topology)):
         config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
-        way = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
-        found.append([way.is_single_stage(size) for size in (1000, 1_000_000)])
+        partition = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
+        found.append([partition.is_single_stage(size) for size in (1000, 1_000_000)])
     return found
 
 

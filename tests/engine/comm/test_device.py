@@ -37,7 +37,7 @@ TOPOLOGY = Topology.parse("2x2", 4)
 LAYERS = STEPS = 4
 PLANS = ("flat", "hierarchical")
 CODECS = {
-    "bits": Codec(bits=2, predictor=codecs.ADAPTS),
+    "bits": Codec(bits=2, predictor=codecs.ADAPTIVE),
     "drift": Codec(bits=2, share=0.5, predictor=0.5),
     "change": Codec(share=0.5, score="change"),
     "random": Codec(share=0.5, score="random"),
@@ -122,20 +122,20 @@ def encoded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
     for v_first, (staged, late) in itertools.product(BOTH, THREADS):
         with Device(late) as made, made.by_triton() if fused else nullcontext():
             make_tables()
-            mesh, way = way_of(slow, staged)
-            run(mesh, 1, v_first, steps_of(way, codec, slow == ONCE))
+            mesh, partition = way_of(slow, staged)
+            run(mesh, 1, v_first, steps_of(partition, codec, slow == ONCE))
         assert (made.recorded > 0) is staged
 
 
-def steps_of(way: AxisPartition, codec: Codec, at_once: bool) -> Iterator[LayerCodecs]:
+def steps_of(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
     """Of one layer, step by step."""
-    wires, account = {}, CodecStats()
+    link_states, stats = {}, CodecStats()
     for step in range(STEPS):
         codecs_of = dict.fromkeys("qkvo", codec if step else EXACT)
-        yield LayerCodecs(way, codecs_of, wires, account, step, at_once=at_once)
+        yield LayerCodecs(partition, codecs_of, link_states, stats, step, single_stage=single_stage)
         if step == 1:  # a budget that turned out to be too small
-            for wire in wires.values():
-                wire.squeeze(way.fast.comm_stream if way.fast and not at_once else None)
+            for link_state in link_states.values():
+                link_state.to_int8(partition.fast.comm_stream if partition.fast and not single_stage else None)
 
 
 @pytest.mark.parametrize(
@@ -253,17 +253,17 @@ DRIFT_ADDS = 12
 def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
     """Of kernels, and of all else, in a layer of which every tensor is encoded."""
     codecs_of = {
-        **dict.fromkeys("qkv", Codec(2, share, predictor=codecs.ADAPTS)),
-        "o": Codec(1.6, predictor=codecs.ADAPTS),
+        **dict.fromkeys("qkv", Codec(2, share, predictor=codecs.ADAPTIVE)),
+        "o": Codec(1.6, predictor=codecs.ADAPTIVE),
     }
     with Device() as made, made.by_triton():
         make_tables()
-        mesh, way = way_of(slow, staged=False)
+        mesh, partition = way_of(slow, staged=False)
         query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
-        wires: dict = {}
+        link_states: dict = {}
         for step in range(4):
             now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
-            layer_codecs = LayerCodecs(way, now, wires, CodecStats(), step, at_once=slow == ONCE)
+            layer_codecs = LayerCodecs(partition, now, link_states, CodecStats(), step, single_stage=slow == ONCE)
             made.launched.clear()
             sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
             ulysses_attention(
@@ -299,11 +299,11 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             mesh = mesh_of("flat", False, topology)
             node = mesh_of("flat", False, Topology.named(node=2), mesh.comm_stream) if degree > 2 else mesh
             fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.comm_stream) if degree > 2 else None
-            way = AxisPartition((0,), tuple(names.values()), 0, node, fast)
+            partition = AxisPartition((0,), tuple(names.values()), 0, node, fast)
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
-            wires: dict = {}
+            link_states: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):
-                layer_codecs = codecs_of and LayerCodecs(way, codecs_of, wires, CodecStats())
+                layer_codecs = codecs_of and LayerCodecs(partition, codecs_of, link_states, CodecStats())
                 ulysses_attention(query, query, query, lambda query, *_: query, mesh, layer_codecs=layer_codecs)
             found += made.grids
     return found

@@ -9,18 +9,18 @@ import pytest
 from tests import ranks
 from tests.engine.compression.test_runtime import SHARE, runtime
 from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
-from xfuser_cocodiff.engine.compression.codecs import ADAPTS
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
+from xfuser_cocodiff.engine.compression.codecs import ADAPTIVE
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.config import resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 STARTS = (0.0, 0.5)
-BITS = {"q": (2, NOTHING), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
+BITS = {"q": (2, NOT_SENT), "k": (4, None), "v": (1.6, 2.7), "o": (8, 2)}
 OTHER_BITS = {letter: (2, 2) for letter in LETTERS}
 BOTH = BitAllocation(
-    STARTS, {"blocks.0": BITS, "blocks.1": OTHER_BITS, "blocks.2": OTHER_BITS}, 8, ADAPTS, 11, "FLUX.1-dev"
+    STARTS, {"blocks.0": BITS, "blocks.1": OTHER_BITS, "blocks.2": OTHER_BITS}, 8, ADAPTIVE, 11, "FLUX.1-dev"
 )
 
 
@@ -49,7 +49,7 @@ def test_each_layer_has_its_bits_in_each_phase(file: Path) -> None:
         for layer in BOTH.layers:
             seen[layer, step] = one.layer_codecs(layer, layer, 0, SHARE).codecs
         one.end_step()
-    assert all(codec.begins and codec.bits == 8 for layer in BOTH.layers for codec in seen[layer, 0].values())
+    assert all(codec.is_keyframe and codec.bits == 8 for layer in BOTH.layers for codec in seen[layer, 0].values())
     for step in range(1, 11):
         phase = int(step >= 5)  # of 10 steps behind the first
         assert {letter: seen["blocks.0", step][letter].bits for letter in LETTERS} == {
@@ -62,7 +62,7 @@ def test_each_layer_has_its_bits_in_each_phase(file: Path) -> None:
 
 def test_changes_may_follow_a_file(file: Path) -> None:
     changed = CodecSchedule.parse(f"@{file},refresh=3,predictor=0.5", CodecSchedule())
-    assert changed.is_refresh(3) and changed.codecs(1, 10, "blocks.0")["k"].predictor == 0.5
+    assert changed.is_keyframe_step(3) and changed.codecs(1, 10, "blocks.0")["k"].predictor == 0.5
     # What plans go by, which know no layers, is what most of these have.
     assert {letter: codec.bits for letter, codec in changed.codecs(1, 10).items()} == dict.fromkeys(LETTERS, 2)
 

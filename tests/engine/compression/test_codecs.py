@@ -7,7 +7,7 @@ import torch
 
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import ADAPTS, EXACT, Codec, LinkReference
+from xfuser_cocodiff.engine.compression.codecs import ADAPTIVE, EXACT, Codec, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
@@ -16,14 +16,14 @@ SHAPE = (2, 3, 4, 10, 16)
 LOSSY = [
     Codec(bits, share, score, predictor)
     for bits, share, score, predictor in itertools.product(
-        (None, *GRIDS), (1.0, 0.5), codecs.SCORES, (0.0, 0.5, codecs.ADAPTS)
+        (None, *GRIDS), (1.0, 0.5), codecs.SCORES, (0.0, 0.5, codecs.ADAPTIVE)
     )
     if (bits or share < 1) and (share < 1 or score == codecs.DRIFT)
 ]
 DRIFTING = slow_but(
     [
         Codec(8),
-        Codec(2, predictor=codecs.ADAPTS),
+        Codec(2, predictor=codecs.ADAPTIVE),
         Codec(1.6, predictor=0.5),
         Codec(1, 0.5),
         Codec(None, 0.5, predictor=0.5),
@@ -134,7 +134,7 @@ def test_more_bits_and_more_tokens_lose_less() -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("predictor", [0.0, 0.5, codecs.ADAPTS])
+@pytest.mark.parametrize("predictor", [0.0, 0.5, codecs.ADAPTIVE])
 def test_both_ends_wait_for_what_is_not_sent(predictor: float | str, compact: bool) -> None:
     link, silent, coded = Link(compact), Codec(share=0.0, predictor=predictor), Codec(2, predictor=predictor)
     steps = walk(steps=20)
@@ -197,13 +197,15 @@ def test_chance_is_fair_and_repeats_itself() -> None:
     assert torch.equal(codecs.choose(values, LinkReference(), codec, 3).indices, picks[3])
 
 
-@pytest.mark.parametrize("values", [{"bits": 3}, {"begins": True}, {"share": 1.5}, {"share": -0.1}, {"score": "mood"}])
+@pytest.mark.parametrize(
+    "values", [{"bits": 3}, {"is_keyframe": True}, {"share": 1.5}, {"share": -0.1}, {"score": "mood"}]
+)
 def test_what_is_no_codec(values: dict) -> None:
     with pytest.raises(ValueError, match="is not valid"):
         Codec(**values)
 
 
-BEGINS = Codec(8, begins=True)
+BEGINS = Codec(8, is_keyframe=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -217,7 +219,7 @@ def test_a_first_step_in_8_bits_owes_nothing_to_what_was_before(dtype: torch.dty
     assert ((found.float() - values[0].float()).abs() <= 1.01 * largest * 2 ** (1 / 6) / 256 + 2**-8 * largest).all()
     # The change from nothing to the first values is none that comes again.
     assert torch.equal(link.sent.expected(1.0), link.sent.expected())
-    codec = Codec(4, predictor=codecs.ADAPTS)
+    codec = Codec(4, predictor=codecs.ADAPTIVE)
     for each in values[1:]:
         assert lacking(link.carry(each, codec), each) < 0.03
         assert torch.equal(link.sent.expected(), link.received.expected())
@@ -226,7 +228,7 @@ def test_a_first_step_in_8_bits_owes_nothing_to_what_was_before(dtype: torch.dty
 @pytest.mark.parametrize(("pace", "share"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0), (-1.0, 0.0), (3.0, 1.0)])
 def test_an_adaptive_predictor_finds_what_comes_again(pace: float, share: float) -> None:
     """Changes that are so many times the one before, on each link another number."""
-    codec, link = Codec(8, predictor=codecs.ADAPTS), Link()
+    codec, link = Codec(8, predictor=codecs.ADAPTIVE), Link()
     values, change = torch.zeros(SHAPE), torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     pace = torch.tensor([pace, 0.25]).view(2, 1, 1, 1, 1)
     for step in range(4):
@@ -247,7 +249,7 @@ def test_an_adaptive_predictor_follows_straight_lines_better_and_noise_no_worse(
     start, pace = walk(steps=2, pace=1.0)
     straight = [start + 0.02 * step * pace for step in range(30)]
     noise = [start + 0.1 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(n)) for n in range(30)]
-    adaptive, half, none = (Codec(2, predictor=predictor) for predictor in (codecs.ADAPTS, 0.5, 0.0))
+    adaptive, half, none = (Codec(2, predictor=predictor) for predictor in (codecs.ADAPTIVE, 0.5, 0.0))
     assert loss(adaptive, straight) < 0.9 * loss(half, straight) < 0.9 * loss(none, straight)
     assert loss(adaptive, noise) < 1.02 * loss(none, noise) < loss(half, noise)
 
@@ -259,4 +261,4 @@ def test_nothing_is_extrapolated_from_values_of_another_shape_or_type() -> None:
         values = torch.ones(1, 1, 1, 16, 16, dtype=second)
         for has_change in (False, True):
             reference.advance(values, keeps_change=True)
-            assert (reference.known(ADAPTS).before is not None) is has_change
+            assert (reference.known(ADAPTIVE).before is not None) is has_change

@@ -20,8 +20,8 @@ from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_for, codec_for
-from xfuser_cocodiff.engine.compression.reference_memory import Share
-from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
@@ -127,16 +127,21 @@ def carry(
     codec: Codec,
     codec_of_o: Codec,
     v_first: bool,
-    at_once: bool,
+    single_stage: bool,
     direct: bool = False,
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
-    mesh, way = way_of(topology, slow, direct)
-    pairs, wires, account = Pairs(topology, slow), {}, CodecStats()
+    mesh, partition = way_of(topology, slow, direct)
+    pairs, link_states, stats = Pairs(topology, slow), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
-            way, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step, at_once=at_once
+            partition,
+            {"q": codec, "k": codec, "v": codec, "o": codec_of_o},
+            link_states,
+            stats,
+            seed=step,
+            single_stage=single_stage,
         )
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         if v_first:
@@ -156,11 +161,11 @@ def carry(
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
         near, far = ("+".join(name for name in reversed(moving) if (name in slow) is far) for far in (False, True))
-        assert set(mesh.traffic.sent_bytes) == ({FLAT, near, *moving} if at_once else {near, far})
-    assert 0 < account.sent_bytes < account.exact_bytes or codec.is_exact
-    assert account.repeated == 0
+        assert set(mesh.traffic.sent_bytes) == ({FLAT, near, *moving} if single_stage else {near, far})
+    assert 0 < stats.sent_bytes < stats.exact_bytes or codec.is_exact
+    assert stats.repeated == 0
     if codec.bits:
-        lacking, wanted = (sum(column) for column in zip(*account.losses, strict=True))
+        lacking, wanted = (sum(column) for column in zip(*stats.losses, strict=True))
         assert 0 < lacking < 0.1 * wanted
 
 
@@ -184,8 +189,8 @@ CASES = [
 def test_far_ranks_get_what_a_codec_of_their_own_would_give(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, how: tuple[str, str]
 ) -> None:
-    size, (order, way) = 8 if topology == "2x2x2" else 4, how
-    ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", way == "at once")
+    size, (order, partition) = 8 if topology == "2x2x2" else 4, how
+    ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", partition == "at once")
 
 
 @pytest.mark.parametrize("slow", ["node", "gpu"])
@@ -195,41 +200,43 @@ def test_direct_sends_that_are_under_way_beside_each_other_do_not_cross(slow: st
     ranks.run(carry, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
 
 
-def repeat_v(rank: int, bad: set[int], codec: Codec, at_once: bool) -> tuple[list[int], int]:
+def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tuple[list[int], int]:
     """V, which travels before Q and K, has a value that is not finite at some steps; Q and K are sent by its choice."""
-    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
-    pairs, wires, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
+    mesh, partition = way_of(Topology.parse("2x2", 4), ("node",))
+    pairs, link_states, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
     for step in range(STEPS):
-        account, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
+        stats, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
             wholes["v"][0, 15, 3, 1] = torch.nan  # of rank 0, for rank 3, to which rank 1 sends it in stages
-        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step, at_once=at_once)
+        layer_codecs = LayerCodecs(
+            partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step, single_stage=single_stage
+        )
         v, *others = (cut(tensor, 2, 4, rank).clone() for tensor in wholes.values())
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
         for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
-            is_repeated = name == "v" and step in bad and (at_once or rank % 2 == 1)
+            is_repeated = name == "v" and step in bad and (single_stage or rank % 2 == 1)
             wanted = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
-        sent.append(account.sent_bytes)
-        repeated += account.repeated
+        sent.append(stats.sent_bytes)
+        repeated += stats.repeated
     return sent, repeated
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in stages"])
+@pytest.mark.parametrize("single_stage", [True, False], ids=["at once", "in stages"])
 @pytest.mark.parametrize("bad", [{2}, set(range(STEPS))], ids=["once", "always"])
 @pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
-def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Codec, at_once: bool) -> None:
+def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Codec, single_stage: bool) -> None:
     """Bit for bit, for the bytes of both messages: values that stay as they are not are sent exactly at every step."""
-    links, flag = 2 if at_once else 1, codecs.aligned(1)
+    links, flag = 2 if single_stage else 1, codecs.aligned(1)
     shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
     once = [
         modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
     ]
     again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
-    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, at_once)  # the first one travels exactly anyway
+    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, single_stage)  # the first one travels exactly anyway
     for rank, result in enumerate(found):
-        heard = steps if at_once or rank % 2 == 1 else set()  # at once, all that get something of a rank hear of it
+        heard = steps if single_stage or rank % 2 == 1 else set()  # all of a rank's receivers
         wanted = [links * (size + flag + again * (step in heard)) for step, size in enumerate(once)]
         assert result == (wanted, len(heard))
 
@@ -237,14 +244,14 @@ def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Cod
 def give_up(rank: int, how: str) -> None:
     """One exchange has no taker: on one rank, or on all, whose attention fails."""
     topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
-    mesh, way = way_of(topology, ("node",))
-    pairs, wires, account = Pairs(topology, ("node",)), {}, CodecStats()
+    mesh, partition = way_of(topology, ("node",))
+    pairs, link_states, stats = Pairs(topology, ("node",)), {}, CodecStats()
 
     def fail(*_: object) -> torch.Tensor:
         raise InterruptedError
 
     for step in range(STEPS):
-        layer_codecs = LayerCodecs(way, dict.fromkeys("qkvo", codec), wires, account, seed=step)
+        layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
         wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
@@ -259,7 +266,7 @@ def give_up(rank: int, how: str) -> None:
             continue
         for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
             assert torch.equal(found, expected), step
-        assert step == 0 or account.sent_bytes < account.exact_bytes
+        assert step == 0 or stats.sent_bytes < stats.exact_bytes
 
 
 @pytest.mark.parametrize("how", ["attention", "one rank"])
@@ -268,35 +275,38 @@ def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
     ranks.run(give_up, 4, how)
 
 
-@pytest.mark.parametrize("anew", [EXACT, Codec(8, begins=True)], ids=str)
+@pytest.mark.parametrize("keyframe_codec", [EXACT, Codec(8, is_keyframe=True)], ids=str)
 @pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
-def test_values_of_another_shape_begin_anew(codec: Codec, anew: Codec) -> None:
+def test_values_of_another_shape_begin_anew(codec: Codec, keyframe_codec: Codec) -> None:
     """Nothing is expected of them by what was held of others."""
-    wires: dict = {}
+    link_states: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
-        layer_codecs = LayerCodecs(None, {"v": codec}, wires, CodecStats(), step, anew=anew)
+        layer_codecs = LayerCodecs(None, {"v": codec}, link_states, CodecStats(), step, keyframe_codec=keyframe_codec)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
-        used, wire = (
+        used, link_state = (
             codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
-            layer_codecs.wire("v", HeadGroup()),
+            layer_codecs.link_state("v", HeadGroup()),
         )
-        assert (used == anew) is (step in (0, 3))
+        assert (used == keyframe_codec) is (step in (0, 3))
         active = active_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
-        codecs.encode(values, wire.sent, used, active, payload)
-        codecs.decode(payload, wire.received, used, active, found)
-        assert torch.equal(found, wire.sent.expected(0.0))
+        codecs.encode(values, link_state.sent, used, active, payload)
+        codecs.decode(payload, link_state.received, used, active, found)
+        assert torch.equal(found, link_state.sent.expected(0.0))
         assert torch.equal(found, values) or not used.is_exact
 
 
 def shorten(rank: int, changes: str) -> None:
     """K and V are of a prompt that never changes, and that is a shorter one from the middle of a run on."""
-    mesh, way = way_of(Topology.parse("2x2", 4), ("node",))
-    runtime, pairs = Runtime(way, "balanced", changes, None, lambda values: values), Pairs(mesh.topology, ("node",))
+    mesh, partition = way_of(Topology.parse("2x2", 4), ("node",))
+    runtime, pairs = (
+        CodecRuntime(partition, "balanced", changes, None, lambda values: values),
+        Pairs(mesh.topology, ("node",)),
+    )
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
-        layer_codecs = runtime.layer_codecs("attn", 1, 0, Share.of(*wholes.values()))
+        layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*wholes.values()))
         mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
         found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
         for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V chooses first
@@ -314,8 +324,8 @@ def test_a_prompt_that_is_shorter_from_a_step_on_begins_anew(changes: str) -> No
 
 def part_in_vain(rank: int) -> None:
     topology = Topology.parse("4x1", 4)
-    _, way = way_of(topology, ("gpu",))
-    assert way is None
+    _, partition = way_of(topology, ("gpu",))
+    assert partition is None
 
 
 def test_an_axis_of_one_place_is_not_slow() -> None:
@@ -331,7 +341,7 @@ def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
 ) -> None:
     size = 8 if topology == "2x2x2" else 4
     virtual, pairs = VirtualRanks(Topology.parse(topology, size), slow), Pairs(Topology.parse(topology, size), slow)
-    wires, account, sent = {}, CodecStats(), 0
+    link_states, stats, sent = {}, CodecStats(), 0
 
     def dealt(tensor: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of real ranks: by rank, and then by segment."""
@@ -340,10 +350,10 @@ def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
 
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
-            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, wires, account, seed=step
+            None, {"q": codec, "k": codec, "v": codec, "o": codec_of_o}, link_states, stats, seed=step
         )
-        qkv = virtual.send("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
-        [o] = virtual.send("o", [whole("o", step)], SEGMENTS, layer_codecs)
+        qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
+        [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, layer_codecs)
         for rank in range(size):
             for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V chooses first
                 wanted = expected_heads(pairs, name, step, rank, size, codec, dealt(whole(name, step)))
@@ -351,8 +361,8 @@ def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
             wanted = expected_sequence(pairs, step, rank, size, codec_of_o, dealt(whole("o", step)))
             assert torch.equal(cut(dealt(o), 2, size, rank), wanted), (step, rank)
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
-        shapes = [(1, BATCH * size // virtual.places, HEADS // size, TOKENS // size, DIM)] * 3
+        shapes = [(1, BATCH * size // virtual.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
         sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
         sent -= 2 * codecs.aligned(1)  # no message has a flag
-    assert account.sent_bytes == size * (virtual.places - 1) * sent
-    assert account.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.places - 1) // virtual.places
+    assert stats.sent_bytes == size * (virtual.num_slow - 1) * sent
+    assert stats.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.num_slow - 1) // virtual.num_slow

@@ -25,7 +25,7 @@ def test_a_schedule_says_what_it_says() -> None:
         "warmup=2,refresh=4,cached=0.2->0.6,bits=4->2,bits_o=1,predictor=0.5,exact=blocks.0+last", CodecSchedule()
     )
     assert CodecSchedule.parse(str(schedule), CodecSchedule()) == schedule
-    assert [schedule.is_refresh(step) for step in range(11)] == [step in (0, 1, 5, 9) for step in range(11)]
+    assert [schedule.is_keyframe_step(step) for step in range(11)] == [step in (0, 1, 5, 9) for step in range(11)]
     first, last = schedule.codecs(2, 11), schedule.codecs(10, 11)
     assert (first["k"].bits, last["k"].bits) == (4, 2)
     assert (first["k"].share, last["k"].share) == pytest.approx((0.72, 0.4))
@@ -50,9 +50,9 @@ def test_changes_leave_the_rest_of_a_mode_as_it_is() -> None:
 
 @pytest.mark.parametrize("mode", ["balanced", "fast"])
 def test_few_steps_get_more_bits(mode: str) -> None:
-    few, many = (modes.usual(mode, total).codecs(5, total)["v"] for total in (8, 50))
+    few, many = (modes.preset(mode, total).codecs(5, total)["v"] for total in (8, 50))
     assert few.bits * few.share > many.bits * many.share
-    assert modes.usual("exact", 50) is None
+    assert modes.preset("exact", 50) is None
 
 
 @pytest.mark.parametrize(

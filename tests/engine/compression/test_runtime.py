@@ -10,25 +10,25 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import LinkReference, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import LinkState, codec_for
-from xfuser_cocodiff.engine.compression.modes import usual
-from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
-from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.modes import preset
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
-SHARE = Share(values=64, value=16, head_dim=8, value_bytes=4)
+SHARE = LayerSizes(values=64, value=16, head_dim=8, value_bytes=4)
 
 
 def way_on(device: str) -> SimpleNamespace:
     """Slow axes with two places, which messages of more than 128 bytes take at once."""
     slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
     return SimpleNamespace(
-        places=2,
+        num_slow=2,
         slow=slow,
         is_single_stage=lambda message_bytes: message_bytes > 128,
     )
 
 
-def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> Runtime:
-    return Runtime(way_on("cpu"), mode, changes, max_error, lambda values: values)
+def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> CodecRuntime:
+    return CodecRuntime(way_on("cpu"), mode, changes, max_error, lambda values: values)
 
 
 def loss(lacking: float, wanted: float) -> QuantError:
@@ -37,14 +37,14 @@ def loss(lacking: float, wanted: float) -> QuantError:
 
 def hold(layer_codecs: object, value: float) -> None:
     """As an exchange would leave a reference."""
-    wire = LinkState(LinkReference(), LinkReference())
-    wire.sent.advance(torch.full((4,), float(value)), keeps_change=False)
-    layer_codecs.wires["v", ALL_HEADS] = wire
+    link_state = LinkState(LinkReference(), LinkReference())
+    link_state.sent.advance(torch.full((4,), float(value)), keeps_change=False)
+    layer_codecs.link_states["v", ALL_HEADS] = link_state
 
 
 def held(layer_codecs: object) -> float | None:
-    wire = layer_codecs.wires.get(("v", ALL_HEADS))
-    return wire and wire.sent.expected(0.0)[0].item()
+    link_state = layer_codecs.link_states.get(("v", ALL_HEADS))
+    return link_state and link_state.sent.expected(0.0)[0].item()
 
 
 def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
@@ -96,20 +96,20 @@ def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.layer_codecs("before", 0, 0, SHARE).account.losses.append(loss(0.0, 1.0))
+        one.layer_codecs("before", 0, 0, SHARE).stats.losses.append(loss(0.0, 1.0))
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
         exact.append(layer_codecs.is_stateless)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
-        layer_codecs.account.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
+        layer_codecs.stats.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
         one.end_step()
     assert exact == [True, False, False, True, False, False]
-    assert [report.was_refresh for report in one.reports] == exact
+    assert [report.was_keyframe for report in one.reports] == exact
     assert one.reports[1].errors == {"before": 0, "a": pytest.approx(0.05)}
 
 
 def test_the_bound_is_agreed() -> None:
     """Another rank's error counts as one's own."""
-    one = Runtime(way_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
+    one = CodecRuntime(way_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
     assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
@@ -119,14 +119,14 @@ def test_the_bound_is_agreed() -> None:
 
 def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
     """Nobody looks before a step has ended; then all ranks do."""
-    way = way_on("cuda")
+    partition = way_on("cuda")
     of_another_rank = [0.0]
-    one = Runtime(way, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
+    one = CodecRuntime(partition, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
     one.begin_run(50)
 
     def step(unsound: float) -> bool:
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
-        layer_codecs.account.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
+        layer_codecs.stats.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
         one.end_step()
         return layer_codecs.is_stateless
 
@@ -146,8 +146,8 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     if kind == kernels.TRITON and torch.accelerator.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
     monkeypatch.setattr(kernels, "_wanted", [kind])
-    way = way_on("cuda")
-    one, shape = Runtime(way, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
+    partition = way_on("cuda")
+    one, shape = CodecRuntime(partition, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
     one.begin_run(50)
     generator = torch.Generator().manual_seed(5)
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -155,21 +155,23 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
     for step in range(8):
         layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
         codec = codec_for(layer_codecs, "v", ALL_HEADS, shape, torch.float32)
-        wire = layer_codecs.wire("v", ALL_HEADS)
+        link_state = layer_codecs.link_state("v", ALL_HEADS)
         values = first + 0.05 * step * change
         if step in spoilt:
             values[0, 0, 1, 4, 7] = bad
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
-        loss = codecs.encode(values, wire.sent, codec, None, payload)
-        codecs.decode(payload, wire.received, codec, None, found)
-        layer_codecs.account.losses += [loss] if loss else []
+        loss = codecs.encode(values, link_state.sent, codec, None, payload)
+        codecs.decode(payload, link_state.received, codec, None, found)
+        layer_codecs.stats.losses += [loss] if loss else []
         one.end_step()
         assert step in spoilt or found.isfinite().all()
         errors.append((found - values).norm() / values.norm())
         found_exact |= {step} if codec.is_exact else set()
-        for reference in (wire.sent, wire.received):
+        for reference in (link_state.sent, link_state.received):
             assert reference.expected(0.5).isfinite().all() or (step in spoilt and not codec.is_exact)
-        torch.testing.assert_close(wire.sent.expected(0.5), wire.received.expected(0.5), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            link_state.sent.expected(0.5), link_state.received.expected(0.5), rtol=0, atol=0, equal_nan=True
+        )
     assert found_exact == exact
     if spoilt == {3}:
         assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])
@@ -177,7 +179,7 @@ def test_on_an_accelerator_one_step_heals_what_was_not_finite(
 
 def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
     said: list[str] = []
-    one = Runtime(
+    one = CodecRuntime(
         way_on("cpu"), "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append, warn=said.append
     )
     for _ in range(2):
@@ -191,26 +193,26 @@ def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "anew"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
+    ("order", "keyframe_codec"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
 )
-def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, anew: tuple[int, ...]) -> None:
+def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, keyframe_codec: tuple[int, ...]) -> None:
     one = runtime()
-    need = Need.of(SHARE, usual("balanced", 20), 2).full
+    need = ReferenceBytes.of(SHARE, preset("balanced", 20), 2).full
     one.begin_run(20)
     for step, transformer in enumerate(order):
         for branch in (0, 1):
             layer_codecs = one.layer_codecs("attn", transformer, branch, SHARE, transformer)
             # What was left is forgotten, whoever comes back to it.
-            assert held(layer_codecs) == (None if step in anew else ord(transformer) + branch)
+            assert held(layer_codecs) == (None if step in keyframe_codec else ord(transformer) + branch)
             hold(layer_codecs, ord(transformer) + branch)
         one.end_step()
-    assert one.expected_bytes == (2 if anew[-1] == 4 else 4) * need
+    assert one.planned_reference_bytes == (2 if keyframe_codec[-1] == 4 else 4) * need
 
 
 def test_a_budget_is_for_the_transformer_in_use() -> None:
     said: list[str] = []
-    need = Need.of(SHARE, usual("balanced", 20), 2).full
-    one = Runtime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append, warn=said.append)
+    need = ReferenceBytes.of(SHARE, preset("balanced", 20), 2).full
+    one = CodecRuntime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append, warn=said.append)
     one.begin_run(20)
     for transformer in "aabb":
         assert not one.layer_codecs("attn", transformer, 0, SHARE, transformer).compact
@@ -234,6 +236,6 @@ def test_all_exchanges_of_a_layer_go_alike() -> None:
     one = runtime()
     one.begin_run(9)
     for _ in range(2):
-        found = [one.layer_codecs(str(size), size, 0, SHARE._replace(values=size)).at_once for size in (64, 66)]
+        found = [one.layer_codecs(str(size), size, 0, SHARE._replace(values=size)).single_stage for size in (64, 66)]
         assert found == [False, True]
         one.end_step()

@@ -11,7 +11,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 
 PARTS = (8, 3, 16)
 """Tokens of three segments, of which the second cannot be dealt to four ranks."""
-CODEC = Codec(2, begins=True)
+CODEC = Codec(2, is_keyframe=True)
 
 
 def tensor(seed: int) -> torch.Tensor:
@@ -29,19 +29,25 @@ def test_a_virtual_ring_is_what_its_ranks_would_do(sizes: str, slow: str, places
     attention = functional.scaled_dot_product_attention
     found = ring.attend([query, key, value], PARTS, layer_codecs, attention)
     ranks = [*[0] * 2, *[1] * 2, *[2] * 2, *[3] * 2, *[None] * 3, *[0] * 4, *[1] * 4, *[2] * 4, *[3] * 4]
-    wires = {name: layer_codecs.wires[name, (0, 1)].sent.expected() for name in "kv"}
-    assert wires["k"].shape == (4, 2, 3, 6, 16)  # of each rank two tokens of the first segment and four of the last
+    references = {name: layer_codecs.link_states[name, (0, 1)].sent.expected() for name in "kv"}
+    assert references["k"].shape == (
+        4,
+        2,
+        3,
+        6,
+        16,
+    )  # of each rank two tokens of the first segment and four of the last
     for rank in range(4):
         seen = []
         for name, exact in (("k", key), ("v", value)):
             mine = exact.clone()
             for other in range(4):
                 if places[other] != places[rank]:
-                    mine[:, :, [token for token, owner in enumerate(ranks) if owner == other]] = wires[name][other]
+                    mine[:, :, [token for token, owner in enumerate(ranks) if owner == other]] = references[name][other]
             seen.append(mine)
         own = [token for token, owner in enumerate(ranks) if owner == rank]
         assert torch.allclose(found[:, :, own], attention(query[:, :, own], *seen), atol=1e-6)
-    sent = layer_codecs.account
+    sent = layer_codecs.stats
     assert sent.exact_bytes == 4 * 2 * 2 * 3 * 6 * 16 * 4 and sent.sent_bytes < 0.15 * sent.exact_bytes
 
 
@@ -54,4 +60,4 @@ def test_an_exact_ring_is_attention_and_infinite_values_stay() -> None:
     value[0, 0, 0, 0] = torch.inf
     layer_codecs = codecs_of(CODEC)
     ring.attend([query, key, value], PARTS, layer_codecs, functional.scaled_dot_product_attention)
-    assert layer_codecs.account.repeated == 1
+    assert layer_codecs.stats.repeated == 1

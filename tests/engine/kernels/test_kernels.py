@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.kernels import torch_kernels
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import TOLD, Active, Encoded, Known, away, put_away
+from xfuser_cocodiff.engine.kernels.rows import TOLD, ActiveTokens, Encoded, Prediction, away, put_away
 from xfuser_cocodiff.lab.bench import kernels as bench
 from xfuser_cocodiff.lab.simulation.workloads import Workload
 
@@ -86,10 +86,10 @@ class Case:
         put_away(whole, held, self.here)
         return whole.float()
 
-    def known(self, predictor: float = 0.0) -> Known:
+    def known(self, predictor: float = 0.0) -> Prediction:
         """With another share of the last change for each link; 0 extrapolates nothing."""
         shares = (32 * predictor / (1 + torch.arange(len(self.held), device=DEVICE))).to(torch.uint8)
-        return Known(self.held, self.before if predictor else None, shares)
+        return Prediction(self.held, self.before if predictor else None, shares)
 
     def rows(self, bits: float | None, active: int | None = None) -> int:
         """That each have a scale, of a link."""
@@ -97,12 +97,12 @@ class Case:
         together = tokens_per_row(bits, dim, tokens, active is None) if bits else 1
         return groups * heads * (tokens if active is None else active) // together
 
-    def active(self, count: int | None) -> Active | None:
+    def active(self, count: int | None) -> ActiveTokens | None:
         if count is None:
             return None
         scores = torch.rand(*self.held.shape[:2], self.held.shape[3], generator=torch.Generator().manual_seed(1))
         mask = torch.zeros(scores.shape, dtype=torch.uint8).scatter_(-1, scores.topk(count, -1).indices, 1)
-        return Active(mask.to(DEVICE), scores.shape[-1], count)
+        return ActiveTokens(mask.to(DEVICE), scores.shape[-1], count)
 
     def encoded(self, kernel, *how: object, values: torch.Tensor | None = None, tells: bool = False) -> "Pair":
         """A payload among other bytes, which are not written, and what else came of values."""
@@ -255,19 +255,19 @@ def test_zeros_and_differences_too_small_for_a_scale(one_pass) -> None:
 def test_a_choice_that_is_none(monkeypatch: pytest.MonkeyPatch, can_build: bool, expected: str) -> None:
     """Triton, where there is a device for it, and a compiler for its launchers."""
     monkeypatch.setattr(kernels, "_can_build", lambda: can_build)
-    found = [kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
+    found = [kernels.resolve(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")]
     assert found == ["numba", expected, expected]
     monkeypatch.setattr(kernels, "_has", lambda package: False)
-    assert {kernels.resolved(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")} == {"torch"}
+    assert {kernels.resolve(kernels.AUTO, device) for device in ("cpu", "cuda", "xpu")} == {"torch"}
     for choice, device in (("numba", "cpu"), ("triton", "cuda")):
         with pytest.raises(ValueError, match=f"'{choice}' is not valid here, since it is not installed"):
-            kernels.resolved(choice, device)
+            kernels.resolve(choice, device)
     monkeypatch.undo()
     with pytest.raises(
         ValueError, match="'numba' is not valid here, since its kernels are for CPUs, and not for 'xpu'"
     ):
-        kernels.resolved(kernels.NUMBA, "xpu")
-    assert kernels.resolved(kernels.TORCH, "cuda") == "torch"
+        kernels.resolve(kernels.NUMBA, "xpu")
+    assert kernels.resolve(kernels.TORCH, "cuda") == "torch"
 
 
 @pytest.mark.parametrize(
@@ -358,22 +358,22 @@ def test_places_are_found_beyond_32_bits(triton_kernels, monkeypatch: pytest.Mon
     shape = (1, 1, 17, 2**20 - 8, 128)
     values, target = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
     tokens = shape[3]
-    active = Active(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
+    active = ActiveTokens(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
     payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
     assert values.numel() > 2**31 and payload.numel() > 2**31
     last = Last(triton_kernels._encode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "_encode_kernel", last)
     # Levels of chosen tokens alone would lie at the beginning: all are sent here.
-    known = Known(values) if bits else None
+    known = Prediction(values) if bits else None
     held = triton_kernels.encode(values, known, bits, None, payload, None).held
     assert last.touches_the_end_of(values, "read") and last.touches_the_end_of(held, "written")
     assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "written")
     last = Last(triton_kernels._decode_kernel, monkeypatch)
     monkeypatch.setattr(triton_kernels, "_decode_kernel", last)
-    held = triton_kernels.decode(payload, Known(held) if bits else None, bits, None, target, None)
+    held = triton_kernels.decode(payload, Prediction(held) if bits else None, bits, None, target, None)
     assert last.touches_the_end_of(target, "written") and last.touches_the_end_of(held, "written")
     assert last.touches_the_end_of(payload if bits else payload.view(torch.bfloat16), "read")
-    triton_kernels.decode(payload, Known(held), bits, active, target, None)
+    triton_kernels.decode(payload, Prediction(held), bits, active, target, None)
     assert last.touches_the_end_of(active.numbers, "read")
 
 
@@ -446,9 +446,9 @@ def test_what_is_known_of_other_values_is_not_read() -> None:
     case = Case(torch.float32, None)
     payload = torch.zeros(3, Codec(2).payload_bytes(case.held.shape, torch.float32), dtype=torch.uint8)
     for known in (
-        Known(case.held[:, :, :, :5].contiguous()),
-        Known(case.held, case.before.to(torch.bfloat16), torch.zeros(3, dtype=torch.uint8)),
-        Known(case.held.transpose(2, 3).contiguous().transpose(2, 3)),
+        Prediction(case.held[:, :, :, :5].contiguous()),
+        Prediction(case.held, case.before.to(torch.bfloat16), torch.zeros(3, dtype=torch.uint8)),
+        Prediction(case.held.transpose(2, 3).contiguous().transpose(2, 3)),
     ):
         with pytest.raises(ValueError, match="references of"):
             numba_kernels.encode(case.values, known, 2, None, payload, None)
@@ -464,7 +464,7 @@ def test_payloads_and_choices_of_another_size_are_refused() -> None:
 
     case = Case(torch.float32, SECOND)
     whole, chosen = (Codec(2, share).payload_bytes(case.held.shape, torch.float32) for share in (1.0, 5 / 11))
-    of_others = Active(torch.ones(2, 2, 16, dtype=torch.uint8), 10, 5)
+    of_others = ActiveTokens(torch.ones(2, 2, 16, dtype=torch.uint8), 10, 5)
     for size, active, tells, match in (
         (chosen, None, False, f"3 places have {whole} bytes"),  # as where a choice is lost
         (whole, case.active(5), False, f"3 places have {chosen} bytes"),

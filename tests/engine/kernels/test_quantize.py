@@ -119,8 +119,8 @@ class Operations(TorchDispatchMode):
 def test_references_are_kept_alike_on_every_device() -> None:
     """Both ends do it for themselves: by nothing whose last bit depends on the device, or on the order of a sum."""
     compact(torch.randn(3, 8))  # makes the tables
-    with Operations() as used:
+    with Operations() as backend_for:
         restored(*compact(torch.randn(3, 8).bfloat16()))
     exact = {"abs", "amax", "bucketize", "clamp", "where", "eq", "ne", "mul", "round", "nan_to_num", "index"}
     moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor"}
-    assert used.names - moves <= exact
+    assert backend_for.names - moves <= exact

@@ -24,10 +24,10 @@ def test_a_rotation_keeps_scores_and_is_its_own_inverse(dim: int) -> None:
 
 def test_fp8_leaves_three_bits_of_a_mantissa() -> None:
     ranks = baselines.Fp8(Topology.parse("2x2"), ("node",))
-    account = CodecStats()
+    stats = CodecStats()
     given = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    found = ranks.send("qkv", given, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, account))
-    assert account.sent_bytes * 4 == account.exact_bytes == 3 * given[0].nbytes
+    found = ranks.transmit("qkv", given, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats))
+    assert stats.sent_bytes * 4 == stats.exact_bytes == 3 * given[0].nbytes
     value, sent = given[2], found[2]
     large = value.abs() > value.abs().max() / 64
     error = ((sent - value) / value)[large].abs().max().item()

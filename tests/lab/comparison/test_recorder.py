@@ -100,7 +100,7 @@ def test_all_pictures_are_kept_side_by_side_and_frames_from_all_of_a_video(outpu
 def test_what_was_coded_is_recorded(mode: str | None, sent: tuple | None, because: str | None, expected: tuple) -> None:
     config = mode and SimpleNamespace(mode=mode, kernels="torch")
     reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
-    runtime = reports and SimpleNamespace(reports=reports, refusal=None)
+    runtime = reports and SimpleNamespace(reports=reports, inactive_reason=None)
     found = recorder._coded(Session(config, runtime=runtime, exact_because=because))
     assert (found["coded_fraction"], found["coded_reason"] and found["coded_reason"].partition(";")[0]) == expected
 

@@ -17,7 +17,7 @@ from tests.quick import slow
 from tests.xdit.test_approximation import STEPS, Approximating
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.config import Overlap, resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -135,7 +135,7 @@ def test_what_is_coded_depends_on_nodes_alone() -> None:
     assert case.slow_axes == ("node",) != case.profile_of(case.topology, 1e6).slow_axes
     coded = predict(case, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
-    need = Need.of(Share(4 * values, values, 128, 2), modes.usual("balanced", 50), places=2)
+    need = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), places=2)
     assert (coded.reference_bytes, coded.compact_reference_bytes) == (need.full * 120, need.compact * 120)
     inside = case_of("qwen-image", 1536, 12)
     one, other = (predict(inside, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.lab.tuning.rates import Part, Rates, bits_of
 
-ERRORS = {NOTHING: 2e-2, 1: 1e-3, 1.6: 3e-4, 2: 1e-4, 4: 1e-6}
+ERRORS = {NOT_SENT: 2e-2, 1: 1e-3, 1.6: 3e-4, 2: 1e-4, 4: 1e-6}
 
 
 def rates_of(groups: list[float], letters: dict[str, float], phases: list[float], overhead: float = 0.1) -> Rates:
@@ -54,7 +54,7 @@ def test_an_error_is_met_by_no_more_than_it_takes(at_most: float) -> None:
 
 def test_it_comes_near_to_the_best_of_all_choices() -> None:
     small = rates_of([1.0, 6.0], {"q": 0.5, "k": 3.0}, [1.0])
-    choices = (NOTHING, *GRIDS, None)
+    choices = (NOT_SENT, *GRIDS, None)
     every = [dict(zip(small.values, bits, strict=True)) for bits in itertools.product(choices, repeat=4)]
     for within in (0.12, 0.15, 0.2, 0.25):
         best = min((one for one in every if small.fraction(one) <= within), key=small.error)
@@ -66,10 +66,10 @@ def test_it_comes_near_to_the_best_of_all_choices() -> None:
 
 
 def test_what_is_not_sent_takes_nothing() -> None:
-    assert RATES.size(NOTHING) == 0 and RATES.error_at(NOTHING) > ERRORS[NOTHING]
+    assert RATES.size(NOT_SENT) == 0 and RATES.error_at(NOT_SENT) > ERRORS[NOT_SENT]
     hardly = rates_of([1.0, 1e-6], {"q": 1.0, "k": 1.0}, [1.0])
     found = hardly.allot(within=0.09)
-    assert {bits for part, bits in found.items() if part.group} == {NOTHING} != {found[Part(0, "k", 0)]}
+    assert {bits for part, bits in found.items() if part.group} == {NOT_SENT} != {found[Part(0, "k", 0)]}
 
 
 def size_of(bits: float | None) -> float:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 from xfuser_cocodiff.lab.tuning.rates import bits_of
 from xfuser_cocodiff.lab.tuning.trials import Trial
@@ -93,7 +93,7 @@ def test_a_psnr_is_met_also_where_more_or_less_comes_than_was_foreseen(off: floa
 
 def test_what_matters_least_is_not_sent_where_bytes_are_few() -> None:
     bits = tuner(Known()).tune(Target(fraction=0.06)).allotment.layers
-    assert bits["blocks.0"]["q"][2] == NOTHING < bits["blocks.4"]["k"][0]
+    assert bits["blocks.0"]["q"][2] == NOT_SENT < bits["blocks.4"]["k"][0]
 
 
 def test_targets_that_cannot_be_met_are_refused() -> None:

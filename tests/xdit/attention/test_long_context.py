@@ -92,7 +92,7 @@ def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str)
     for found in ranks.run(attend, 2, linear, joint):
         near, reports = found["near"], found["reports"]
         assert 0 < near[0] < 0.01 and 0 < near[-1] < 0.02
-        assert [report.was_refresh for report in reports] == [True, False, False, False]
+        assert [report.was_keyframe for report in reports] == [True, False, False, False]
         assert {*reports[-1].errors} == {f"blocks.{index}" for index in range(3)}
         # 4 bits of 32, a scale for each row, and a flag and gaps in messages of a few kB.
         assert all(0.12 < report.sent_bytes / report.exact_bytes < 0.17 for report in reports[1:])

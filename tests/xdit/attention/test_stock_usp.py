@@ -126,7 +126,7 @@ def send_in_fp8(rank: int) -> None:
     session = world.use("balanced")
     for found, wanted in zip(world.run(session), plain, strict=True):
         assert torch.allclose(found, wanted, rtol=0, atol=0.05)
-    assert [report.was_refresh for report in session.runtime.reports] == [True, False, False, False]
+    assert [report.was_keyframe for report in session.runtime.reports] == [True, False, False, False]
     assert all(report.sent_bytes < 0.5 * report.exact_bytes for report in session.runtime.reports[1:])
     assert {*session.runtime.reports[-1].errors} == {f"blocks.{index}.attn" for index in range(LAYERS)}
 
@@ -169,7 +169,7 @@ def change_places(rank: int) -> None:
         session = world.use(mode)
         assert equal(world.run(session), expected), mode
         assert set(session.traffic.sent_bytes) == {"node", "gpu"}
-    assert "moves heads" in session.runtime.refusal
+    assert "moves heads" in session.runtime.inactive_reason
 
 
 def test_heads_that_change_places_go_exactly() -> None:

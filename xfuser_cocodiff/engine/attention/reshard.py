@@ -94,7 +94,7 @@ def start_seq_to_heads(
             for tensor, count in zip(tensors, heads, strict=True)
         ]
         targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
-        return coded_all_to_all.send(pieces, targets, mesh, layer_codecs, label, head_group, results, is_blocking)
+        return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, head_group, results, is_blocking)
     plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
     pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
     message = _pack(pieces, plan)
@@ -128,7 +128,7 @@ def start_heads_to_seq(
     plan = mesh.hierarchical_plan if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
     piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
-        return coded_all_to_all.send([piece], [place], mesh, layer_codecs, label, head_group, None, is_blocking)
+        return coded_all_to_all.start([piece], [place], mesh, layer_codecs, label, head_group, None, is_blocking)
     message = _pack([piece], plan)
 
     def place_it(received: torch.Tensor) -> None:

@@ -18,56 +18,56 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Axes, parted into fast ones and slow ones, and how tensors lie on them."""
+class AxisLayout:
+    """AxisLayout, parted into fast ones and slow ones, and how tensors lie on them."""
 
-    slow_dims: tuple[int, ...]
+    slow_indices: tuple[int, ...]
     """Slow axes, by number."""
     shape: tuple[int, ...]
     """Places of all axes."""
 
     @functools.cached_property
-    def places(self) -> int:
+    def num_slow(self) -> int:
         """On the slow axes."""
-        return math.prod(self.shape[dim] for dim in self.slow_dims)
+        return math.prod(self.shape[dim] for dim in self.slow_indices)
 
     @functools.cached_property
-    def near(self) -> int:
+    def num_fast(self) -> int:
         """Places on the fast axes."""
-        return math.prod(self.shape) // self.places
+        return math.prod(self.shape) // self.num_slow
 
     @functools.cached_property
     def _order(self) -> list[int]:
         """Slow axes, then fast ones."""
-        return [*self.slow_dims, *(dim for dim in range(len(self.shape)) if dim not in self.slow_dims)]
+        return [*self.slow_indices, *(dim for dim in range(len(self.shape)) if dim not in self.slow_indices)]
 
     @functools.cached_property
-    def ranks(self) -> list[list[int]]:
+    def ranks_by_slow_index(self) -> list[list[int]]:
         """Of each place on slow axes, those of the mesh's ranks that lie there, by their places on fast ones."""
         size = math.prod(self.shape)
         numbers = torch.arange(size).view(self.shape).permute(self._order)
-        return numbers.reshape(self.places, -1).tolist()
+        return numbers.reshape(self.num_slow, -1).tolist()
 
     def split(self, piece: torch.Tensor) -> torch.Tensor:
         """(*shape, ...) as (S, F, ...)."""
         levels = len(self.shape)
         ordered = piece.permute(*self._order, *range(levels, piece.ndim))
-        slow = len(self.slow_dims)
-        return ordered.reshape(self.places, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
+        slow = len(self.slow_indices)
+        return ordered.reshape(self.num_slow, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
 
-    def landing(self, target: torch.Tensor, places: int) -> tuple[torch.Tensor, bool]:
+    def slot_view(self, target: torch.Tensor, slots: int) -> tuple[torch.Tensor, bool]:
         """A target (*shape, B, n, s, D) as (S, F * B, n, s, D) for S places, or as (S * F, B, n, s, D) for as many as
         there are ranks, and whether that is the target itself rather than room of its own: axes that interleave cannot
         be seen as one."""
         levels = len(self.shape)
         ordered = target.permute(*self._order, *range(levels, target.ndim))
-        shape = places, math.prod(target.shape[: levels + 1]) // places, *target.shape[levels + 1 :]
+        shape = slots, math.prod(target.shape[: levels + 1]) // slots, *target.shape[levels + 1 :]
         try:
             return ordered.view(shape), True
         except RuntimeError:
             return target.new_empty(shape), False
 
-    def joined(self, split: torch.Tensor) -> torch.Tensor:
+    def join(self, split: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`split`; a view where there can be one."""
         sizes = [self.shape[dim] for dim in self._order]
         levels = len(sizes)
@@ -77,10 +77,10 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class AxisPartition(Axes):
+class AxisPartition(AxisLayout):
     """The axes of a mesh that have more than one place."""
 
-    here: int
+    slow_index: int
     """This rank's place on the slow axes."""
     slow: Mesh
     fast: Mesh | None
@@ -129,6 +129,6 @@ class AxisPartition(Axes):
         )
 
     @functools.cached_property
-    def others(self) -> list[int]:
+    def remote_indices(self) -> list[int]:
         """Those that are not this rank's own."""
-        return [place for place in range(self.places) if place != self.here]
+        return [place for place in range(self.num_slow) if place != self.slow_index]

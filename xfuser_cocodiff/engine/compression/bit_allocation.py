@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 FORMAT = "cocodiff schedule 1"
 LETTERS = "qkvo"
-NOTHING = 0.0
+NOT_SENT = 0.0
 Bits = float | None
 """Per value; None sends values as they are, and NOTHING leaves what the receiver has."""
 
@@ -101,16 +101,16 @@ class BitAllocation:
 
 
 def read(text: str) -> BitAllocation:
-    """Read the file that a flag names as `@FILE`, or as :func:`signed` has it.
+    """Read the file that a flag names as `@FILE`, or as :func:`with_checksum` has it.
 
     Raises:
         ValueError: there is none, it is something else, or it has changed since it was signed.
     """
-    return _read_signed(text) if "#" in text else _read(text)
+    return _read_cached(text) if "#" in text else _read(text)
 
 
 @functools.cache
-def _read_signed(text: str) -> BitAllocation:
+def _read_cached(text: str) -> BitAllocation:
     return _read(text)
 
 
@@ -121,7 +121,7 @@ def _read(text: str) -> BitAllocation:
         given = json.loads(content)
     except (OSError, ValueError) as error:
         raise ValueError(f"{text!r} is not valid: {error}; valid is @FILE, which cocodiff tune has written") from None
-    if signature and signature != _signature(content):
+    if signature and signature != _checksum(content):
         raise ValueError(f"{path!r} has changed since the run began")
     try:
         return _parsed(given, f"the schedule {path!r}")
@@ -132,13 +132,13 @@ def _read(text: str) -> BitAllocation:
         ) from None
 
 
-def signed(text: str) -> str:
+def with_checksum(text: str) -> str:
     """`@FILE` with what tells its contents from others, so that ranks which read different files see it."""
     path = text.removeprefix("@").partition("#")[0]
-    return f"@{path}#{_signature(Path(path).read_bytes())}"
+    return f"@{path}#{_checksum(Path(path).read_bytes())}"
 
 
-def _signature(content: bytes) -> str:
+def _checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
@@ -169,12 +169,12 @@ _EXACT, _NOT_SENT = "exact", "nothing"
 
 
 def _codec(bits: Bits) -> str:
-    return _EXACT if bits is None else _NOT_SENT if bits == NOTHING else f"bits={bits:g}"
+    return _EXACT if bits is None else _NOT_SENT if bits == NOT_SENT else f"bits={bits:g}"
 
 
 def _bits(codec: str) -> Bits:
     if codec in (_EXACT, _NOT_SENT):
-        return None if codec == _EXACT else NOTHING
+        return None if codec == _EXACT else NOT_SENT
     name, _, bits = codec.partition("=")
     if name != "bits" or float(bits) not in GRIDS:
         raise ValueError(f"of the codec {codec!r}")

@@ -19,7 +19,7 @@ import torch
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, restored, row_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD, Active, Known
+from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD, ActiveTokens, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import expected, square
 from xfuser_cocodiff.engine.topology import devices as devices
 
@@ -27,7 +27,7 @@ DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """What makes a token active: its distance from the reference, from its value of the step before, or chance."""
 TOKENS = 3
 """Dim of tokens."""
-ADAPTS = "auto"
+ADAPTIVE = "auto"
 """A predictor by what has come again of the change before."""
 _USUAL_SHARE = SHARES // 2
 """Of a change that is expected again as long as nothing is known."""
@@ -48,11 +48,11 @@ class Codec:
     predictor: float | str = 0.0
     """How much of the reference's last change is expected again: an extrapolation that both ends make. ADAPTS takes
     what the sender found of the change before, and sends it in a byte."""
-    begins: bool = False
+    is_keyframe: bool = False
     """Whether there is no reference to differ from, as at the first step: values themselves are coded."""
 
     def __post_init__(self) -> None:
-        is_sound = 0 <= self.share <= 1 and self.score in SCORES and (self.bits is not None or not self.begins)
+        is_sound = 0 <= self.share <= 1 and self.score in SCORES and (self.bits is not None or not self.is_keyframe)
         if self.bits not in (None, *GRIDS) or not is_sound:
             raise ValueError(
                 f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, shares 0 to 1, scores {SCORES}"
@@ -95,18 +95,18 @@ class Codec:
     @property
     def adapts(self) -> bool:
         """Whether the sender tells how much it extrapolates."""
-        return self.predictor == ADAPTS and not (self.is_exact or self.is_silent or self.begins)
+        return self.predictor == ADAPTIVE and not (self.is_exact or self.is_silent or self.is_keyframe)
 
     @property
     def is_stateless(self) -> bool:
         """Whether it needs no reference."""
-        return self.is_exact or self.begins
+        return self.is_exact or self.is_keyframe
 
     def __str__(self) -> str:
         parts = [] if self.bits is None else [f"{self.bits:g} bit"]
         parts += [f"{self.share:g} of tokens by {self.score}"] if self.chooses else ["nothing"] * self.is_silent
         parts += [f"predictor {self.predictor}"] if self.predictor else []
-        parts += ["anew"] if self.begins else []
+        parts += ["keyframe_codec"] if self.is_keyframe else []
         return ", ".join(parts) or "exact"
 
 
@@ -137,18 +137,18 @@ class LinkReference:
         """What both ends expect of the values."""
         return expected(self.known(predictor))
 
-    def known(self, predictor: float | str) -> Known:
+    def known(self, predictor: float | str) -> Prediction:
         """What is held, and where something is extrapolated what was held before, and how much of the change between
         them to expect again."""
         held = self._read(self._held)
         before = self._read(self._before) if predictor and self._before else None
-        return Known(held, before, self._shares(predictor))
+        return Prediction(held, before, self._shares(predictor))
 
     def _shares(self, predictor: float | str) -> torch.Tensor:
-        if predictor == ADAPTS and self.again is not None:
+        if predictor == ADAPTIVE and self.again is not None:
             return self.again
         held = self._held[0]
-        share = _USUAL_SHARE if predictor == ADAPTS else round(SHARES * float(predictor))
+        share = _USUAL_SHARE if predictor == ADAPTIVE else round(SHARES * float(predictor))
         return _on_all_links(share, len(held), held.device)
 
     def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
@@ -159,12 +159,12 @@ class LinkReference:
 
     def stay(self, codec: Codec) -> None:
         """Hold what a codec that sends nothing expects."""
-        if codec.predictor in (0.0, ADAPTS):  # what came again only the sender knows
+        if codec.predictor in (0.0, ADAPTIVE):  # what came again only the sender knows
             self._before = self._held if codec.predictor else ()
         else:
             self.advance(self.expected(codec.predictor), keeps_change=True)
 
-    def squeeze(self) -> None:
+    def to_int8(self) -> None:
         """Keep it in 8 bits from now on."""
         if not self.is_compact:
             self._held, self._before = (compact(*kept) if kept else () for kept in (self._held, self._before))
@@ -182,7 +182,7 @@ class LinkReference:
 
 def choose(
     values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, here: range | None = None
-) -> Active:
+) -> ActiveTokens:
     """The active tokens of each group.
 
     Args:
@@ -210,7 +210,7 @@ def choose(
         scores = kernels.scores(values, reference.known(codec.predictor), here)
     count = codec.active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
-    return Active(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
+    return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
 
 
 class QuantError(NamedTuple):
@@ -226,7 +226,7 @@ def encode(
     values: torch.Tensor,
     reference: LinkReference,
     codec: Codec,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor,
     here: range | None = None,
 ) -> QuantError | None:
@@ -264,7 +264,7 @@ def decode(
     payload: torch.Tensor,
     reference: LinkReference,
     codec: Codec,
-    active: Active | None,
+    active: ActiveTokens | None,
     target: torch.Tensor,
     here: range | None = None,
 ) -> None:
@@ -287,10 +287,10 @@ def decode(
     reference.advance(held, bool(codec.predictor))
 
 
-def _known(codec: Codec, reference: LinkReference, like: torch.Tensor, here: range | None) -> Known | None:
+def _known(codec: Codec, reference: LinkReference, like: torch.Tensor, here: range | None) -> Prediction | None:
     """What both ends know before values like these."""
-    if codec.begins:
-        return Known(like.new_zeros(rows.others(len(like), here), *like.shape[1:]))
+    if codec.is_keyframe:
+        return Prediction(like.new_zeros(rows.others(len(like), here), *like.shape[1:]))
     return None if codec.is_exact else reference.known(codec.predictor)
 
 
@@ -299,16 +299,16 @@ def _on_all_links(share: int, links: int, device: torch.device) -> torch.Tensor:
     return torch.full((links,), share, dtype=torch.uint8, device=device)
 
 
-def pack_choice(active: Active, room: torch.Tensor, here: range | None = None) -> None:
+def pack_choice(active: ActiveTokens, room: torch.Tensor, here: range | None = None) -> None:
     """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own places `here`."""
     bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
     rows.put_away(room, bits.sum(-1, dtype=torch.uint8).flatten(1), here)
 
 
-def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: range | None = None) -> Active:
+def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: range | None = None) -> ActiveTokens:
     """The inverse of :func:`pack_choice`; asks the device for nothing that the host would have to wait for."""
     packed = rows.away(room, here).unflatten(1, (groups, -1, 1))
-    return Active((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)
+    return ActiveTokens((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)
 
 
 @functools.cache

@@ -48,15 +48,15 @@ def start(
     """
     shapes = [tensor.shape for tensor in tensors]
     block = torch.cat([tensor.flatten() for tensor in tensors])
-    way = layer_codecs.way if layer_codecs else None
-    if layer_codecs is None or way is None:
+    partition = layer_codecs.partition if layer_codecs else None
+    if layer_codecs is None or partition is None:
         everyone = range(mesh.topology.size)
         return [mesh.start(label, lambda: _along(block, mesh), lambda values: _blocks(values, everyone, shapes))]
-    near, fast = way.ranks[way.here], way.fast
+    near, fast = partition.ranks_by_slow_index[partition.slow_index], partition.fast
     found = (
         [fast.start(label, lambda: _along(block, fast), lambda values: _blocks(values, near, shapes))] if fast else []
     )
-    return [*found, _far(tensors, shapes, way, label, head_group, layer_codecs)]
+    return [*found, _far(tensors, shapes, partition, label, head_group, layer_codecs)]
 
 
 def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -76,24 +76,27 @@ def _blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]
 def _far(
     tensors: Sequence[torch.Tensor],
     shapes: list[torch.Size],
-    way: AxisPartition,
+    partition: AxisPartition,
     label: Label,
     head_group: HeadGroup,
     layer_codecs: LayerCodecs,
 ) -> Handle[Blocks]:
     """Of the ranks at other places on the slow axes: of those that this one meets there it gets what was encoded."""
-    ranks, sizes = [way.ranks[place] for place in way.others], [tensor.numel() for tensor in tensors]
+    ranks, sizes = (
+        [partition.ranks_by_slow_index[place] for place in partition.remote_indices],
+        [tensor.numel() for tensor in tensors],
+    )
 
     def travel() -> torch.Tensor:
         """(F, S - 1, n), of which F is 1 where all axes are slow."""
-        values, here = [tensor[None] for tensor in tensors], range(way.here, way.here + 1)
-        message = Message(label.tensors, values, layer_codecs, head_group, here, copies=way.places - 1)
-        received = _along(message.encoded()[0], way.slow)
-        blocks = tensors[0].new_empty(way.places, sum(sizes))
+        values, here = [tensor[None] for tensor in tensors], range(partition.slow_index, partition.slow_index + 1)
+        message = Message(label.tensors, values, layer_codecs, head_group, here, copies=partition.num_slow - 1)
+        received = _along(message.encoded()[0], partition.slow)
+        blocks = tensors[0].new_empty(partition.num_slow, sum(sizes))
         landings = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
-        message.decode(received, landings, lambda sent: _along(sent[0], way.slow))
+        message.decode(received, landings, lambda sent: _along(sent[0], partition.slow))
         arrived = rows.away(blocks, here)
-        return _along(arrived, way.fast) if way.fast else arrived[None]
+        return _along(arrived, partition.fast) if partition.fast else arrived[None]
 
     def finish(found: torch.Tensor) -> Blocks:
         blocks: Blocks = {}
@@ -101,4 +104,4 @@ def _far(
             blocks |= _blocks(values, own, shapes)
         return blocks
 
-    return way.slow.start(label, travel, finish)
+    return partition.slow.start(label, travel, finish)

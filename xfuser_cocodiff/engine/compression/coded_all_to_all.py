@@ -43,9 +43,9 @@ class _Exchange(NamedTuple):
     is_blocking: bool
 
     @property
-    def way(self) -> AxisPartition:
+    def partition(self) -> AxisPartition:
         """The axes, as the layer's codecs know them."""
-        return self.layer_codecs.way
+        return self.layer_codecs.partition
 
     def message(self, values: list[torch.Tensor], here: range) -> Message:
         """Make a message of what goes to other places."""
@@ -68,17 +68,17 @@ class _Exchange(NamedTuple):
             here: these places.
             carry: exchanges messages (P, bytes) once more, where some rank asks for that.
         """
-        landings = [self.way.landing(target, len(received)) for target in self.targets]
+        landings = [self.partition.slot_view(target, len(received)) for target in self.targets]
         for (landing, _), own in zip(landings, near, strict=True):
             landing[here.start : here.stop].copy_(own)
         again = self.mesh.comm_stream.run
         message.decode(received, [landing for landing, _ in landings], lambda sent: again(lambda: carry(sent)))
         for (landing, is_target), target in zip(landings, self.targets, strict=True):
             if not is_target:
-                target.copy_(self.way.joined(landing.view(self.way.places, -1, *target.shape[-4:])))
+                target.copy_(self.partition.join(landing.view(self.partition.num_slow, -1, *target.shape[-4:])))
 
 
-def send(
+def start(
     pieces: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     mesh: Mesh,
@@ -100,30 +100,30 @@ def send(
         result: what waiting returns.
         is_blocking: whether the caller waits for it next.
     """
-    way, exchange = layer_codecs.way, _Exchange(targets, mesh, layer_codecs, label, head_group, is_blocking)
-    split = [way.split(piece) for piece in pieces]
-    if way.fast is None or layer_codecs.at_once:
-        return _at_once(split, exchange, result)
+    partition, exchange = layer_codecs.partition, _Exchange(targets, mesh, layer_codecs, label, head_group, is_blocking)
+    split = [partition.split(piece) for piece in pieces]
+    if partition.fast is None or layer_codecs.single_stage:
+        return _single_stage(split, exchange, result)
     return _in_stages(split, exchange, result)
 
 
-def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+def _single_stage(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
     """Send (S, F, B, n, s, D) to all ranks, encoded or not."""
-    way, mesh, label = exchange.way, exchange.mesh, exchange.label
-    here = range(way.here * way.near, (way.here + 1) * way.near)
+    partition, mesh, label = exchange.partition, exchange.mesh, exchange.label
+    here = range(partition.slow_index * partition.num_fast, (partition.slow_index + 1) * partition.num_fast)
     message = exchange.message([piece.flatten(0, 1) for piece in split], here)
-    far, stays = _to_all(message.encoded(), way, mesh), [piece[way.here] for piece in split]
+    far, stays = _to_all(message.encoded(), partition, mesh), [piece[partition.slow_index] for piece in split]
 
     def carry(sent: torch.Tensor) -> torch.Tensor:
-        return _by_place(mesh.all_to_all(*_to_all(sent, way, mesh)), way)
+        return _by_place(mesh.all_to_all(*_to_all(sent, partition, mesh)), partition)
 
     def end(received: torch.Tensor, near: list[torch.Tensor]) -> T:
-        exchange.receive(message, _by_place(received, way), near, here, carry)
+        exchange.receive(message, _by_place(received, partition), near, here, carry)
         return result
 
-    if way.fast is None:
+    if partition.fast is None:
         return mesh.start_all_to_all(*far, label, lambda received: end(received, stays), exchange.is_blocking)
-    fast, near = way.fast, _along(_packed(stays), way.fast)
+    fast, near = partition.fast, _along(_packed(stays), partition.fast)
 
     def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
         first, second = mesh.begin_all_to_all(*far), fast.begin_all_to_all(*near)
@@ -133,25 +133,25 @@ def _at_once(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handl
     return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_blocking)
 
 
-def _to_all(message: torch.Tensor, way: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+def _to_all(message: torch.Tensor, partition: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
     """Messages (S * F, bytes) as they go to their ranks, and how."""
     plan = mesh.policy.choose(message.nbytes)
-    by_rank = way.joined(message.unflatten(0, (way.places, way.near)))
+    by_rank = partition.join(message.unflatten(0, (partition.num_slow, partition.num_fast)))
     return by_rank.reshape(*plan.shape, -1), plan
 
 
-def _by_place(received: torch.Tensor, way: AxisPartition) -> torch.Tensor:
+def _by_place(received: torch.Tensor, partition: AxisPartition) -> torch.Tensor:
     """The inverse."""
-    return way.split(received.reshape(*way.shape, -1)).flatten(0, 1)
+    return partition.split(received.reshape(*partition.shape, -1)).flatten(0, 1)
 
 
 def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
     """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
-    way, mesh, fast = exchange.way, exchange.mesh, exchange.way.fast
-    here = range(way.here, way.here + 1)
+    partition, mesh, fast = exchange.partition, exchange.mesh, exchange.partition.fast
+    here = range(partition.slow_index, partition.slow_index + 1)
 
     def carry(sent: torch.Tensor) -> torch.Tensor:
-        return way.slow.all_to_all(*_along(sent, way.slow)).reshape(way.places, -1)
+        return partition.slow.all_to_all(*_along(sent, partition.slow)).reshape(partition.num_slow, -1)
 
     def travel() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
         """The values come along: the lane tells who uses them."""
@@ -162,7 +162,7 @@ def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Han
 
     def end(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
         message, values, received = arrived
-        exchange.receive(message, received, [each[way.here, None] for each in values], here, carry)
+        exchange.receive(message, received, [each[partition.slow_index, None] for each in values], here, carry)
         return result
 
     return mesh.start(exchange.label, travel, end, exchange.is_blocking)

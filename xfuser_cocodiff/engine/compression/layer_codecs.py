@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference, QuantError
-from xfuser_cocodiff.engine.kernels.rows import Active
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 
 
 @dataclass
@@ -23,7 +23,7 @@ class LinkState:
 
     sent: LinkReference
     received: LinkReference
-    under_way: bool = False
+    in_flight: bool = False
     """Whether an exchange has begun and not ended: the ends do not agree until it has."""
 
     @property
@@ -31,25 +31,25 @@ class LinkState:
         """What is held."""
         return self.sent.nbytes + self.received.nbytes
 
-    def squeeze(self, comm_stream: CommStream | None = None) -> None:
+    def to_int8(self, comm_stream: CommStream | None = None) -> None:
         """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
 
         Args:
             lane: in which, and on whose stream, values are encoded; None where their exchanges are started.
         """
         if comm_stream:
-            comm_stream.start("squeezing references", self.sent.squeeze).wait()
+            comm_stream.start("squeezing references", self.sent.to_int8).wait()
         else:
-            self.sent.squeeze()
-        self.received.squeeze()
+            self.sent.to_int8()
+        self.received.to_int8()
 
 
 @dataclass
 class Choice:
     """Active tokens of one step: those that this rank sends, and those that it gets."""
 
-    sent: Active
-    received: Active | None = None
+    sent: ActiveTokens
+    received: ActiveTokens | None = None
 
 
 @dataclass
@@ -71,21 +71,21 @@ class CodecStats:
 class LayerCodecs:
     """How the tensors of a layer travel at one step."""
 
-    way: AxisPartition | None
+    partition: AxisPartition | None
     """None among virtual ranks."""
     codecs: Mapping[str, Codec]
     """For each of q, k, v and o; those of Q, K and V send as many tokens."""
-    wires: dict[tuple[str, HeadGroup], LinkState]
+    link_states: dict[tuple[str, HeadGroup], LinkState]
     """Of the layer; they outlive the step."""
-    account: CodecStats
+    stats: CodecStats
     """Where it is all counted."""
     seed: int = 0
     """For choices by chance: another at each step."""
     compact: bool = False
     """Whether references are kept in 8 bits."""
-    anew: Codec = EXACT
+    keyframe_codec: Codec = EXACT
     """For what has no reference; needs none."""
-    at_once: bool = False
+    single_stage: bool = False
     """How its exchanges go, see :mod:`exchange`; what is held fits one way only."""
     choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
     """Active tokens that V and O have chosen at this step."""
@@ -95,11 +95,11 @@ class LayerCodecs:
         """Whether nothing needs a reference, as at the first step."""
         return all(codec.is_stateless for codec in self.codecs.values())
 
-    def wire(self, name: str, head_group: HeadGroup) -> LinkState:
+    def link_state(self, name: str, head_group: HeadGroup) -> LinkState:
         """The wire of a head group of a tensor."""
-        if (name, head_group) not in self.wires:
-            self.wires[name, head_group] = LinkState(LinkReference(self.compact), LinkReference(self.compact))
-        return self.wires[name, head_group]
+        if (name, head_group) not in self.link_states:
+            self.link_states[name, head_group] = LinkState(LinkReference(self.compact), LinkReference(self.compact))
+        return self.link_states[name, head_group]
 
 
 def codec_for(
@@ -110,11 +110,11 @@ def codec_for(
 
     Depends on shapes and on what was sent before, which are the same on every rank.
     """
-    codec, wire = layer_codecs.codecs[name], layer_codecs.wire(name, head_group)
-    if codec.begins:
+    codec, link_state = layer_codecs.codecs[name], layer_codecs.link_state(name, head_group)
+    if codec.is_keyframe:
         return codec
-    if wire.under_way or not wire.sent.fits(shape, dtype):
-        return layer_codecs.anew  # nor is the change from what may be held now one that both ends know
+    if link_state.in_flight or not link_state.sent.fits(shape, dtype):
+        return layer_codecs.keyframe_codec  # nor is the change from what may be held now one that both ends know
     if codec.chooses and name not in codecs.CHOOSING:
         choice = layer_codecs.choices.get(("v", head_group))
         if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
@@ -129,12 +129,12 @@ def active_for(
     values: torch.Tensor,
     codec: Codec,
     here: range | None = None,
-) -> Active | None:
+) -> ActiveTokens | None:
     """The tokens that are sent: a choice made here, or V's; None where it is all of them, or none."""
     if not codec.chooses:
         return None
     if name in codecs.CHOOSING:
-        chosen = codecs.choose(values, layer_codecs.wire(name, head_group).sent, codec, layer_codecs.seed, here)
+        chosen = codecs.choose(values, layer_codecs.link_state(name, head_group).sent, codec, layer_codecs.seed, here)
         layer_codecs.choices[name, head_group] = Choice(chosen)
         return chosen
     return layer_codecs.choices["v", head_group].sent

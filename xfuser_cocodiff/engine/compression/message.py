@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.rows import Active
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 from xfuser_cocodiff.engine.topology import devices as devices
 
 _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
@@ -53,28 +53,28 @@ class Message:
 
     def encoded(self) -> torch.Tensor:
         """Encode the values, uint8 (P, bytes); nothing but the flag is written for the rank's own places."""
-        chosen: dict[str, Active | None] = {}
+        chosen: dict[str, ActiveTokens | None] = {}
         for name, values in self._by_name.items():
-            shape, wire = (self._links, *values.shape[1:]), self._layer_codecs.wire(name, self._head_group)
+            shape, link_state = (self._links, *values.shape[1:]), self._layer_codecs.link_state(name, self._head_group)
             codec = codec_for(self._layer_codecs, name, self._head_group, shape, values.dtype)
             chosen[name] = active_for(self._layer_codecs, name, self._head_group, values, codec, self._left_out)
-            self._codecs[name], wire.under_way = codec, True
-            self._layer_codecs.account.exact_bytes += self._copies * math.prod(shape) * values.itemsize
+            self._codecs[name], link_state.in_flight = codec, True
+            self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
         return self._written(chosen)
 
-    def _written(self, chosen: Mapping[str, Active | None]) -> torch.Tensor:
+    def _written(self, chosen: Mapping[str, ActiveTokens | None]) -> torch.Tensor:
         """The values by their codecs, in a buffer that counts as sent."""
-        sizes, account = self._sizes, self._layer_codecs.account
+        sizes, stats = self._sizes, self._layer_codecs.stats
         buffer = self.values[0].new_empty(len(self.values[0]), sum(sizes), dtype=torch.uint8)
-        account.sent_bytes += self._copies * self._links * buffer.shape[1]
+        stats.sent_bytes += self._copies * self._links * buffer.shape[1]
         losses: list[QuantError] = []
         for name, choice, payload in self._sections(buffer, sizes):
-            reference, active = self._layer_codecs.wire(name, self._head_group).sent, chosen.get(name)
+            reference, active = self._layer_codecs.link_state(name, self._head_group).sent, chosen.get(name)
             if choice.nbytes and active:
                 codecs.pack_choice(active, choice, self._left_out)
             loss = codecs.encode(self._by_name[name], reference, self._codecs[name], active, payload, self._left_out)
             losses += [loss] if loss else []
-        account.losses += losses
+        stats.losses += losses
         if not devices.capabilities(buffer.device.type).is_asynchronous:
             buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
         return buffer
@@ -95,17 +95,17 @@ class Message:
         """
         self._read_choices(received)
         if not devices.capabilities(received.device.type).is_asynchronous and received[:, :_FLAG_BYTES].any():
-            self._layer_codecs.account.repeated += 1
+            self._layer_codecs.stats.repeated += 1
             self._codecs = dict.fromkeys(self._by_name, EXACT)
             received = carry(self._written({}))
         targets = dict(zip(self.names, landings, strict=True))
         for name, _, payload in self._sections(received, self._sizes):
-            wire, codec, active = self._layer_codecs.wire(name, self._head_group), self._codecs[name], None
-            wire.under_way = False
+            link_state, codec, active = self._layer_codecs.link_state(name, self._head_group), self._codecs[name], None
+            link_state.in_flight = False
             if codec.chooses:
                 chooser = name if name in codecs.CHOOSING else "v"
                 active = self._layer_codecs.choices[chooser, self._head_group].received
-            codecs.decode(payload, wire.received, codec, active, targets[name], self._here)
+            codecs.decode(payload, link_state.received, codec, active, targets[name], self._here)
 
     def _read_choices(self, received: torch.Tensor) -> None:
         """Read which tokens others have chosen, of first messages: those that are sent as they are have no choice, and

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from xfuser_cocodiff.engine.compression import bit_allocation
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import (
-    ADAPTS,
+    ADAPTIVE,
     CHANGE,
     CHOOSING,
     DRIFT,
@@ -55,18 +55,18 @@ class CodecSchedule:
     predictor: float | str = 0.0
     exact: tuple[str, ...] = ()
     """Layers that always travel exactly, by the beginning of their names."""
-    allotment: BitAllocation | None = None
+    allocation: BitAllocation | None = None
     """In the place of all `bits`."""
 
-    def is_refresh(self, step: int) -> bool:
+    def is_keyframe_step(self, step: int) -> bool:
         """Whether a step, counted from 0, owes nothing to those before it: it is to travel exactly, or as the first."""
         since = step - self.warmup
         return since < 0 or bool(self.refresh and since % self.refresh == self.refresh - 1)
 
     @property
-    def anew(self) -> Codec:
+    def keyframe_codec(self) -> Codec:
         """That of the first steps, and of what has no reference later on."""
-        return Codec(self.first, predictor=self.predictor, begins=self.first is not None)
+        return Codec(self.first, predictor=self.predictor, is_keyframe=self.first is not None)
 
     def codecs(self, step: int, total: int | None, layer: str | None = None) -> Mapping[str, Codec]:
         """Codecs of Q, K, V and O at a step.
@@ -76,15 +76,15 @@ class CodecSchedule:
             total: steps of the run; None where that is not known.
             layer: its name; None stands for most of them.
         """
-        if self.is_refresh(step):
+        if self.is_keyframe_step(step):
             exact = replace(EXACT, predictor=self.predictor)
-            return dict.fromkeys(LETTERS, self.anew if step < self.warmup else exact)
+            return dict.fromkeys(LETTERS, self.keyframe_codec if step < self.warmup else exact)
         done = min(1.0, step / max(1, (total or _USUAL_STEPS) - 1))
         share = min(1.0, max(0.0, 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))))
-        if self.allotment:
-            allotted = self.allotment.bits(layer, done)
+        if self.allocation:
+            allotted = self.allocation.bits(layer, done)
             return {
-                name: Codec(bits or None, share=0.0 if bits == NOTHING else 1.0, predictor=self.predictor)
+                name: Codec(bits or None, share=0.0 if bits == NOT_SENT else 1.0, predictor=self.predictor)
                 for name, bits in allotted.items()
             }
         of = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
@@ -117,7 +117,7 @@ class CodecSchedule:
         return [name for name in self.exact if not any(_begins(layer, name) for layer in known)]
 
     @classmethod
-    def parse(cls, text: str, usual: "CodecSchedule") -> "CodecSchedule":
+    def parse(cls, text: str, base: "CodecSchedule") -> "CodecSchedule":
         """Read changes to a schedule.
 
         Raises:
@@ -125,15 +125,15 @@ class CodecSchedule:
         """
         if text.startswith("@"):
             file, _, text = text.partition(",")
-            usual = cls.of(bit_allocation.read(file))
+            base = cls.of(bit_allocation.read(file))
             if not text:
-                return usual
+                return base
         found: dict[str, Any] = {}
         for pair in text.split(","):
             name, _, value = (part.strip() for part in pair.partition("="))
             if name not in _READERS:
                 raise ValueError(f"{text!r} names {name!r}; valid are {NOTATION}")
-            if usual.allotment and name not in _BESIDE_FILES:
+            if base.allocation and name not in _BESIDE_FILES:
                 raise ValueError(
                     f"{text!r} names {name!r}, which has no effect beside a file; valid are {', '.join(_BESIDE_FILES)}"
                 )
@@ -145,19 +145,19 @@ class CodecSchedule:
             except ValueError:
                 raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {valid}") from None
         if "bits" in found:  # of all three, as far as they have none of their own
-            usual = replace(usual, bits_q=None, bits_k=None, bits_v=None)
-        return replace(usual, **found)
+            base = replace(base, bits_q=None, bits_k=None, bits_v=None)
+        return replace(base, **found)
 
     @classmethod
     def of(cls, allotted: BitAllocation) -> "CodecSchedule":
         """By which a run goes that has such bits."""
-        return cls(first=allotted.first, predictor=allotted.predictor, allotment=allotted)
+        return cls(first=allotted.first, predictor=allotted.predictor, allocation=allotted)
 
     def __str__(self) -> str:
-        if self.allotment:
-            return self.allotment.source
-        usual = CodecSchedule()
-        changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(usual, field.name)]
+        if self.allocation:
+            return self.allocation.source
+        default = CodecSchedule()
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(default, field.name)]
         return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
 
 
@@ -235,7 +235,7 @@ _READERS = {
     "cached": (_pair(_share), f"{_SHARES}, or two of them as 0->0.5"),
     **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _PAIR_OF_BITS),
     "score": (_one_of(SCORES), ", ".join(SCORES)),
-    "predictor": (lambda text: text if text == ADAPTS else _share(text), f"{_SHARES}, and {ADAPTS}"),
+    "predictor": (lambda text: text if text == ADAPTIVE else _share(text), f"{_SHARES}, and {ADAPTIVE}"),
     "exact": (_names, "beginnings of layers' names, joined by +"),
 }
 """For each name what reads its value, and what is valid."""
@@ -243,7 +243,7 @@ _BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "exact")
 
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
 """V-Major as the paper has it: what of V has changed since the step before is sent, and less so from step to step."""
-BALANCED = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTS)
+BALANCED = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTIVE)
 """Errors in Q show least, and those in O most. When they show most depends on the model: in FLUX.1 at the first steps,
 in FLUX.2 and Wan at the last ones; so bits stay the same."""
 BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5)
@@ -255,7 +255,7 @@ FEW_STEPS = 12
 """Up to so many steps, values change too much between two of them for few bits."""
 
 
-def usual(mode: str, total: int | None) -> CodecSchedule | None:
+def preset(mode: str, total: int | None) -> CodecSchedule | None:
     """The schedule of a mode for a run of so many steps; None for the one that is exact."""
     few = total is not None and total <= FEW_STEPS
     if mode == "balanced":

@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 GIB = 2**30
 
 
-class Share(NamedTuple):
+class LayerSizes(NamedTuple):
     """What a rank has of a layer's Q, K, V and O in one call."""
 
     values: int
@@ -35,7 +35,7 @@ class Share(NamedTuple):
         key: torch.Tensor,
         value: torch.Tensor,
         part: Fraction = Fraction(1),
-    ) -> "Share":
+    ) -> "LayerSizes":
         """Of tensors (B, H, S, D) in one call.
 
         Args:
@@ -47,7 +47,7 @@ class Share(NamedTuple):
         values = 2 * query.numel() + key.numel() + value.numel()  # O is of the shape of all queries
         return cls(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
 
-    def crossing(self, places: int) -> "Share":
+    def crossing(self, places: int) -> "LayerSizes":
         """What of it crosses slow axes with so many places."""
         return self._replace(
             values=self.values * (places - 1) // places,
@@ -59,7 +59,7 @@ class Share(NamedTuple):
         return (self.crossing(places).values + 2 * self.value * (ring_places - 1)) * self.value_bytes
 
 
-class Need(NamedTuple):
+class ReferenceBytes(NamedTuple):
     """Bytes that the references of a layer take on a rank, in one branch."""
 
     full: int
@@ -67,7 +67,7 @@ class Need(NamedTuple):
     """In 8 bits."""
 
     @classmethod
-    def of(cls, share: Share, schedule: CodecSchedule, places: int, ring_places: int = 1) -> "Need":
+    def of(cls, share: LayerSizes, schedule: CodecSchedule, places: int, ring_places: int = 1) -> "ReferenceBytes":
         """For what a rank has of the layer, so many places on slow axes of its Ulysses group, and of its ring.
 
         In a group it sends as much as it gets, and holds both. In a ring it holds its own K and V, and the same of one

@@ -18,7 +18,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, QuantError
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, LinkState
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.compression.reference_memory import GIB, Need, Share
+from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices as devices
 
@@ -32,14 +32,14 @@ class _State:
 
     layer: str
     transformer: Hashable
-    need: Need
+    need: ReferenceBytes
     is_exact: bool
     """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
-    at_once: bool
+    single_stage: bool
     """How its exchanges go, see :mod:`exchange`."""
-    wires: dict = field(default_factory=dict)
-    ring_wires: dict = field(default_factory=dict)
-    account: CodecStats = field(default_factory=CodecStats)
+    link_states: dict = field(default_factory=dict)
+    ring_link_states: dict = field(default_factory=dict)
+    stats: CodecStats = field(default_factory=CodecStats)
     """Of the step."""
     step: int = 0
     """At which it was met last."""
@@ -67,7 +67,7 @@ class StepReport:
     exact step, as on accelerators."""
     unsound: int
     """Those of them that were not."""
-    was_refresh: bool
+    was_keyframe: bool
     """Whether it owed nothing to steps before it."""
     reference_bytes: int
     """What references take."""
@@ -80,7 +80,7 @@ class StepReport:
         return max(self.errors.values(), default=0.0)
 
 
-class Runtime:
+class CodecRuntime:
     """What codecs know of the run under way. All ranks must call its methods alike.
 
     Args:
@@ -98,7 +98,7 @@ class Runtime:
 
     def __init__(
         self,
-        way: AxisPartition | None,
+        partition: AxisPartition | None,
         mode: str,
         changes: str | None,
         max_error: float | None,
@@ -107,7 +107,7 @@ class Runtime:
         budget: int | None = None,
         say: Callable[[str], None] = lambda message: None,
         warn: Callable[[str], None] = lambda message: None,
-        ring_way: AxisPartition | None = None,
+        ring_partition: AxisPartition | None = None,
     ) -> None:
         self.virtual = virtual
         self._budget, self._say, self._warn = budget, say, warn
@@ -119,15 +119,15 @@ class Runtime:
         """Layers of this run, for each branch, that the user has been told of."""
         self._transformers: set[Hashable] = set()
         """Those that this run has called."""
-        self.has_acted = False
+        self.has_coded_layers = False
         """Whether there was a layer in this run that it understood."""
-        self.refusal: str | None = None
+        self.inactive_reason: str | None = None
         """Why it has understood a layer of this run not."""
-        self._way, self._ring_way, self.mode, self._changes = way, ring_way, mode, changes
+        self._partition, self._ring_partition, self.mode, self._changes = partition, ring_partition, mode, changes
         self._max_error, self._agreed = max_error, agreed
         self._states: dict[tuple[Hashable, int], _State] = {}
         self.is_running = False
-        self._refreshing = self._mends = False
+        self._forces_keyframe = self._mends = False
         self._is_certain = True
         self.schedule = self._schedule(None)
         self.step = 0
@@ -136,8 +136,8 @@ class Runtime:
         """Of the run's steps so far."""
 
     def _schedule(self, total: int | None) -> CodecSchedule:
-        usual = modes.usual(self.mode, total) or CodecSchedule()
-        return CodecSchedule.parse(self._changes, usual) if self._changes else usual
+        preset = modes.preset(self.mode, total) or CodecSchedule()
+        return CodecSchedule.parse(self._changes, preset) if self._changes else preset
 
     def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
         """A run begins.
@@ -149,8 +149,8 @@ class Runtime:
         """
         self.end_run()
         self.is_running, self._told = True, 0
-        self._refreshing = self._mends = False
-        self.refusal, self.has_acted = None, False
+        self._forces_keyframe = self._mends = False
+        self.inactive_reason, self.has_coded_layers = None, False
         self.schedule, self._is_certain = self._schedule(total), is_certain
         self.step, self.total = step, total
         self._transformers.clear()
@@ -163,7 +163,7 @@ class Runtime:
 
     def disable(self, reason: str) -> None:
         """A layer of this run is not understood, and travels exactly."""
-        self.refusal = reason
+        self.inactive_reason = reason
 
     def end_step(self) -> None:
         """A step is over."""
@@ -175,38 +175,38 @@ class Runtime:
         if self._max_error is not None or self._defers:
             largest, unsound = self._agreed([report.error, float(report.unsound)])
             self._mends = unsound > 0
-            self._refreshing = self._mends or (self._max_error is not None and largest > self._max_error)
+            self._forces_keyframe = self._mends or (self._max_error is not None and largest > self._max_error)
         self.step += 1
         if self.step == self.total:
             self.end_run()
 
     def _report(self) -> StepReport:
         errors: dict[str, float] = {}
-        accounts = [state.account for state in self._states.values()]
-        figures, broken = iter(_numbers([loss for account in accounts for loss in account.losses])), 0
-        for state, account in zip(self._states.values(), accounts, strict=True):
-            losses = list(itertools.islice(figures, len(account.losses)))
+        accounts = [state.stats for state in self._states.values()]
+        figures, broken = iter(_numbers([loss for stats in accounts for loss in stats.losses])), 0
+        for state, stats in zip(self._states.values(), accounts, strict=True):
+            losses = list(itertools.islice(figures, len(stats.losses)))
             finite = [loss for loss in losses if math.isfinite(loss[0])]
             broken += len(losses) - len(finite)
             lacking, wanted = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
             error = math.sqrt(lacking / wanted) if wanted else 0.0
             errors[state.layer] = max(error, errors.get(state.layer, 0.0))
-            state.account = CodecStats()
+            state.stats = CodecStats()
         unsound = broken if self._defers else 0  # elsewhere they were repeated
         return StepReport(
             self.step,
             errors,
-            sum(account.sent_bytes for account in accounts),
-            sum(account.exact_bytes for account in accounts),
-            sum(account.repeated for account in accounts) + unsound,
+            sum(stats.sent_bytes for stats in accounts),
+            sum(stats.exact_bytes for stats in accounts),
+            sum(stats.repeated for stats in accounts) + unsound,
             unsound,
-            self._refreshing or self.schedule.is_refresh(self.step),
+            self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
         )
 
     def layer_codecs(
-        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+        self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable = None
     ) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group travel in a call of its transformer; None where they travel
         without codecs.
@@ -219,18 +219,22 @@ class Runtime:
             transformer: tells its transformer from others.
         """
         state = self._met(layer, key, branch, share, transformer)
-        if state is None or not (self._way or self.virtual):
+        if state is None or not (self._partition or self.virtual):
             return None
-        return self._at_this_step(state, self._way, state.wires)
+        return self._at_this_step(state, self._partition, state.link_states)
 
     def ring_codecs(
-        self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable = None
+        self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable = None
     ) -> LayerCodecs | None:
         """The same of the ring that the layer's K and V go round."""
         state = self._met(layer, key, branch, share, transformer)
-        return self._at_this_step(state, self._ring_way, state.ring_wires) if state and self._ring_way else None
+        return (
+            self._at_this_step(state, self._ring_partition, state.ring_link_states)
+            if state and self._ring_partition
+            else None
+        )
 
-    def _met(self, layer: str, key: Hashable, branch: int, share: Share, transformer: Hashable) -> _State | None:
+    def _met(self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable) -> _State | None:
         """What there is of a layer that is coded."""
         if not self.is_running:
             return None
@@ -240,58 +244,64 @@ class Runtime:
         state.step = self.step
         if not state.is_exact:
             return state
-        state.account.sent_bytes = state.account.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
+        state.stats.sent_bytes = state.stats.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
         return None
 
-    def _at_this_step(self, state: _State, way: AxisPartition | None, wires: dict) -> LayerCodecs:
+    def _at_this_step(self, state: _State, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
         layer = state.layer
         codecs = self.schedule.codecs(self.step, self.total, layer)
-        anew = self.schedule.anew if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
-        if self._refreshing:
+        keyframe_codec = (
+            self.schedule.keyframe_codec if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
+        )
+        if self._forces_keyframe:
             # Where a reference is not finite, its change is not either: what is held now is all that is kept.
             predictors = {name: 0.0 if self._mends else codec.predictor for name, codec in codecs.items()}
             codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
         else:
-            codecs = {name: anew if codec.begins else codec for name, codec in codecs.items()}
-        return LayerCodecs(way, codecs, wires, state.account, self.step, self._compact, anew, state.at_once)
+            codecs = {name: keyframe_codec if codec.is_keyframe else codec for name, codec in codecs.items()}
+        return LayerCodecs(
+            partition, codecs, link_states, state.stats, self.step, self._compact, keyframe_codec, state.single_stage
+        )
 
     @property
     def _defers(self) -> bool:
         """Whether what is not finite is only seen when a step has ended."""
-        way = self._way or self._ring_way
-        return way is not None and devices.capabilities(way.slow.comm_stream.device.type).is_asynchronous
+        partition = self._partition or self._ring_partition
+        return partition is not None and devices.capabilities(partition.slow.comm_stream.device.type).is_asynchronous
 
     @property
     def _places(self) -> int:
         """On slow axes of a Ulysses group."""
-        found = self._way if self.virtual is None or self.virtual.goes_round else self.virtual
-        return found.places if found else 1
+        found = self._partition if self.virtual is None or self.virtual.is_ring else self.virtual
+        return found.num_slow if found else 1
 
     @property
     def _ring_places(self) -> int:
         """On those of a ring."""
-        found = self.virtual if self.virtual and self.virtual.goes_round else self._ring_way
-        return found.places if found else 1
+        found = self.virtual if self.virtual and self.virtual.is_ring else self._ring_partition
+        return found.num_slow if found else 1
 
-    def _state(self, layer: str, transformer: Hashable, share: Share) -> _State:
+    def _state(self, layer: str, transformer: Hashable, share: LayerSizes) -> _State:
         """Of a layer that is met in a branch for the first time in this run."""
-        self.has_acted = True
-        if self.schedule.allotment:
-            self.schedule.allotment.check_layer(layer)
+        self.has_coded_layers = True
+        if self.schedule.allocation:
+            self.schedule.allocation.check_layer(layer)
         if transformer not in self._transformers:
             self._leave_others()
             self._transformers.add(transformer)
-        need = Need.of(share, self.schedule, self._places, self._ring_places)
+        need = ReferenceBytes.of(share, self.schedule, self._places, self._ring_places)
         is_exact = self.schedule.leaves_out(layer)
         if not is_exact and not self._has_room(need):
             self._squeeze()
             is_exact = not self._has_room(need)
-        at_once = self._way is not None and self._way.is_single_stage(share.values // _EXCHANGES * share.value_bytes)
-        return _State(layer, transformer, need, is_exact, at_once)
+        single_stage = self._partition is not None and self._partition.is_single_stage(
+            share.values // _EXCHANGES * share.value_bytes
+        )
+        return _State(layer, transformer, need, is_exact, single_stage)
 
-    def _has_room(self, need: Need) -> bool:
+    def _has_room(self, need: ReferenceBytes) -> bool:
         """Whether the references of one more layer may be held."""
-        return self._budget is None or self.expected_bytes + need[self._compact] <= self._budget
+        return self._budget is None or self.planned_reference_bytes + need[self._compact] <= self._budget
 
     def _leave_others(self) -> None:
         """Another transformer is called for the first time. Those that had no call at this step have done their part;
@@ -307,11 +317,11 @@ class Runtime:
         if not self._compact:
             self._compact = True
             for state in self._states.values():
-                in_lane = self._way and self._way.fast and not state.at_once
-                for wire in state.wires.values():
-                    wire.squeeze(self._way.fast.comm_stream if in_lane else None)
-                for wire in state.ring_wires.values():  # whose both ends are used in the lane
-                    self._ring_way.slow.comm_stream.start("squeezing references", wire.squeeze).wait()
+                on_stream = self._partition and self._partition.fast and not state.single_stage
+                for link_state in state.link_states.values():
+                    link_state.to_int8(self._partition.fast.comm_stream if on_stream else None)
+                for link_state in state.ring_link_states.values():  # whose both ends are used in the lane
+                    self._ring_partition.slow.comm_stream.start("squeezing references", link_state.to_int8).wait()
 
     # What the user is told, once a step has shown it.
 
@@ -320,7 +330,7 @@ class Runtime:
             self._tell_references()
             self._tell_unmatched()
             self._told = len(self._states)
-        if not report.was_refresh and report.sent_bytes and report.exact_layers < len(self._states):
+        if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(self._states):
             mode = f"{self.mode}@{self._changes}" if self._changes else self.mode
             self._once(
                 self._say,
@@ -350,8 +360,8 @@ class Runtime:
     def _tell_unmatched(self) -> None:
         layers = sorted({state.layer for state in self._states.values()})
         for name in self.schedule.unmatched(layers):
-            begins = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
-            near = difflib.get_close_matches(name, sorted(begins), 3, 0.0)
+            prefixes = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
+            near = difflib.get_close_matches(name, sorted(prefixes), 3, 0.0)
             self._once(self._warn, f"exact={name} matches no layer; the nearest are {', '.join(near)}")
 
     def _once(self, say: Callable[[str], None], message: str) -> None:
@@ -360,17 +370,21 @@ class Runtime:
             say(message)
 
     @property
-    def expected_bytes(self) -> int:
+    def planned_reference_bytes(self) -> int:
         """What references are going to take, once all that is extrapolated from is held too."""
         return sum(state.need[self._compact] for state in self._states.values() if not state.is_exact)
 
     @property
     def reference_bytes(self) -> int:
         """What references take now."""
-        return sum(wire.nbytes for wire in self._wires)
+        return sum(link_state.nbytes for link_state in self._link_states)
 
     @property
-    def _wires(self) -> list[LinkState]:
+    def _link_states(self) -> list[LinkState]:
         """All that there are, in an order that is the same on every rank."""
-        every = [wires for state in self._states.values() for wires in (state.wires, state.ring_wires)]
-        return [wire for wires in every for wire in wires.values()]
+        every = [
+            link_states
+            for state in self._states.values()
+            for link_states in (state.link_states, state.ring_link_states)
+        ]
+        return [link_state for link_states in every for link_state in link_states.values()]

@@ -17,7 +17,7 @@ import torch
 
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.axis_partition import Axes
+from xfuser_cocodiff.engine.compression.axis_partition import AxisLayout
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -33,27 +33,27 @@ class VirtualRanks:
 
     topology: Topology
     slow_axes: tuple[str, ...]
-    goes_round: ClassVar[bool] = False
+    is_ring: ClassVar[bool] = False
     """Whether K and V alone travel, each block to all others."""
 
     @functools.cached_property
-    def _axes(self) -> Axes:
+    def _axes(self) -> AxisLayout:
         slow = [dim for dim, axis in enumerate(self.topology.axes) if axis.name in self.slow_axes]
-        return Axes(tuple(slow), self.topology.shape)
+        return AxisLayout(tuple(slow), self.topology.shape)
 
     @property
-    def places(self) -> int:
+    def num_slow(self) -> int:
         """On slow axes."""
-        return self._axes.places
+        return self._axes.num_slow
 
-    def deals(self, size: int) -> bool:
+    def is_divisible(self, size: int) -> bool:
         """Whether so many heads, or tokens of a segment, can be dealt to the ranks."""
         return size % self.topology.size == 0
 
-    def share_of(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
+    def shard_fraction(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
         """Of tensors (B, H, N, D) with such segments of tokens, what one of the ranks would have to exchange."""
-        is_dealt = self.goes_round or self.deals(shape[_HEADS])
-        dealt = sum(size for size in segments if self.deals(size)) if is_dealt else 0
+        is_dealt = self.is_ring or self.is_divisible(shape[_HEADS])
+        dealt = sum(size for size in segments if self.is_divisible(size)) if is_dealt else 0
         return Fraction(dealt, shape[_TOKENS] * self.topology.size)
 
     def attend(
@@ -63,14 +63,14 @@ class VirtualRanks:
 
         Args:
             tensors: Q, K and V, (B, H, N, D) each.
-            segments: see :meth:`send`.
+            segments: see :meth:`transmit`.
             layer_codecs: how to encode.
             attention: from Q, K and V to O.
         """
-        attended = attention(*self.send("qkv", tensors, segments, layer_codecs))
-        return self.send("o", [attended], segments, layer_codecs)[0]
+        attended = attention(*self.transmit("qkv", tensors, segments, layer_codecs))
+        return self.transmit("o", [attended], segments, layer_codecs)[0]
 
-    def send(
+    def transmit(
         self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
     ) -> list:
         """What many ranks would get of tensors (B, H, N, D) if all of them were put together again.
@@ -85,8 +85,8 @@ class VirtualRanks:
         found = {}
         for name, tensor in sorted(zip(names, tensors, strict=True), key=lambda pair: pair[0] != "v"):
             parts = list(tensor.split(list(segments), _TOKENS))
-            dealt = [place for place, size in enumerate(segments) if self.deals(size)]
-            if dealt and self.deals(tensor.shape[_HEADS]):
+            dealt = [place for place, size in enumerate(segments) if self.is_divisible(size)]
+            if dealt and self.is_divisible(tensor.shape[_HEADS]):
                 sent = self._sent(name, [parts[place] for place in dealt], layer_codecs)
                 for place, part in zip(dealt, sent, strict=True):
                     parts[place] = part
@@ -99,7 +99,9 @@ class VirtualRanks:
         shares = torch.cat([self._split(part, _TOKENS) for part in parts], 2 + _TOKENS)
         dealt = self._split(shares, 2 + _HEADS)  # (S, F, S, F, B, n, s, D): heads, then tokens
         rows = dealt.permute(*order, 4, 5, 6, 7)
-        sources, targets = zip(*((a, b) for a in range(self.places) for b in range(self.places) if a != b), strict=True)
+        sources, targets = zip(
+            *((a, b) for a in range(self.num_slow) for b in range(self.num_slow) if a != b), strict=True
+        )
         values = rows[sources, targets].flatten(0, 1).flatten(1, 2)
         sent = rows.clone()
         sent[sources, targets] = _coded(name, values, layer_codecs).view(len(sources), *rows.shape[2:])
@@ -115,7 +117,7 @@ class VirtualRanks:
 
     def _joined(self, split: torch.Tensor, dim: int) -> torch.Tensor:
         """The inverse of :meth:`_split`."""
-        by_axis, levels = self._axes.joined(split), len(self.topology.shape)
+        by_axis, levels = self._axes.join(split), len(self.topology.shape)
         return by_axis.movedim([*range(levels)], [*range(dim, dim + levels)]).flatten(dim, dim + levels)
 
 
@@ -123,7 +125,7 @@ class VirtualRing(VirtualRanks):
     """The ranks of a ring: each attends with Q of its own tokens to K and V as they come to it, which is as they are
     from ranks at its place on slow axes, and coded from all others."""
 
-    goes_round = True
+    is_ring = True
 
     def attend(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention
@@ -135,7 +137,7 @@ class VirtualRing(VirtualRanks):
         ]
         places = self._places_of(segments, query.device)[:, None]
         result = None
-        for place in range(self.places):
+        for place in range(self.num_slow):
             own = places == place
             key, value = (torch.where(own, *pair) for pair in zip(given, coded[::-1], strict=True))
             attended = attention(query, key, value)
@@ -145,9 +147,11 @@ class VirtualRing(VirtualRanks):
     def _places_of(self, segments: Sequence[int], device: torch.device) -> torch.Tensor:
         """For each token the place on slow axes of the rank that it is dealt to, the first one where all have it."""
         of_rank = torch.empty(self.topology.size, dtype=torch.long)
-        of_rank[torch.tensor(self._axes.ranks)] = torch.arange(self.places)[:, None]
+        of_rank[torch.tensor(self._axes.ranks_by_slow_index)] = torch.arange(self.num_slow)[:, None]
         found = [
-            of_rank.repeat_interleave(size // self.topology.size) if self.deals(size) else torch.zeros(size).long()
+            of_rank.repeat_interleave(size // self.topology.size)
+            if self.is_divisible(size)
+            else torch.zeros(size).long()
             for size in segments
         ]
         return torch.cat(found).to(device)
@@ -157,11 +161,11 @@ class VirtualRing(VirtualRanks):
     ) -> torch.Tensor:
         """What others see of a tensor (B, H, N, D): a block of each rank, of which the others all get the same."""
         size, parts = self.topology.size, list(tensor.split(list(segments), _TOKENS))
-        dealt = [number for number, part in enumerate(segments) if self.deals(part)]
+        dealt = [number for number, part in enumerate(segments) if self.is_divisible(part)]
         if not dealt:
             return tensor
         blocks = [parts[number].unflatten(_TOKENS, (size, -1)).permute(2, 0, 1, 3, 4) for number in dealt]
-        found = _coded(name, torch.cat(blocks, 3), layer_codecs, self.places - 1)
+        found = _coded(name, torch.cat(blocks, 3), layer_codecs, self.num_slow - 1)
         for number, part in zip(dealt, found.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[number] = part.permute(1, 2, 0, 3, 4).flatten(_TOKENS, _TOKENS + 1)
         return torch.cat(parts, _TOKENS)
@@ -170,17 +174,17 @@ class VirtualRing(VirtualRanks):
 def _coded(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int = 1) -> torch.Tensor:
     """What arrives of values (L, G, H, T, D) that go through the codec, each link to so many."""
     codec = codec_for(layer_codecs, name, ALL_HEADS, values.shape, values.dtype)
-    reference = layer_codecs.wire(name, ALL_HEADS).sent
+    reference = layer_codecs.link_state(name, ALL_HEADS).sent
     active = active_for(layer_codecs, name, ALL_HEADS, values, codec)
     sizes = codecs.section_bytes(codec, name, values.shape, values.dtype)
     payload = values.new_empty(len(values), sizes[1], dtype=torch.uint8)
     loss = codecs.encode(values, reference, codec, active, payload)
-    layer_codecs.account.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
-    layer_codecs.account.exact_bytes += copies * values.nbytes
+    layer_codecs.stats.sent_bytes += copies * len(values) * sum(map(codecs.aligned, sizes))
+    layer_codecs.stats.exact_bytes += copies * values.nbytes
     if loss:
-        layer_codecs.account.losses.append(loss)
+        layer_codecs.stats.losses.append(loss)
     if loss and not is_finite(loss):
-        layer_codecs.account.repeated += 1
+        layer_codecs.stats.repeated += 1
         codecs.encode(values, reference, EXACT, None, torch.empty_like(values).flatten(1).view(torch.uint8))
         return values
     return values if codec.is_exact else reference.expected()

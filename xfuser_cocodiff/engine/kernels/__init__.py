@@ -1,6 +1,6 @@
 """Kernels of the codecs over rows of values: scores, encoding, decoding.
 Input: tensors of any strides, what both ends hold of them, and how they are to be encoded.
-Public: `scores`, `encode`, `decode`; `use` and `resolved`, which choose between the sets of kernels.
+Public: `scores`, `encode`, `decode`; `use` and `resolve`, which choose between the sets of kernels.
 
 `reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and `compiled` is Numba, for
 CPUs: both read and write each tensor once. What one end of a link encodes, the other decodes to the same bits, whatever
@@ -22,7 +22,7 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import Active, Encoded, Known
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Encoded, Prediction
 from xfuser_cocodiff.engine.topology import devices as devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
@@ -37,7 +37,7 @@ def use(choice: str) -> None:
     _wanted[0] = choice
 
 
-def resolved(choice: str, device_type: str) -> str:
+def resolve(choice: str, device_type: str) -> str:
     """Which set a choice means on a device.
 
     Raises:
@@ -90,23 +90,23 @@ def _can_build() -> bool:
 
 def prepare(choice: str, device_type: str) -> None:
     """Have what takes a while for the first values done before there are any."""
-    if resolved(choice, device_type) == NUMBA:
+    if resolve(choice, device_type) == NUMBA:
         from xfuser_cocodiff.engine.kernels import numba_kernels
 
         numba_kernels.prepare()
 
 
-def used(device: torch.device) -> str:
+def backend_for(device: torch.device) -> str:
     """The set that is used there."""
     wanted = _wanted[0]
-    return resolved(AUTO, device.type) if wanted == AUTO else wanted
+    return resolve(AUTO, device.type) if wanted == AUTO else wanted
 
 
 _MODULES = {TRITON: "triton_kernels", NUMBA: "numba_kernels", TORCH: "torch_kernels"}
 
 
 def _kernels(device: torch.device) -> ModuleType:
-    return _module(_MODULES[used(device)])
+    return _module(_MODULES[backend_for(device)])
 
 
 @functools.cache  # asked for every tensor of an exchange
@@ -114,7 +114,7 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def scores(values: torch.Tensor, known: Known, here: range | None = None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Prediction, here: range | None = None) -> torch.Tensor:
     """How far each token is from what is expected of it: sum of squares over heads and dims, float32 (L, G, T).
 
     Args:
@@ -127,9 +127,9 @@ def scores(values: torch.Tensor, known: Known, here: range | None = None) -> tor
 
 def encode(
     values: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor,
     here: range | None = None,
     tells: bool = False,
@@ -151,9 +151,9 @@ def encode(
 
 def decode(
     payload: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     target: torch.Tensor,
     here: range | None = None,
     tells: bool = False,

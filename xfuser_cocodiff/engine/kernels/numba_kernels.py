@@ -16,7 +16,7 @@ import torch
 
 from xfuser_cocodiff.engine.kernels import numba_loops, quantize, torch_kernels
 from xfuser_cocodiff.engine.kernels.numba_loops import Form
-from xfuser_cocodiff.engine.kernels.rows import TOLD, Active, Encoded, Known, others, sampled
+from xfuser_cocodiff.engine.kernels.rows import TOLD, ActiveTokens, Encoded, Prediction, others, sampled
 from xfuser_cocodiff.engine.topology.devices import CPU
 
 _KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
@@ -30,14 +30,14 @@ def prepare() -> None:
     """Have all of them compiled, or loaded, which takes a while in the first call."""
     for dtype in _KINDS:
         values = torch.zeros(1, 1, 1, 1, 64, dtype=dtype)
-        known = Known(values, values, torch.zeros(1, dtype=torch.uint8))
+        known = Prediction(values, values, torch.zeros(1, dtype=torch.uint8))
         payload = torch.zeros(1, quantize.row_bytes(2, 64) + 1, dtype=torch.uint8)
         scores(values, known, None)
         encode(values, known, 2, None, payload, None)
         decode(payload, known, 2, None, torch.empty_like(values), None)
 
 
-def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
     """See the package."""
     if values.dtype not in _KINDS:
         return torch_kernels.scores(values, known, here)
@@ -55,9 +55,9 @@ def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tens
 
 def encode(
     values: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -87,9 +87,9 @@ def encode(
 
 def decode(
     payload: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     target: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -108,7 +108,7 @@ def decode(
     return now
 
 
-def _check(values: torch.Tensor, known: Known, here: range | None) -> None:
+def _check(values: torch.Tensor, known: Prediction, here: range | None) -> None:
     """Check that what is known is of these values: the kernels only see addresses."""
     shape = others(values.shape[0], here), *values.shape[1:]
     for held in (known.held, *([] if known.before is None else [known.before])):
@@ -120,7 +120,7 @@ def _form(
     values: torch.Tensor,
     here: range | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor | None = None,
     tells: bool = False,
 ) -> Form:

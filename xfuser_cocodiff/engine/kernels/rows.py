@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Active:
+class ActiveTokens:
     """The tokens of each group that are sent, of each as many; either set of kernels has them as it needs them.
 
     Args:
@@ -34,7 +34,7 @@ class Active:
         return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
 
 
-class Known(NamedTuple):
+class Prediction(NamedTuple):
     """What both ends of links know before values are sent."""
 
     held: torch.Tensor

@@ -5,12 +5,22 @@ import math
 import torch
 
 from xfuser_cocodiff.engine.kernels.quantize import dequantize, quantize, row_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD, Active, Encoded, Known, away, put_away, sampled, typed
+from xfuser_cocodiff.engine.kernels.rows import (
+    SHARES,
+    TOLD,
+    ActiveTokens,
+    Encoded,
+    Prediction,
+    away,
+    put_away,
+    sampled,
+    typed,
+)
 
 _TOKENS = 3
 
 
-def expected(known: Known) -> torch.Tensor:
+def expected(known: Prediction) -> torch.Tensor:
     """What both ends expect of the values."""
     if known.before is None or known.shares is None:
         return known.held
@@ -18,16 +28,16 @@ def expected(known: Known) -> torch.Tensor:
     return (known.held - known.before).mul_(shares).add_(known.held)
 
 
-def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
     """See the package."""
     return (away(values, here) - expected(known)).float().square_().sum((2, 4))
 
 
 def encode(
     values: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -57,9 +67,9 @@ def encode(
 
 def decode(
     payload: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     target: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -84,7 +94,7 @@ def decode(
     return now
 
 
-def _again(values: torch.Tensor, known: Known) -> torch.Tensor | None:
+def _again(values: torch.Tensor, known: Prediction) -> torch.Tensor | None:
     """The share of a change that has come again, by least squares over some of the tokens."""
     if known.before is None:
         return None
@@ -105,7 +115,7 @@ def _values_in(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return typed(payload, like.dtype).view(len(payload), *like.shape[1:])
 
 
-def _in_rows(values: torch.Tensor, bits: float, active: Active | None) -> torch.Tensor:
+def _in_rows(values: torch.Tensor, bits: float, active: ActiveTokens | None) -> torch.Tensor:
     """Values (L, G, H, T, D) by what shares a scale, (L, G, H, rows, values of a row)."""
     *outer, tokens, dim = values.shape
     together = tokens_per_row(bits, dim, tokens, active is None)
@@ -113,7 +123,7 @@ def _in_rows(values: torch.Tensor, bits: float, active: Active | None) -> torch.
 
 
 def _encoded_in(
-    payload: torch.Tensor, like: torch.Tensor, bits: float, active: Active | None
+    payload: torch.Tensor, like: torch.Tensor, bits: float, active: ActiveTokens | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels (P, G, H, rows, bytes of a row) and scales (P, G, H, rows, 1) in bytes (P, n), in their place, for values
     (L, G, H, T, D)."""
@@ -133,14 +143,14 @@ def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
     return difference.view(base.shape).add_(base).to(base.dtype)
 
 
-def _part(values: torch.Tensor, active: Active | None) -> torch.Tensor:
+def _part(values: torch.Tensor, active: ActiveTokens | None) -> torch.Tensor:
     if active is None:
         return values
     part = values.flatten(0, _TOKENS).index_select(0, _rows(active, values))
     return part.view(*values.shape[:_TOKENS], active.count, values.shape[-1])
 
 
-def _with(values: torch.Tensor, part: torch.Tensor, active: Active | None, is_own: bool) -> torch.Tensor:
+def _with(values: torch.Tensor, part: torch.Tensor, active: ActiveTokens | None, is_own: bool) -> torch.Tensor:
     """Values with a part of them replaced; in their place where nobody else has them."""
     if active is None:
         return part
@@ -149,7 +159,7 @@ def _with(values: torch.Tensor, part: torch.Tensor, active: Active | None, is_ow
     return copy(0, index, part.flatten(0, _TOKENS)).view(values.shape)
 
 
-def _rows(active: Active, values: torch.Tensor) -> torch.Tensor:
+def _rows(active: ActiveTokens, values: torch.Tensor) -> torch.Tensor:
     """Where active tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
     links, groups, heads, tokens, _ = values.shape
     starts = torch.arange(0, links * groups * heads * tokens, tokens, device=values.device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from xfuser_cocodiff.engine.kernels import quantize, rows
-from xfuser_cocodiff.engine.kernels.rows import Active, Encoded, Known, away, put_away, sampled, typed
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Encoded, Prediction, away, put_away, sampled, typed
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantize.PER_OCTAVE)), tl.constexpr(float(quantize.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantize.NOT_FINITE))
@@ -278,7 +278,7 @@ def _decode_kernel(
     tl.store(target + start + inner[None, :], made, mask=inside)
 
 
-def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tensor:
+def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
     """See the package."""
     values, held = _rows_of(values), known.held
     links, groups, heads, tokens, dim = held.shape
@@ -295,9 +295,9 @@ def scores(values: torch.Tensor, known: Known, here: range | None) -> torch.Tens
 
 def encode(
     values: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     payload: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -330,9 +330,9 @@ def encode(
 
 def decode(
     payload: torch.Tensor,
-    known: Known | None,
+    known: Prediction | None,
     bits: float | None,
-    active: Active | None,
+    active: ActiveTokens | None,
     target: torch.Tensor,
     here: range | None,
     tells: bool = False,
@@ -389,7 +389,12 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(
-        cls, shape: torch.Size, bits: float | None, active: Active | None, payload: torch.Tensor, dtype: torch.dtype
+        cls,
+        shape: torch.Size,
+        bits: float | None,
+        active: ActiveTokens | None,
+        payload: torch.Tensor,
+        dtype: torch.dtype,
     ) -> "_Form":
         """For a codec, and a payload of bytes."""
         links, groups, heads, tokens, dim = shape

@@ -239,18 +239,18 @@ def _profile(text: str, topology: Topology, ranks: SequenceRanks) -> Profile:
 
 
 def _schedule(text: str, mode: str, model: str | None) -> str:
-    usual = modes.usual(mode, None)
-    if usual is None:
+    preset = modes.preset(mode, None)
+    if preset is None:
         raise ValueError(
             f"{text!r} has no effect in the mode {EXACT}; valid are --cocodiff_mode {', '.join(MODES[1:])}"
         )
-    schedule = CodecSchedule.parse(text, usual)
-    if schedule.allotment is None:
+    schedule = CodecSchedule.parse(text, preset)
+    if schedule.allocation is None:
         return text
     if model:
-        schedule.allotment.check_model(model)
+        schedule.allocation.check_model(model)
     file, comma, changes = text.partition(",")
-    return f"{bit_allocation.signed(file)}{comma}{changes}"
+    return f"{bit_allocation.with_checksum(file)}{comma}{changes}"
 
 
 def _virtual(text: str, degree: int) -> tuple[Topology, bool]:
@@ -354,7 +354,7 @@ def _gib(text: str) -> int:
 def _kernels(text: str, device_type: str) -> str:
     if text not in kernels.CHOICES:
         raise ValueError(f"{text!r} is not valid; valid are {', '.join(kernels.CHOICES)}")
-    kernels.resolved(text, device_type)  # raises if they are not available
+    kernels.resolve(text, device_type)  # raises if they are not available
     return text
 
 

@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import SHARES, Active, Known
+from xfuser_cocodiff.engine.kernels.rows import SHARES, ActiveTokens, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -88,7 +88,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     first = cases[0][0]
     calls = _in_turns(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats)
-    record = {**host.header(), "device": _name(device), "kernels": kernels.used(device), "degree": degree}
+    record = {**host.header(), "device": _name(device), "kernels": kernels.backend_for(device), "degree": degree}
     on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
     return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
 
@@ -133,11 +133,13 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
     values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
     shares = torch.full((len(held),), SHARES // 2, dtype=torch.uint8, device=device)
-    known = Known(held, held + 0.1 * torch.randn_like(held), shares)
+    known = Prediction(held, held + 0.1 * torch.randn_like(held), shares)
     target, here = torch.empty_like(values), range(1)
     count = int(SHARE * tokens)
     mask = torch.zeros(*held.shape[:2], tokens, dtype=torch.uint8, device=device)
-    active = Active(mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count)
+    active = ActiveTokens(
+        mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count
+    )
     sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
     payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
     full, encoded = held.nbytes, (PLACES - 1) * sizes[0]
@@ -209,16 +211,16 @@ def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.devic
     torch.manual_seed(SEED)
     comm_stream, near = CommStream(device), {"gpu": degree // PLACES} if degree > PLACES else {}
     mesh, fast = _still(comm_stream, node=PLACES, **near), _still(comm_stream, **near) if near else None
-    way = AxisPartition((0,), mesh.topology.shape, 0, _still(comm_stream, node=PLACES), fast)
+    partition = AxisPartition((0,), mesh.topology.shape, 0, _still(comm_stream, node=PLACES), fast)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
-    wires: dict = {}
-    usual = modes.usual(mode, STEPS)
-    codecs = usual.codecs(STEPS - 1, STEPS) if usual else None
+    link_states: dict = {}
+    preset = modes.preset(mode, STEPS)
+    codecs = preset.codecs(STEPS - 1, STEPS) if preset else None
 
     def call() -> None:
-        layer_codecs = LayerCodecs(way, codecs, wires, CodecStats(), seed=0) if codecs else None
+        layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), seed=0) if codecs else None
         ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, layer_codecs=layer_codecs)
 
     call()  # which finds no references, and sends all

@@ -118,7 +118,7 @@ def _compare(
     equal = {mode: _settled(step, each, expected) for mode, each in variants.items()}
     runs = {mode: lambda each=each: each.run(step) for mode, each in variants.items()}
     # Keyframes are timed as the first step of a run, which drops all references.
-    first = {mode: lambda each=each: each.run(step, anew=True) for mode, each in variants.items() if each.runtime}
+    first = {mode: lambda each=each: each.run(step, keyframe=True) for mode, each in variants.items() if each.runtime}
     # A machine changes its pace: what computation takes is of the same minutes.
     times = time_interleaved({**runs, "alone": without_sending(step)}, repeats, _CPU)
     alone = median(times.pop("alone"))

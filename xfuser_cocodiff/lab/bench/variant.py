@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
-from xfuser_cocodiff.engine.compression.runtime import Runtime, StepReport
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, resolve
 from xfuser_cocodiff.engine.settings.options import OFF
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
@@ -41,17 +41,17 @@ class Variant:
     """Steps so far."""
 
     @property
-    def runtime(self) -> Runtime | None:
+    def runtime(self) -> CodecRuntime | None:
         """What codecs know of the run that its steps make."""
         return self.session.runtime
 
-    def run(self, step: Step, anew: bool = False) -> torch.Tensor:
-        """Run a step; if `anew`, the first one of a run."""
+    def run(self, step: Step, keyframe: bool = False) -> torch.Tensor:
+        """Run a step; if `keyframe`, the first one of a run."""
         bare_runtime.use_session(self.session)
         self.plans.clear()
         self.session.traffic.reset()
         if self.runtime:
-            self._begin() if anew else self._go_on()
+            self._begin() if keyframe else self._go_on()
         result = step(self.position)
         self.session.runs.end_step()
         self.a2a_seconds.append(sum(self.session.traffic.seconds.values()))
@@ -68,7 +68,7 @@ class Variant:
         if self.done == 0:
             self._begin()
             return
-        encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_refresh(step)] or [0]
+        encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_keyframe_step(step)] or [0]
         past = self.done - encoded[0]
         self.runtime.step = self.done if past < 0 else encoded[round(past * _GOLDEN * len(encoded)) % len(encoded)]
         self.done += 1
@@ -83,13 +83,13 @@ class Variant:
         """Of the steps of a run."""
         if self.runtime is None:
             return 0.0
-        return sum(map(self.runtime.schedule.is_refresh, range(_RUN_STEPS))) / _RUN_STEPS
+        return sum(map(self.runtime.schedule.is_keyframe_step, range(_RUN_STEPS))) / _RUN_STEPS
 
     @property
     def bytes_slow_fraction(self) -> float:
         """Of what a run would send on slow axes without codecs."""
         refreshed, encoded = (
-            _sent_share([one for one in self.runtime.reports if one.was_refresh == refreshed] if self.runtime else [])
+            _sent_share([one for one in self.runtime.reports if one.was_keyframe == refreshed] if self.runtime else [])
             for refreshed in (True, False)
         )
         return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded

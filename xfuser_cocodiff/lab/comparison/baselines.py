@@ -20,13 +20,13 @@ class Fp8(VirtualRanks):
     before. xDiT takes the scale from a run before, here it is of the tensor at hand; what stays on a rank goes the same
     way, as it does there. That attention then runs in FP8 too is left out."""
 
-    def send(
+    def transmit(
         self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
     ) -> list:
         """See :class:`VirtualRanks`."""
         for tensor in tensors:
-            layer_codecs.account.exact_bytes += tensor.nbytes
-            layer_codecs.account.sent_bytes += tensor.numel()
+            layer_codecs.stats.exact_bytes += tensor.nbytes
+            layer_codecs.stats.sent_bytes += tensor.numel()
         return [
             rotated(_cast(rotated(tensor))) if name in "qk" else _cast(tensor)
             for name, tensor in zip(names, tensors, strict=True)

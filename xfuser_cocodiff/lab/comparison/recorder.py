@@ -8,7 +8,7 @@ Each rank keeps in rank{r}.json, rewritten after every run:
            "coded_fraction": bytes sent on slow axes, of what they would be without codecs; null in exact mode,
            "coded_reason": why that is 0 or null, else null,
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
-                     "exact_bytes", "repeated", "was_refresh", "reference_bytes"}, ...] by step}
+                     "exact_bytes", "repeated", "was_keyframe", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
             "in_flight_seconds" of exchanges, summed over layers, "hidden_seconds" of these behind computation: null on
             an accelerator, where the host does not see when exchanges end}

@@ -15,7 +15,7 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, Prediction, predict, predictions
+from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, StepEstimate, predict, predictions
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 
 ALIASES = {"flux1": "flux.1-dev", "flux2": "flux.2-dev", "sd35": "sd3.5-large"}
@@ -146,7 +146,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
     stock = next(iter(predictions(case, STOCK)), None)
     known = stock and stock.step_seconds
 
-    def row(each: Prediction) -> dict[str, Any]:
+    def row(each: StepEstimate) -> dict[str, Any]:
         speedup = known / each.step_seconds if known and each.step_seconds else None
         return {**dataclasses.asdict(each), "speedup": speedup}
 
@@ -172,7 +172,7 @@ def record(mode: str | None = None, **options: Any) -> dict[str, Any]:
     }
 
 
-def flags(best: Prediction, whole: Topology) -> str:
+def flags(best: StepEstimate, whole: Topology) -> str:
     """Return what to add to a launch script."""
     ring = f" --cocodiff_ring {best.placement}" if best.ring > 1 else ""
     degrees = f"--ulysses_degree {best.ulysses} --ring_degree {best.ring}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.reference_memory import Need, Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.config import default_mode, parse_slow_axes
 from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
@@ -68,7 +68,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepEstimate:
     """A split in a mode; bytes and seconds are those of a step, a mean over a run, on one rank."""
 
     ulysses: int
@@ -113,13 +113,13 @@ def splits(case: Case, mode: str) -> list[UlyssesRingSplit]:
     return [split for split in found if split.fits(case.topology)]
 
 
-def predictions(case: Case, mode: str | None) -> list[Prediction]:
+def predictions(case: Case, mode: str | None) -> list[StepEstimate]:
     """Return all splits, the fastest first, in a mode: that of a run without --cocodiff_mode if None is given."""
     mode = mode or default_mode(case.topology)
     return sorted((predict(case, split, mode) for split in splits(case, mode)), key=lambda found: found.cost)
 
 
-def predict(case: Case, split: UlyssesRingSplit, mode: str) -> Prediction:
+def predict(case: Case, split: UlyssesRingSplit, mode: str) -> StepEstimate:
     """Predict a step of a split, by the plugin in a mode or by stock."""
     run, work, per_layer = _Run(case, split, mode), case.workload, case.layer_calls
     sent: dict[str, float] = {}
@@ -139,7 +139,7 @@ def predict(case: Case, split: UlyssesRingSplit, mode: str) -> Prediction:
             projection, work.mlp_projections, attention, seconds, split.ring, gathered.seconds, mode != STOCK
         )
     is_known = case.flops is not None
-    return Prediction(
+    return StepEstimate(
         ulysses=split.ulysses,
         ring=split.ring,
         placement=split.placement,
@@ -206,7 +206,7 @@ class _Run:
         self._heads = -(-case.workload.heads // split.ulysses)
         """Of a rank; some are of zeros where they do not divide."""
         self.group, self.ring = split.ulysses_topology(case.topology), split.ring_topology(case.topology)
-        self._schedule = None if self._is_stock else modes.usual(mode, case.steps)
+        self._schedule = None if self._is_stock else modes.preset(mode, case.steps)
         self._places, self._ring_places = (
             planner.num_ranks_along(topology, case.slow_axes) for topology in (self.group, self.ring)
         )
@@ -231,13 +231,13 @@ class _Run:
         return work.projection_flops(tokens) / case.flops, attention / case.flops
 
     @property
-    def need(self) -> Need:
+    def need(self) -> ReferenceBytes:
         """What references of a layer take."""
         if self._schedule is None:
-            return Need(0, 0)
+            return ReferenceBytes(0, 0)
         held = {name: self._held(name) // BYTES_PER_VALUE for name in "qkvo"}
-        share = Share(sum(held.values()), held["v"], self._case.workload.head_dim, BYTES_PER_VALUE)
-        return Need.of(share, self._schedule, self._places, self._ring_places)
+        share = LayerSizes(sum(held.values()), held["v"], self._case.workload.head_dim, BYTES_PER_VALUE)
+        return ReferenceBytes.of(share, self._schedule, self._places, self._ring_places)
 
     def payloads(self) -> list[_Payloads]:
         """What each step of the run sends."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xfuser_cocodiff.engine.compression.bit_allocation import NOTHING, Bits
+from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, Bits
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 EXACT_BITS = 16
@@ -54,9 +54,9 @@ class Rates:
         """When all is coded in so many bits: between those that were measured a straight line in decibels."""
         if bits is None:
             return 0.0
-        if bits == NOTHING:
-            return _CATCHING_UP * self.errors[NOTHING]
-        known = sorted(self.errors.keys() - {NOTHING})
+        if bits == NOT_SENT:
+            return _CATCHING_UP * self.errors[NOT_SENT]
+        known = sorted(self.errors.keys() - {NOT_SENT})
         if bits > known[-1]:
             return self.errors[known[-1]] * 10 ** (-(bits - known[-1]) * _DECIBELS_PER_BIT / 10)
         low, high = next(pair for pair in itertools.pairwise(known) if bits <= pair[1])
@@ -84,7 +84,7 @@ class Rates:
 
     def size(self, bits: Bits) -> float:
         """Bits that a value takes."""
-        if bits is None or bits == NOTHING:
+        if bits is None or bits == NOT_SENT:
             return EXACT_BITS if bits is None else 0.0
         return bits_of(bits) + self.overhead
 
@@ -97,7 +97,7 @@ class Rates:
             within: the share of the exact bytes after the first step.
             at_most: the error.
         """
-        allotted: dict[Part, Bits] = dict.fromkeys(self.values, NOTHING)
+        allotted: dict[Part, Bits] = dict.fromkeys(self.values, NOT_SENT)
         room = math.inf if within is None else within - self.fraction(allotted)
         error = self.error(allotted)
         best = [step for part in allotted if (step := self._best_step(part, allotted[part], room))]

@@ -10,7 +10,7 @@ from statistics import stdev
 from typing import Any
 
 from xfuser_cocodiff.engine.compression import modes
-from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOTHING, BitAllocation, Bits
+from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation, Bits
 from xfuser_cocodiff.engine.compression.modes import FEW_STEPS
 from xfuser_cocodiff.lab.tuning.rates import EXACT_BITS, Part, Rates, bits_of
 from xfuser_cocodiff.lab.tuning.trials import Trial, Trials
@@ -150,7 +150,7 @@ class Tuner:
     def _rates(self) -> tuple[Rates, list[Trial]]:
         """What errors do in each part of a run; and the runs in which all was coded in as many bits."""
         whole = {bits: self._uniform(bits) for bits in sorted({1, 2, 4, self._probed})}
-        nothing = self._alone("nothing but the first step", bits=NOTHING, first=FIRST_BITS)
+        nothing = self._alone("nothing but the first step", bits=NOT_SENT, first=FIRST_BITS)
         letters = [self._alone(f"only {letter.upper()}", letters=letter) for letter in LETTERS]
         phases = [self._alone(f"only phase {phase + 1}", phase=phase) for phase in range(len(self._starts))]
         count = len(self._groups)
@@ -170,7 +170,7 @@ class Tuner:
         probed = whole[self._probed]
         rates = Rates(
             self._probed,
-            {NOTHING: nothing.error, **{bits: trial.error for bits, trial in whole.items()}},
+            {NOT_SENT: nothing.error, **{bits: trial.error for bits, trial in whole.items()}},
             [trial.error for trial in groups],
             {letter: trial.error for letter, trial in zip(LETTERS, letters, strict=True)},
             [trial.error for trial in phases],

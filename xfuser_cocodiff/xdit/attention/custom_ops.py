@@ -17,7 +17,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.ulysses import Attend, AttentionAllToAlls, output_like
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
-from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
@@ -72,7 +72,7 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     exchanges = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
     session.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
     if schedule.v_first:
-        exchanges.layer_codecs = session.layer_codecs(layer, kind.share)
+        exchanges.layer_codecs = session.layer_codecs(layer, kind.sizes)
         exchanges.start_value(value)
     return _a_ticket()
 
@@ -80,12 +80,12 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
 def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Q and K are there too."""
     session = active()
-    call, share = session.traced_call, Share.of(query, key, value)
+    call, sizes = session.traced_call, LayerSizes.of(query, key, value)
     if call.kind:
-        call.kind.share = share
+        call.kind.sizes = sizes
         if call.kind.candidates is None:
             choose_schedules(call.kind, session, query, key, value)
-    call.exchanges.layer_codecs = session.layer_codecs(call.layer, share)
+    call.exchanges.layer_codecs = session.layer_codecs(call.layer, sizes)
     call.exchanges.start_inputs(query, key, value)
     return _a_ticket()
 

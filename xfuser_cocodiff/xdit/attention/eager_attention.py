@@ -10,7 +10,7 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.schedule_choice import HeadGroupCheck, choose_schedules, usable_head_groups
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -55,13 +55,13 @@ def scheduled_attention(
     """
     mesh, layer = session.mesh, session.layers.current
     kind = layer.call.kind if layer else None
-    share = Share.of(query, key, value)
+    sizes = LayerSizes.of(query, key, value)
     if kind:
-        kind.share = share
+        kind.sizes = sizes
     running = layer or session.layers.running()
-    layer_codecs = session.layer_codecs(running, share)
+    layer_codecs = session.layer_codecs(running, sizes)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
-    attend = attend_by(session.ring_codecs(running, share) if session.ring else None, name)
+    attend = attend_by(session.ring_codecs(running, sizes) if session.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if kind and kind.candidates is None and (kind.ready or kind.refusal):

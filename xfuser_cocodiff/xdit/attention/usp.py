@@ -13,7 +13,7 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
 from xfuser_cocodiff.xdit.attention.eager_attention import scheduled_attention, started_value
 from xfuser_cocodiff.xdit.attention.segments import segments
@@ -108,8 +108,8 @@ def _virtually(
     elif layer and not given.joint_strategy:
         layer.meet()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        share = Share.of(query, key, value, part=virtual.share_of(query.shape, parts))
-        layer_codecs = session.layer_codecs(layer, share)
+        sizes = LayerSizes.of(query, key, value, fraction=virtual.shard_fraction(query.shape, parts))
+        layer_codecs = session.layer_codecs(layer, sizes)
     if layer_codecs is None:
         return original(query, key, value, **vars(given))
     attention = functools.partial(original, **vars(given))

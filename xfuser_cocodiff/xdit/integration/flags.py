@@ -209,7 +209,7 @@ def _as_json(config: CocoDiffConfig | None, device_type: str) -> dict:
         **vars(config.overlap),
         "slow_axes": ",".join(config.slow_axes),
         "virtual": config.virtual and f"{'ring:' * config.virtual_ring}{config.virtual}",
-        "kernels": kernels.resolved(config.kernels, device_type),  # may differ between nodes
+        "kernels": kernels.resolve(config.kernels, device_type),  # may differ between nodes
         "any_kernels": config.kernels == kernels.AUTO,
         "usp": usp_versions.digest(),
     }

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import ScheduleCandidates
-from xfuser_cocodiff.engine.compression.reference_memory import Share
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, source_of
 
 ELSEWHERE = "it does not go through USP"
@@ -39,7 +39,7 @@ class LayerSignature:
     """The layers of which they have found the same."""
     refusal: str | None = None
     """Why V does not go first."""
-    share: Share | None = None
+    sizes: LayerSizes | None = None
     """What this rank had of its last call, if codecs may approximate that."""
     unequal: tuple[int, ...] = ()
     """Numbers of head groups in which attention would have other bits."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.step_key import StepKey, UnclearError, prompts_of
@@ -61,7 +61,7 @@ class Runs:
 
     def __init__(
         self,
-        runtime: Callable[[], Runtime | None],
+        runtime: Callable[[], CodecRuntime | None],
         new_step: Callable[[], None],
         agreed: Callable[[object], bool] = lambda value: True,
         begins: Callable[[int | None], None] = lambda total: None,
@@ -122,7 +122,7 @@ class Runs:
             runtime.end_step()
             # Whoever moves the runtime to other steps decides when it is at the last one.
             over = over if run.lost else not runtime.is_running
-        if runtime and run.steps == 2 and not runtime.has_acted:
+        if runtime and run.steps == 2 and not runtime.has_coded_layers:
             self._warn(runtime)
         if run is self.newest:
             self._ends_step()
@@ -162,7 +162,7 @@ class Runs:
             root.run = None
         if root.run is None and self._declared:  # which has been said
             return
-        self._idle = 0 if root.run and runtime.has_acted else self._idle + 1
+        self._idle = 0 if root.run and runtime.has_coded_layers else self._idle + 1
         if self._idle > _IDLE_CALLS:
             self._warn(runtime)
 
@@ -170,7 +170,7 @@ class Runs:
     def reason(self) -> str:
         """Why nothing was encoded, where nothing was."""
         runtime = self._runtime()
-        return (runtime and runtime.refusal) or self._why
+        return (runtime and runtime.inactive_reason) or self._why
 
     def _code(self, run: Run) -> None:
         """Have the runtime know this run, from where it stands."""
@@ -253,7 +253,7 @@ class Runs:
         self._why, self._shown = f"{why}; {DECLARE}", None
         self._stop()
 
-    def _warn(self, runtime: Runtime) -> None:
+    def _warn(self, runtime: CodecRuntime) -> None:
         warn_once(f"compression inactive (mode {runtime.mode!r}): {self.reason}")
 
 

@@ -20,8 +20,8 @@ from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
-from xfuser_cocodiff.engine.compression.reference_memory import Share
-from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
@@ -47,7 +47,7 @@ class Session:
     """None where stock xDiT's exchanges run, and where one rank stands for many."""
     comm_setup: CommSetup | None = None
     """What the mesh goes by."""
-    runtime: Runtime | None = None
+    runtime: CodecRuntime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
     exact_because: str | None = None
     """Why nothing is to be approximated although a mode that does was asked for."""
@@ -213,11 +213,11 @@ class Session:
                 call.layer.call = None
             call.exchanges.drain()
 
-    def layer_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
+    def layer_codecs(self, layer: Place | None, sizes: LayerSizes) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
 
         def found() -> LayerCodecs | None:
-            return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
+            return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
 
         if not self._codes(layer):
             return None
@@ -227,11 +227,11 @@ class Session:
             layer.call.layer_codecs = found()
         return layer.call.layer_codecs
 
-    def ring_codecs(self, layer: Place | None, share: Share) -> LayerCodecs | None:
+    def ring_codecs(self, layer: Place | None, sizes: LayerSizes) -> LayerCodecs | None:
         """The same of a layer's ring."""
         if not self._codes(layer):
             return None
-        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, share, id(layer.root))
+        return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
 
     def _codes(self, layer: Place | None) -> bool:
         """Whether a layer is to be encoded in this call."""
@@ -250,7 +250,7 @@ class Session:
         head_group = HeadGroup(0, layer.call.schedule.groups)
         value = pad_heads(value, self.mesh.topology.size)
         return start_seq_to_heads(
-            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.share)
+            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.sizes)
         )
 
 

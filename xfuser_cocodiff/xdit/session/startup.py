@@ -14,7 +14,7 @@ from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup, set_up_com
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.runtime import Runtime
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
@@ -209,9 +209,9 @@ def _ring_topology(config: CocoDiffConfig, degree: int) -> Topology:
     return config.ring_topology or Topology.flat(degree)
 
 
-def _runtime_over(session: Session) -> Runtime | None:
+def _runtime_over(session: Session) -> CodecRuntime | None:
     """What codecs are to know of runs; None where nothing is to be approximated."""
-    config, way, ring_way = (
+    config, partition, ring_partition = (
         session.config,
         session.comm_setup.partition,
         session.ring.partition if session.ring else None,
@@ -221,20 +221,20 @@ def _runtime_over(session: Session) -> Runtime | None:
         plan = config.plan or AUTO
         info_once(f"on: topology {config.topology}{around}, plan {plan}; lossless: bit-identical to stock")
         return None
-    if way is None and ring_way is None:
+    if partition is None and ring_partition is None:
         session.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
         warn_once(session.exact_because)
         return None
-    where = [_slow(way, config.topology)] if way else []
-    where += [f"{_slow(ring_way, session.ring.mesh.topology)} of the ring"] if ring_way else []
+    where = [_slow(partition, config.topology)] if partition else []
+    where += [f"{_slow(ring_partition, session.ring.mesh.topology)} of the ring"] if ring_partition else []
     _tell(config, f"{' and '.join(where)} (topology {config.topology}{around})")
-    return _runtime(config, way, functools.partial(session.reduced, operation="max"), None, ring_way)
+    return _runtime(config, partition, functools.partial(session.reduced, operation="max"), None, ring_partition)
 
 
-def _slow(way: AxisPartition, topology: Topology) -> str:
+def _slow(partition: AxisPartition, topology: Topology) -> str:
     """Its slow axes."""
     moving = [axis.name for axis in topology.axes if axis.size > 1]
-    return ", ".join(moving[dim] for dim in way.slow_dims)
+    return ", ".join(moving[dim] for dim in partition.slow_indices)
 
 
 def _lead_through_usp(pipeline: Any) -> None:
@@ -250,13 +250,13 @@ def _lead_through_usp(pipeline: Any) -> None:
                 module.processor.use_long_ctx_attn_kvcache = True  # K and V are not to go to PipeFusion's cache
 
 
-def _virtual_runtime(config: CocoDiffConfig) -> Runtime | None:
+def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
     if config.mode == EXACT:
         warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None
     slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
-    if virtual.places == 1:
+    if virtual.num_slow == 1:
         warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
         return None
     kind = "a virtual ring" if config.virtual_ring else "virtual ranks"
@@ -273,14 +273,14 @@ def _tell(config: CocoDiffConfig, where: str) -> None:
 
 def _runtime(
     config: CocoDiffConfig,
-    way: AxisPartition | None,
+    partition: AxisPartition | None,
     agreed: Callable[[list[float]], list[float]],
     virtual: VirtualRanks | None,
-    ring_way: AxisPartition | None = None,
-) -> Runtime:
+    ring_partition: AxisPartition | None = None,
+) -> CodecRuntime:
     kernels.prepare(config.kernels, compute_device().type)
-    return Runtime(
-        way,
+    return CodecRuntime(
+        partition,
         config.mode,
         config.schedule,
         config.max_error,
@@ -289,5 +289,5 @@ def _runtime(
         budget=config.memory_budget,
         say=info_once,
         warn=warn_always,
-        ring_way=ring_way,
+        ring_partition=ring_partition,
     )
