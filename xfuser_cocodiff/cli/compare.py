@@ -1,48 +1,54 @@
-"""`cocodiff compare`: a command with stock xDiT and with the plugin, and a report."""
+"""`cocodiff compare`: runs a command with stock xDiT and with the plugin, and writes a report."""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.answer import fail
+from xfuser_cocodiff.cli.output import fail
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
 
 INTERRUPTED_STATUS = 130
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
+    """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "compare",
-        help="run a command with stock xDiT and with the plugin, and report",
-        description="Runs a command with stock xDiT and with the plugin, same seed, and writes a report.",
+        help="compare the plugin with stock xDiT: step time, communication, quality",
+        description="Runs a command with stock xDiT (the baseline) and with the plugin, with the same seed, and writes "
+        "a report with speedup, communication and quality.",
         usage="%(prog)s [--out DIR] [--repeats N] [--modes MODES] [--launcher COMMAND | --emulate PRESET "
         "[--topology T] [--scale S]] [--stock DIR] [--trace] [--json FILE] "
         "-- <xdit arguments | script and arguments>",
-        epilog="Exit status: 1 when nothing was approximated and the result is not stock's bit for bit, 2 when nothing "
-        "was compared.",
+        epilog="Exit status: 0 on success; 1 if a result without lossy compression is not bit-identical to stock's; "
+        "2 if the comparison failed.",
     )
     parser.add_argument("--out", type=Path, default=Path("cocodiff-report"), help="folder of the report (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs to measure on each side (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each variant (%(default)s)")
     parser.add_argument(
-        "--modes", help="of the plugin, as exact,balanced,fast: a side each (default: the mode that the arguments name)"
+        "--modes",
+        help="modes of the plugin to compare, such as exact,balanced,fast (default: the mode that the arguments or the "
+        "environment select)",
     )
     parser.add_argument(
         "--launcher",
         metavar="COMMAND",
-        help="what starts the ranks in place of torchrun, such as 'mpiexec -n {ranks} --ppn 12 rank.sh'; it gives each "
-        "one RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all of them see the folder of the report",
+        help="command that starts the ranks instead of torchrun, such as 'mpiexec -n {ranks} --ppn 12 rank.sh'; it "
+        "must set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and all ranks need access to the --out "
+        "folder",
     )
     _add_emulation(parser)
     parser.add_argument(
         "--stock",
         type=Path,
         metavar="DIR",
-        help="take stock's side from an earlier comparison there, which need not have come to its end",
+        help="reuse the baseline of an earlier comparison (its --out folder) if its runs of stock are complete",
     )
-    parser.add_argument("--trace", action="store_true", help="run each side once more, for a trace of its last steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.add_argument(
+        "--trace", action="store_true", help="run each variant once more and trace its last steps with torch.profiler"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -50,80 +56,82 @@ def _add_emulation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--emulate",
         metavar="PRESET",
-        help=f"run the ranks on a cluster that this machine emulates, with the links of {', '.join(PRESETS)}: each in "
-        "a network namespace of its own, on the CPU",
+        help=f"run the ranks on an emulated cluster with the links of {', '.join(PRESETS)}: on the CPU, each rank in a "
+        "network namespace of its own",
     )
     parser.add_argument(
         "--topology",
-        help="of all emulated ranks, such as node=2,gpu=2 (default: that of --cocodiff_topology, else the preset's, "
+        help="topology of all emulated ranks, such as node=2,gpu=2 (default: --cocodiff_topology, else the preset's, "
         "else two nodes)",
     )
-    parser.add_argument("--scale", help="multiplies the rates of the preset, 1/10000 of the real ones (default: 1)")
+    parser.add_argument(
+        "--scale", help="factor for the bandwidths of the preset, which are 1/10000 of the real ones (default: 1)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     from rich.console import Console
 
     from xfuser_cocodiff.lab.comparison import compare, launch, record, report
     from xfuser_cocodiff.lab.reporting import formatting
 
-    if options.json:  # before anything runs for minutes
+    if options.json:  # so that a folder that cannot be created is an error before minutes of runs
         options.json.parent.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     if missing := report.missing_libraries():
         return fail(f"the report needs {', '.join(missing)}: {formatting.INSTALL_REPORT_EXTRA}")
     try:
-        found = compare.compare(options.xdit_arguments, options.out, console, _how(options))
+        comparison = compare.compare(options.xdit_arguments, options.out, console, _compare_options(options))
     except (compare.UsageError, launch.LaunchError, record.RecordError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
         print("cocodiff: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
-    found["command"] = options.command
-    page = report.write(found, options.out)
+    comparison["command"] = options.command
+    page = report.write(comparison, options.out)
     if options.json:
         options.json.write_text((options.out / "report.json").read_text())
-    _tell(found, options.out, console)
+    _print_result(comparison, options.out, console)
     console.print(f"\nReport: {page}")
-    return 0 if report.passed(found) else 1
+    return 0 if report.passed(comparison) else 1
 
 
-def _how(options: argparse.Namespace) -> Any:
-    """What the options say.
+def _compare_options(options: argparse.Namespace) -> Any:
+    """Convert the options of the command line.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: an option needs another one that is missing.
     """
-    from xfuser_cocodiff.lab.comparison.compare import How, UsageError
-    from xfuser_cocodiff.lab.comparison.emulate import Wish
+    from xfuser_cocodiff.lab.comparison.compare import CompareOptions, UsageError
+    from xfuser_cocodiff.lab.comparison.emulate import EmulationOptions
 
     given = {name: value for name in ("topology", "scale") if (value := getattr(options, name)) is not None}
     if given and options.emulate is None:
         name, value = next(iter(given.items()))
-        raise UsageError(f"--{name} {value} is of an emulated cluster: give --emulate as well")
-    return How(
+        raise UsageError(f"--{name} {value} needs --emulate: it configures the emulated cluster")
+    return CompareOptions(
         repeats=options.repeats,
         modes=tuple(options.modes.split(",")) if options.modes else (),
         traced=options.trace,
         launcher=options.launcher,
-        emulated=Wish(options.emulate, **given) if options.emulate else None,
-        earlier=options.stock,
+        emulation=EmulationOptions(options.emulate, **given) if options.emulate else None,
+        baseline=options.stock,
     )
 
 
-def _tell(found: dict[str, Any], out: Path, console: Any) -> None:
-    """Say what came of a comparison; its table comes last."""
-    from xfuser_cocodiff.lab.comparison import overview, report
+def _print_result(comparison: dict[str, Any], out: Path, console: Any) -> None:
+    """Print verdicts and notes of a comparison, and its table last."""
+    from xfuser_cocodiff.lab.comparison import report, summary
 
-    pairs, said = report.pairs(found), []
+    pairs, lines = report.split_by_variant(comparison), []
     for pair in pairs:
         if len(pairs) == 1 or not report.passed(pair):
-            said.append("{}. {}".format(*report.verdict(pair)))
-        said += [note for note in report.notes(pair) if note not in said]
-    for side in found["runs"]:
-        if side["trace"]:
-            said.append(f"Traces of the ranks, for https://ui.perfetto.dev: {out / side['trace']}")
-        for what, share in side["overlap"].items():
-            said.append(f"While {what} travelled, kernels ran on other streams for {share:.0%} of the time.")
-    console.print("", *said, "", overview.table(found), "", overview.sentence(found), sep="\n")
+            lines.append("{}. {}".format(*report.verdict(pair)))
+        lines += [note for note in report.notes(pair) if note not in lines]
+    for run in comparison["runs"]:
+        if run["trace"]:
+            lines.append(f"Traces of {run['name']} for https://ui.perfetto.dev: {out / run['trace']}")
+        for tensors, fraction in run["overlap"].items():
+            lines.append(f"Communication of {tensors} in {run['name']}: {fraction:.0%} hidden behind kernels.")
+    console.print("", *lines, "", summary.format_table(comparison), "", summary.sentence(comparison), sep="\n")

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.answer import fail
+from xfuser_cocodiff.cli.output import fail
 
 
 def add_parser(subparsers: Any) -> None:

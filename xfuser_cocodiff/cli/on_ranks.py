@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.answer import fail, write_json
+from xfuser_cocodiff.cli.output import fail, write_json
 from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli.answer import fail, write_json
+from xfuser_cocodiff.cli.output import fail, write_json
 
 
 def add_parser(subparsers: Any) -> None:

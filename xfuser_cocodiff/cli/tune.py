@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.cli import quality as quality_command
-from xfuser_cocodiff.cli.answer import fail
+from xfuser_cocodiff.cli.output import fail
 
 INTERRUPTED = 130
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.reporting import host
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
     from xfuser_cocodiff.lab.tuning import report, tune
-    from xfuser_cocodiff.lab.tuning.trials import FIRST_SEEDS, Trials
+    from xfuser_cocodiff.lab.tuning.trial_cache import FIRST_SEEDS, Trials
 
     try:
         config, prompts = quality_command.config_of(options), _prompts(options)

@@ -1,4 +1,4 @@
-"""`cocodiff compare --emulate`: which cluster a command gets, what is refused at once, and ranks on it."""
+"""`cocodiff compare --emulate`: the cluster of a command, options that are not valid, and ranks on a cluster."""
 
 import gzip
 import json
@@ -13,22 +13,22 @@ from rich.console import Console
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.comparison import compare, emulate
-from xfuser_cocodiff.lab.comparison.emulate import Wish
+from xfuser_cocodiff.lab.comparison.emulate import EmulationOptions
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
 
 FLUX = ["--model", "FLUX.1-dev", "--ulysses_degree"]
 
 
-def why_not() -> str | None:
-    """What keeps this machine from emulating a cluster."""
+def unavailable_because() -> str | None:
+    """Return why this machine cannot emulate a cluster; None if it can."""
     try:
-        emulate.check(emulate.cluster_for(Wish("ethernet"), [*FLUX, "2"]))
+        emulate.check_available(emulate.cluster_for(EmulationOptions("ethernet"), [*FLUX, "2"]))
     except ValueError as error:
         return str(error)
     return None
 
 
-reason = why_not()
+reason = unavailable_because()
 needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
@@ -41,19 +41,19 @@ needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
         ("pcie", [*FLUX, "2"], "node=2"),
         ("flat", [*FLUX, "6"], "flat=6"),
         ("aurora", [*FLUX, "8", "--cocodiff_topology", "4x2"], "4x2"),
-        # Of a Ulysses group, and not of all ranks.
+        # The topology of a Ulysses group is not that of all ranks.
         ("aurora", [*FLUX, "4", "--ring_degree", "2", "--cocodiff-topology=2x2"], "node=2,gpu=2,tile=2"),
         ("aurora", [*FLUX, "2", "--data_parallel_degree", "3"], "node=2,gpu=3"),
     ],
 )
-def test_ranks_nest_as_the_command_says_or_in_two_nodes(preset: str, arguments: list[str], topology: str) -> None:
+def test_topology_is_that_of_command_preset_or_two_nodes(preset: str, arguments: list[str], topology: str) -> None:
     assert emulate.topology_for(preset, arguments) == topology
-    with pytest.raises(ValueError, match="3 ranks are not two equal nodes; say by --topology how they nest"):
+    with pytest.raises(ValueError, match="3 ranks are not divisible by two nodes; give --topology"):
         emulate.topology_for("pcie", [*FLUX, "3"])
 
 
-def test_a_cluster_is_as_it_was_asked_for() -> None:
-    built = emulate.cluster_for(Wish("ethernet", "node=2,gpu=2", "0.5"), [*FLUX, "4"])
+def test_cluster_has_the_requested_topology_and_rates() -> None:
+    built = emulate.cluster_for(EmulationOptions("ethernet", "node=2,gpu=2", "0.5"), [*FLUX, "4"])
     assert str(built.topology) == "node=2,gpu=2"
     for axis, gigabytes in PRESETS["ethernet"].gigabytes.items():
         if axis != "tile":
@@ -61,20 +61,20 @@ def test_a_cluster_is_as_it_was_asked_for() -> None:
     line = shlex.split(emulate.launcher(built))
     assert line[:3] == [sys.executable, "-m", "xfuser_cocodiff.lab.emulation.cluster"]
     assert line[3:] == ["--preset=ethernet", "--topology=node=2,gpu=2", "--scale=0.5", "--"]
-    assert emulate.record(built)["nodes"] == 2
+    assert emulate.describe(built)["nodes"] == 2
 
 
-def test_the_plugin_is_told_how_ulysses_groups_nest() -> None:
+def test_topology_is_added_if_a_ulysses_group_spans_all_ranks() -> None:
     whole, ring = [*FLUX, "4"], [*FLUX, "2", "--ring_degree", "2"]
     for arguments, added in ((whole, ["--cocodiff_topology=node=2,gpu=2"]), (ring, [])):
-        built = emulate.cluster_for(Wish("pcie"), arguments)
-        assert emulate.on_cluster(arguments, built) == [*arguments, *added]
-    said = [*whole, "--cocodiff_topology", "4"]
-    assert emulate.on_cluster(said, emulate.cluster_for(Wish("pcie"), said)) == said
+        built = emulate.cluster_for(EmulationOptions("pcie"), arguments)
+        assert emulate.with_topology(arguments, built) == [*arguments, *added]
+    given = [*whole, "--cocodiff_topology", "4"]
+    assert emulate.with_topology(given, emulate.cluster_for(EmulationOptions("pcie"), given)) == given
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "text"),
     [
         ("--emulate mars", "--emulate 'mars' is not known; valid are aurora, pcie, ethernet, flat"),
         ("--emulate pcie --scale fast", "--scale 'fast' is not valid; valid are numbers above 0"),
@@ -82,27 +82,27 @@ def test_the_plugin_is_told_how_ulysses_groups_nest() -> None:
         ("--emulate pcie --topology 2x3", "--topology '2x3' has 6 ranks, but the command after -- starts 4; valid are"),
         ("--emulate pcie --topology rack=4", "--topology: topology 'rack=4' names the unknown axis"),
         ("--emulate pcie --topology flat", "--topology: 'flat' lacks the number of ranks"),
-        ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate both start the ranks; give one"),
-        ("--scale 2", "--scale 2 is of an emulated cluster: give --emulate as well"),
-        ("--topology 2x2", "--topology 2x2 is of an emulated cluster: give --emulate as well"),
+        ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate are mutually exclusive"),
+        ("--scale 2", "--scale 2 needs --emulate"),
+        ("--topology 2x2", "--topology 2x2 needs --emulate"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
-    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_invalid_options_are_reported_before_any_launch(
+    options: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     assert cli.main(["compare", *options.split(), "--", *FLUX, "4"]) == 2
-    assert words in capsys.readouterr().err
+    assert text in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_without_namespaces_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_missing_tools_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["compare", "--emulate", "pcie", "--", *FLUX, "2"]) == 2
-    said = capsys.readouterr().err
-    assert said == "cocodiff: --emulate pcie: an emulated cluster needs ip and tc of the package iproute2\n"
+    printed = capsys.readouterr().err
+    assert printed == "cocodiff: --emulate pcie: an emulated cluster needs ip and tc of the package iproute2\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -113,7 +113,7 @@ SCRIPT = """
     folder = pathlib.Path(os.environ["COCODIFF_RECORD"])
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
-        probe.bind((cluster.addresses[rank], 0))  # which is nobody else's
+        probe.bind((cluster.addresses[rank], 0))  # an address of this rank only
     topology = None
     if "--use_cocodiff" in sys.argv:
         topology = next(word.partition("=")[2] for word in sys.argv if word.startswith("--cocodiff_topology="))
@@ -127,17 +127,17 @@ SCRIPT = """
 
 
 @needs_namespaces
-def test_both_sides_run_on_the_cluster(tmp_path: Path) -> None:
+def test_all_variants_run_on_the_cluster(tmp_path: Path) -> None:
     script, out = tmp_path / "example.py", tmp_path / "out"
     script.write_text(textwrap.dedent(SCRIPT))
     line = f"compare --out {out} --repeats 1 --emulate ethernet --scale 0.5 --modes exact,fast -- {script}"
     assert cli.main([*line.split(), "--ulysses_degree", "4"]) == 0
-    found = json.loads((out / "report.json").read_text())
-    assert found["cluster"]["topology"] == "node=2,gpu=2"
-    assert found["cluster"]["rates"] == pytest.approx({"node": 1.25, "gpu": 40})
-    stock, _, fast = found["runs"]
-    assert [run["topology"] for run in found["runs"]] == [None, "node=2,gpu=2", "node=2,gpu=2"]
-    for run in found["runs"]:
+    record = json.loads((out / "report.json").read_text())
+    assert record["cluster"]["topology"] == "node=2,gpu=2"
+    assert record["cluster"]["rates"] == pytest.approx({"node": 1.25, "gpu": 40})
+    stock, _, fast = record["runs"]
+    assert [run["topology"] for run in record["runs"]] == [None, "node=2,gpu=2", "node=2,gpu=2"]
+    for run in record["runs"]:
         assert run["device"] == "1.25,,0"
         assert "-m xfuser_cocodiff.lab.emulation.cluster --preset=ethernet" in run["command"]
     assert "--cocodiff" not in stock["command"] and "--cocodiff_mode=fast" in fast["command"]
@@ -145,16 +145,18 @@ def test_both_sides_run_on_the_cluster(tmp_path: Path) -> None:
     assert [rank["device"].rpartition(",")[2] for rank in ranks] == ["0", "1", "0", "1"]
 
 
-@pytest.mark.slow  # the demo does it too, and the parts have tests of their own
+@pytest.mark.slow  # the parts have tests of their own
 @needs_namespaces
 @pytest.mark.usefixtures("hub")
-def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks on two nodes: exact is stock, bit for bit, and balanced codes what crosses."""
+def test_xdit_command_on_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mode exact is bit-identical to stock, and mode balanced compresses the messages between nodes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     line = "--model FLUX.1-dev --ulysses_degree 2 --height 64 --width 64 --num_inference_steps 3 --prompt cat"
     line += " --max_sequence_length 32 --seed 1 --warmup_calls 0 --cocodiff_slow_axes node --cocodiff_v_first on"
-    how = compare.How(1, modes=("exact", "balanced"), traced=True, emulated=Wish("ethernet"))
-    stock, exact, balanced = compare.compare(line.split(), tmp_path, Console(quiet=True), how)["runs"]
+    options = compare.CompareOptions(
+        1, modes=("exact", "balanced"), traced=True, emulation=EmulationOptions("ethernet")
+    )
+    stock, exact, balanced = compare.compare(line.split(), tmp_path, Console(quiet=True), options)["runs"]
     assert exact["latents"]["bit_equal"] and exact["topology"] == "node=2"
     # Q, K, V and O of 6 blocks: 64 + 32 tokens of 8 heads of 16 values, a quarter of which goes to the other rank.
     assert stock["bytes"] == {"flat": 6 * 4 * 96 * 128 * 2 // 4}
@@ -162,8 +164,8 @@ def test_the_xdit_command_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not balanced["latents"]["bit_equal"] and balanced["image"]["psnr_db"] > 25
     assert balanced["bytes"]["node"] < 0.7 * exact["bytes"]["node"]
     exchanges = {"cocodiff.v.exchange", "cocodiff.o.exchange"}
-    for side, names in ((stock, {"cocodiff.flat"}), (exact, {"cocodiff.node", *exchanges})):
+    for variant, names in ((stock, {"cocodiff.flat"}), (exact, {"cocodiff.node", *exchanges})):
         for rank in range(2):
-            file = (tmp_path / side["trace"]).with_name(f"trace{rank}.json.gz")
+            file = (tmp_path / variant["trace"]).with_name(f"trace{rank}.json.gz")
             events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
             assert names <= {event["name"] for event in events if event["ph"] == "X"}

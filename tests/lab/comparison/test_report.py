@@ -1,8 +1,9 @@
-"""What `cocodiff compare` makes of records: figures from synthetic ones, and the reports that tell them."""
+"""Metrics and reports of `cocodiff compare`, from synthetic records."""
 
 import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from xfuser_cocodiff.lab.comparison import charts, fidelity, record, report
-from xfuser_cocodiff.lab.comparison.figures import Outcome, figures
+from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
 from xfuser_cocodiff.lab.reporting import host
 
 
 def step(seconds: float, **axes: float) -> dict:
-    """A step as the recorder writes it: axes in seconds, at 1 kB for each millisecond.
+    """Return a step as the recorder writes it: seconds by axis, and 1 kB sent per millisecond.
 
-    Exchanges are in flight for half as long again as their collectives take, and a third of that is hidden.
+    Communication is in flight 1.5 times as long as its collectives take, and a third of that is hidden.
     """
     total = sum(axes.values())
     return {
@@ -32,13 +33,15 @@ def step(seconds: float, **axes: float) -> dict:
 
 
 def run(*steps: dict, digest: str = "same", memory: int = 1000) -> dict:
-    """A run as the recorder writes it."""
-    figures = {"peak_memory_bytes": memory, "latents_sha256": digest, "codecs": None}
-    return {"total_steps": len(steps), "steps": steps, **figures}
+    """Return a run as the recorder writes it."""
+    totals = {"peak_memory_bytes": memory, "latents_sha256": digest, "codecs": None}
+    return {"total_steps": len(steps), "steps": steps, **totals}
 
 
-def leave(folder: Path, *ranks: list[dict], latents: torch.Tensor | None = None, shade: int | None = None) -> Path:
-    """Write what the recorder would leave: the runs of each rank, rank 0's latents and the last rank's picture."""
+def write_records(
+    folder: Path, *ranks: list[dict], latents: torch.Tensor | None = None, shade: int | None = None
+) -> Path:
+    """Write the files of the recorder: the runs of each rank, rank 0's latents and the last rank's picture."""
     folder.mkdir(parents=True)
     for rank, runs in enumerate(ranks):
         engine = {"rank": rank, "degree": len(ranks), "topology": "gpu=2", "device": "CPU, threads per rank: 1"}
@@ -50,55 +53,60 @@ def leave(folder: Path, *ranks: list[dict], latents: torch.Tensor | None = None,
     return folder
 
 
-def a_record(tmp_path: Path, **other: object) -> dict:
-    """A whole record of two ranks and two repeats; `other` changes the last run of the plugin's rank 1."""
+def record_variant(folder: Path, *ranks: list[dict], repeats: int = 1, **files: Any) -> VariantResult:
+    """Write the files of the recorder and read them back."""
+    return VariantResult.read([write_records(folder, *ranks, **files)], repeats)
+
+
+def make_record(tmp_path: Path, **other: object) -> dict:
+    """Return a record of two ranks and two repeats; `other` changes the last run of the plugin's rank 1."""
     fast, slow = step(0.1, flat=0.04), step(0.2, flat=0.06)
-    mine = run(slow, fast, fast)
-    sides = {
-        "stock": [[mine, mine, mine]] * 2,
-        "exact": [[mine, mine, mine], [mine, mine, {**mine, **other}]],
+    usual = run(slow, fast, fast)
+    variants = {
+        "stock": [[usual, usual, usual]] * 2,
+        "exact": [[usual, usual, usual], [usual, usual, {**usual, **other}]],
     }
-    outcomes = {}
-    for name, ranks in sides.items():
+    results = {}
+    for name, ranks in variants.items():
         different = float(bool(other) and name == "exact")
         latents = torch.arange(33, dtype=torch.bfloat16) / 8 + different
-        leave(tmp_path / "records" / name, *ranks, latents=latents, shade=100 + int(different) * 3)
-        outcomes[name] = Outcome.read([tmp_path / "records" / name], 2)
+        files = {"latents": latents, "shade": 100 + int(different) * 3}
+        results[name] = record_variant(tmp_path / "records" / name, *ranks, repeats=2, **files)
     runs = [
         {"name": name, "model": "M<1>", "degree": 2, "command": f"xdit {name}", "trace": f"trace-{name}.json.gz"}
-        | figures(outcome, outcomes["stock"], tmp_path)
-        for name, outcome in outcomes.items()
+        | compute_metrics(result, results["stock"], tmp_path)
+        for name, result in results.items()
     ]
     return {**host.header(), "command": "cocodiff", "repeats": 2, "launches": "one", "runs": runs}
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank_and_the_first_one_does_not_count() -> None:
+def test_step_time_is_that_of_the_slowest_rank_without_the_first_step() -> None:
     repeat = [run(step(9.0), step(1.0), step(4.0), step(2.0)), run(step(1.0), step(3.0), step(2.0), step(2.5))]
     assert record.step_seconds(repeat) == 3.0
     assert record.step_seconds([run(step(9.0))]) == 9.0
 
 
-def test_traffic_is_a_mean_over_ranks_and_every_axis_is_kept() -> None:
+def test_communication_is_a_mean_over_ranks_by_axis() -> None:
     first = [run(step(1, gpu=0.9, tile=0.9), step(1, gpu=0.2, tile=0.1)), run(step(1, gpu=0.9), step(1, gpu=0.4))]
     second = [run(step(1, gpu=0.9), step(1, gpu=0.6))] * 2
     assert record.a2a_seconds([first, second]) == pytest.approx({"gpu": 0.45, "tile": 0.025})
     assert record.sent_bytes([[run(step(1, gpu=0.002), step(1, gpu=0.004))] * 2]) == {"gpu": 3000}
 
 
-def test_warm_up_is_dropped_and_missing_runs_are_an_error(tmp_path: Path) -> None:
+def test_warm_up_is_dropped_and_missing_runs_raise(tmp_path: Path) -> None:
     runs = [run(step(float(number))) for number in range(3)]
-    ranks = record.read_ranks(leave(tmp_path / "a", runs, runs))
+    ranks = record.read_ranks(write_records(tmp_path / "a", runs, runs))
     assert [record.step_seconds(repeat) for repeat in record.last_repeats(ranks, 2)] == [1.0, 2.0]
     with pytest.raises(record.RecordError, match="expected 4 runs of the pipeline, recorded 3"):
         record.last_repeats(ranks, 4)
     with pytest.raises(record.RecordError, match="no rank recorded"):
         record.read_ranks(tmp_path / "nothing")
-    with pytest.raises(record.RecordError, match="do not belong together"):
-        record.read_ranks(leave(tmp_path / "b", runs, runs[:1]))
+    with pytest.raises(record.RecordError, match="records of 2 ranks are incomplete; numbers of runs per rank: 1, 3"):
+        record.read_ranks(write_records(tmp_path / "b", runs, runs[:1]))
 
 
-def test_a_record_says_what_it_must(tmp_path: Path) -> None:
-    stock, exact = a_record(tmp_path)["runs"]
+def test_record_has_the_documented_keys(tmp_path: Path) -> None:
+    stock, exact = make_record(tmp_path)["runs"]
     required = ["name", "model", "degree", "topology", "step_seconds", "a2a_seconds", "hidden_seconds", "bytes"]
     assert {*required, "peak_memory_bytes", "latents", "image"} <= stock.keys() == exact.keys()
     assert exact["step_seconds"] == [0.1, 0.1]
@@ -113,71 +121,78 @@ def test_a_record_says_what_it_must(tmp_path: Path) -> None:
     assert exact["image"] == {"psnr_db": None, "ssim": 1.0, "path": "records/exact/picture1.png"}
 
 
-def test_chart_and_table_have_the_same_communication(tmp_path: Path) -> None:
-    """Also where the first steps, in which schedules are tried, hid something else, and ranks and repeats differ."""
-    trial = {**step(0.3, node=0.08, gpu=0.02), "in_flight_seconds": 0.2, "hidden_seconds": 0.18}
+def test_chart_and_table_show_the_same_exposed_communication(tmp_path: Path) -> None:
+    """They agree although the first step differs from the others, and ranks and repeats differ from each other."""
+    first = {**step(0.3, node=0.08, gpu=0.02), "in_flight_seconds": 0.2, "hidden_seconds": 0.18}
     steps = [
         {**step(0.2, node=0.05 + n / 100, gpu=0.01), "in_flight_seconds": 0.06 + n / 90, "hidden_seconds": n / 100}
         for n in range(4)
     ]
-    runs = [run(trial, *steps), run(trial, *steps[1:], steps[0]), run(trial, *steps[:3])]
-    side = Outcome.read([leave(tmp_path / "exact", runs[:2], runs[1::-1])], 2)
-    one = {"name": "exact", **figures(side, side, tmp_path)}
+    runs = [run(first, *steps), run(first, *steps[1:], steps[0]), run(first, *steps[:3])]
+    variant = record_variant(tmp_path / "exact", runs[:2], runs[1::-1], repeats=2)
+    metrics = {"name": "exact", **compute_metrics(variant, variant, tmp_path)}
     axes = Figure().subplots()
-    charts._draw_bar(axes, 0, one)
+    charts._draw_bar(axes, 0, metrics)
     node, gpu, rest = (bar.get_width() / 1000 for bar in axes.patches)
-    assert 0 < one["hidden_seconds"] < one["a2a_seconds"]
-    assert sum(one["a2a_seconds_by_axis"].values()) == pytest.approx(one["a2a_seconds"])
-    assert node + gpu == pytest.approx(one["a2a_seconds"] - one["hidden_seconds"])
-    assert node + gpu + rest == pytest.approx(one["step_seconds_spread"]["median"])
+    assert 0 < metrics["hidden_seconds"] < metrics["a2a_seconds"]
+    assert sum(metrics["a2a_seconds_by_axis"].values()) == pytest.approx(metrics["a2a_seconds"])
+    assert node + gpu == pytest.approx(metrics["a2a_seconds"] - metrics["hidden_seconds"])
+    assert node + gpu + rest == pytest.approx(metrics["step_seconds_spread"]["median"])
 
 
-def test_on_an_accelerator_nobody_says_what_was_hidden(tmp_path: Path) -> None:
-    unseen = [[run({**step(0.1, flat=0.04), "in_flight_seconds": None, "hidden_seconds": None})]] * 2
-    side = Outcome.read([leave(tmp_path / "exact", *unseen)], 1)
-    found = figures(side, side, tmp_path)
-    assert (found["a2a_seconds"], found["hidden_seconds"]) == (pytest.approx(0.04), None)
+def test_hidden_communication_is_null_on_an_accelerator(tmp_path: Path) -> None:
+    unmeasured = [[run({**step(0.1, flat=0.04), "in_flight_seconds": None, "hidden_seconds": None})]] * 2
+    variant = record_variant(tmp_path / "exact", *unmeasured)
+    metrics = compute_metrics(variant, variant, tmp_path)
+    assert (metrics["a2a_seconds"], metrics["hidden_seconds"]) == (pytest.approx(0.04), None)
 
 
-def test_one_other_digest_on_one_rank_in_one_repeat_is_not_bit_equal(tmp_path: Path) -> None:
-    figures = a_record(tmp_path, latents_sha256="other")
-    exact = figures["runs"][1]
+def test_one_different_digest_is_not_bit_identical(tmp_path: Path) -> None:
+    comparison = make_record(tmp_path, latents_sha256="other")
+    exact = comparison["runs"][1]
     assert exact["latents"]["bit_equal"] is False
     assert exact["latents"]["differs_at"] == [{"repeat": 1, "rank": 1}]
     assert exact["latents"]["max_abs"] == 1
     assert exact["latents"]["psnr_db"] == pytest.approx(20 * np.log10(4))
     assert exact["image"]["psnr_db"] == pytest.approx(10 * np.log10(255**2 / 3))
     assert exact["image"]["ssim"] < 1
-    assert not report.passed(figures)
-    title, text = report.verdict(figures)
-    assert title == "Not the same result"
+    assert not report.passed(comparison)
+    title, text = report.verdict(comparison)
+    assert title == "Not bit-identical to stock"
     assert "1 of 2 runs, on 1 rank;" in text
     assert "report this as a bug" in text
 
 
-def test_who_is_to_blame_for_another_result(tmp_path: Path) -> None:
-    figures = a_record(tmp_path, latents_sha256="other")
-    figures["runs"][1]["name"] = "fast"
-    assert not report.passed(figures)  # nothing was approximated
-    assert "Nothing was approximated" in report.verdict(figures)[1]
-    figures["runs"][1]["codecs"] = {"bytes_slow_fraction": 0.1}
-    assert report.passed(figures)
-    assert "approximation" in report.verdict(figures)[1]
-    figures["runs"][0]["latents"]["repeatable"] = False
-    assert "fix the seed" in report.verdict(figures)[1]
+def test_verdict_explains_a_different_result(tmp_path: Path) -> None:
+    comparison = make_record(tmp_path, latents_sha256="other")
+    comparison["runs"][1]["name"] = "fast"
+    assert not report.passed(comparison)  # no compression was active
+    assert "No compression was active" in report.verdict(comparison)[1]
+    comparison["runs"][1]["codecs"] = {"bytes_slow_fraction": 0.1}
+    assert report.passed(comparison)
+    assert "mode fast is lossy" in report.verdict(comparison)[1]
+    comparison["runs"][0]["latents"]["repeatable"] = False
+    assert "fix the seed" in report.verdict(comparison)[1]
 
 
 ENCODED = {"sent_bytes": 20, "exact_bytes": 100, "repeated": 1, "reference_bytes": 5000}
-"""What the recorder writes of codecs in a step, as far as a comparison goes by it."""
+"""Codec statistics of a step: the fields that the report reads."""
 
 
-def test_codecs_are_told_of(tmp_path: Path) -> None:
+def test_report_shows_codec_statistics(tmp_path: Path) -> None:
     stock = [[run(step(0.1), step(0.1))]] * 2
     fast = [[{**run(step(0.1), step(0.1)), "codecs": [ENCODED] * 2}]] * 2
-    sides = [Outcome.read([leave(tmp_path / name, *side)], 1) for name, side in (("stock", stock), ("fast", fast))]
+    variants = [record_variant(tmp_path / name, *variant) for name, variant in (("stock", stock), ("fast", fast))]
     named = [
-        {"name": name, "model": None, "degree": 2, "command": "x", "trace": None, **figures(side, sides[0], tmp_path)}
-        for name, side in zip(("stock", "fast"), sides, strict=True)
+        {
+            "name": name,
+            "model": None,
+            "degree": 2,
+            "command": "x",
+            "trace": None,
+            **compute_metrics(variant, variants[0], tmp_path),
+        }
+        for name, variant in zip(("stock", "fast"), variants, strict=True)
     ]
     assert named[0]["codecs"] is None
     assert named[1]["codecs"] == {
@@ -187,69 +202,77 @@ def test_codecs_are_told_of(tmp_path: Path) -> None:
     }
     whole = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
     html = report.write(whole, tmp_path).read_text()
-    for words in ("20.0 %", "5.00 kB", "4 exchanges had values"):
+    for words in ("20.0 %", "5.00 kB", "4 messages had values"):
         assert words in html
 
 
-def test_what_was_coded_or_why_not(tmp_path: Path) -> None:
-    def found(name: str, codecs: list | None, **more: object) -> dict:
+def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
+    def metrics_of(name: str, codecs: list | None, **more: object) -> dict:
         ranks = [[{**run(step(0.1)), "codecs": codecs, **more}]] * 2
-        side = Outcome.read([leave(tmp_path / name, *ranks)], 1)
-        return figures(side, side, tmp_path)
+        variant = record_variant(tmp_path / name, *ranks)
+        return compute_metrics(variant, variant, tmp_path)
 
-    fast = found("fast", [ENCODED])
+    fast = metrics_of("fast", [ENCODED])
     assert (fast["coded_fraction"], fast["coded_reason"]) == (0.2, None)
-    exact = found("exact", None, coded_reason="mode exact")
+    exact = metrics_of("exact", None, coded_reason="mode exact")
     assert (exact["coded_fraction"], exact["coded_reason"]) == (None, "mode exact")
     nothing = {**ENCODED, "sent_bytes": 0, "exact_bytes": 0}
-    compiled = found("compiled", [nothing], coded_reason="the transformer is compiled")
+    compiled = metrics_of("compiled", [nothing], coded_reason="the transformer is compiled")
     assert (compiled["coded_fraction"], compiled["coded_reason"]) == (None, "the transformer is compiled")
     named = [
-        {"name": name, "degree": 2, "command": "x", **figures}
-        for name, figures in (("stock", exact), ("fast", compiled))
+        {"name": name, "degree": 2, "command": "x", **metrics}
+        for name, metrics in (("stock", exact), ("fast", compiled))
     ]
     assert any("the transformer is compiled" in note for note in report.notes({"runs": named}))
     named[1] |= {"name": "exact", **exact}
-    assert not any("coded" in note for note in report.notes({"runs": named}))
+    assert not any("compressed" in note for note in report.notes({"runs": named}))
 
 
-def test_each_side_says_what_a_compiled_graph_hides(tmp_path: Path) -> None:
-    silent = Outcome.read([leave(tmp_path / "silent", *[[run(step(0.1))]] * 2)], 1)
-    seen = Outcome.read([leave(tmp_path / "seen", *[[run(step(0.1, flat=0.01))]] * 2)], 1)
-    for sides, words in (((silent, silent), "Of stock and of exact, "), ((seen, silent), "Of exact, ")):
+def test_notes_name_the_variants_with_compiled_graphs(tmp_path: Path) -> None:
+    uncounted = record_variant(tmp_path / "uncounted", *[[run(step(0.1))]] * 2)
+    counted = record_variant(tmp_path / "counted", *[[run(step(0.1, flat=0.01))]] * 2)
+    for variants, words in (
+        ((uncounted, uncounted), "not measured for stock and exact"),
+        ((counted, uncounted), "not measured for exact"),
+    ):
         runs = [
-            {"name": name, "degree": 2, "command": "xdit --use_torch_compile", **figures(side, side, tmp_path)}
-            for name, side in zip(("stock", "exact"), sides, strict=True)
+            {
+                "name": name,
+                "degree": 2,
+                "command": "xdit --use_torch_compile",
+                **compute_metrics(variant, variant, tmp_path),
+            }
+            for name, variant in zip(("stock", "exact"), variants, strict=True)
         ]
         notes = " ".join(report.notes({"runs": runs}))
-        assert words in notes and "they run inside compiled graphs" in notes
+        assert words in notes and "it runs inside compiled graphs" in notes
 
 
-def test_figures_that_cannot_be_had_are_null(tmp_path: Path) -> None:
-    silent = [[run(step(0.1))]] * 2
-    stock = Outcome.read([leave(tmp_path / "stock", *silent)], 1)
+def test_unknown_metrics_are_null(tmp_path: Path) -> None:
+    uncounted = [[run(step(0.1))]] * 2
+    stock = record_variant(tmp_path / "stock", *uncounted)
     for name, latents in {"none": None, "nan": torch.full((8,), torch.nan), "shape": torch.zeros(3)}.items():
-        found = figures(Outcome.read([leave(tmp_path / name, *silent, latents=latents)], 1), stock, tmp_path)
-        assert found["a2a_seconds"] is found["bytes"] is None
-        assert found["latents"]["max_abs"] is found["latents"]["psnr_db"] is None
-        assert found["image"] == {"psnr_db": None, "ssim": None, "path": None}
-        json.dumps(found, allow_nan=False)
+        metrics = compute_metrics(record_variant(tmp_path / name, *uncounted, latents=latents), stock, tmp_path)
+        assert metrics["a2a_seconds"] is metrics["bytes"] is None
+        assert metrics["latents"]["max_abs"] is metrics["latents"]["psnr_db"] is None
+        assert metrics["image"] == {"psnr_db": None, "ssim": None, "path": None}
+        json.dumps(metrics, allow_nan=False)
     assert fidelity.compare_latents(tmp_path / "nan/latents.safetensors", tmp_path / "nan/latents.safetensors") == {
         "max_abs": None,
         "psnr_db": None,
     }
 
 
-def test_degree_one_moves_nothing_rather_than_something_unseen(tmp_path: Path) -> None:
-    one, two = (Outcome.read([leave(tmp_path / str(ranks), *[[run(step(0.1))]] * ranks)], 1) for ranks in (1, 2))
-    found = figures(one, one, tmp_path)
-    assert (found["a2a_seconds"], found["bytes"]) == (0, {})
+def test_degree_one_has_zero_communication(tmp_path: Path) -> None:
+    one, two = (record_variant(tmp_path / str(ranks), *[[run(step(0.1))]] * ranks) for ranks in (1, 2))
+    metrics = compute_metrics(one, one, tmp_path)
+    assert (metrics["a2a_seconds"], metrics["bytes"]) == (0, {})
     with pytest.raises(record.RecordError, match="different numbers of ranks"):
-        figures(one, two, tmp_path)
+        compute_metrics(one, two, tmp_path)
 
 
 class Page(HTMLParser):
-    """What a page shows and what it refers to."""
+    """Parser that collects the images and references of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -269,10 +292,10 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("other", [{}, {"latents_sha256": "other"}], ids=["equal", "different"])
-def test_reports(tmp_path: Path, other: dict) -> None:
-    figures = a_record(tmp_path, **other)
-    page = report.write(figures, tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == figures
+def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
+    comparison = make_record(tmp_path, **other)
+    page = report.write(comparison, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text()) == comparison
     html = page.read_text()
     parsed = Page(html)
     assert parsed.open == []
@@ -283,7 +306,7 @@ def test_reports(tmp_path: Path, other: dict) -> None:
     assert "M&lt;1&gt;" in html
     assert "M<1>" not in html
     for words in (
-        *report.verdict(figures),
+        *report.verdict(comparison),
         "xdit stock",
         "xdit exact",
         "100.0 ms",
@@ -292,18 +315,30 @@ def test_reports(tmp_path: Path, other: dict) -> None:
     ):
         assert words in html.replace("&#39;", "'")
     assert ("The pictures are bit-identical" in html) == (not other)
-    assert ("85 times amplified" in html) == bool(other)
+    assert ("amplified 85 times" in html) == bool(other)
     assert (tmp_path / "difference-exact.png").exists() == bool(other)
     if other:
         assert Image.open(tmp_path / "difference-exact.png").getextrema()[0] == (255, 255)
 
 
-def test_a_report_without_pictures_or_traffic(tmp_path: Path) -> None:
-    side = Outcome.read([leave(tmp_path / "records/stock", *[[run(step(0.1))]] * 2)], 1)
-    one = {"name": "stock", "model": None, "degree": 2, "command": "x", "trace": None, **figures(side, side, tmp_path)}
-    figures_of_both = {"command": "cocodiff", "repeats": 1, "launches": "one", "runs": [one, {**one, "topology": None}]}
-    html = report.write({**host.header(), **figures_of_both}, tmp_path).read_text()
+def test_report_without_pictures_and_communication(tmp_path: Path) -> None:
+    variant = record_variant(tmp_path / "records/stock", *[[run(step(0.1))]] * 2)
+    stock = {
+        "name": "stock",
+        "model": None,
+        "degree": 2,
+        "command": "x",
+        "trace": None,
+        **compute_metrics(variant, variant, tmp_path),
+    }
+    record_of_both = {
+        "command": "cocodiff",
+        "repeats": 1,
+        "launches": "one",
+        "runs": [stock, {**stock, "topology": None}],
+    }
+    html = report.write({**host.header(), **record_of_both}, tmp_path).read_text()
     assert Page(html).images == 1
     assert "perfetto" not in html
-    for words in ("left this run to stock", "could not be seen", "returned no picture"):
+    for words in ("was inactive in this run", "were not measured", "returned no picture"):
         assert words in html

@@ -7,8 +7,8 @@ import pytest
 
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
-from xfuser_cocodiff.lab.tuning.rates import bits_of
-from xfuser_cocodiff.lab.tuning.trials import Trial
+from xfuser_cocodiff.lab.tuning.rate_distortion import bits_of
+from xfuser_cocodiff.lab.tuning.trial_cache import Trial
 from xfuser_cocodiff.lab.tuning.tune import CHECKS, RUNS, Target, Tuner, split, starts
 
 STEPS = 20

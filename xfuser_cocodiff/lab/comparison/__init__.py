@@ -1,4 +1,5 @@
-"""Stock xDiT against the plugin: launched alike, recorded, compared and told.
-Input: a command of the user, or seeds and modes.
+"""Compares stock xDiT with the plugin: step time, communication and image quality.
+Input: the xDiT command of a user, or the modes and seeds of a quality measurement.
+Output: a record, an HTML report, and tables for the console.
 Public: `compare.compare`, `recorder.Recorder`, `report.write`, `quality.measure`.
 """

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: the amplified difference of two results, and where the time of a step goes."""
+"""Draws the pictures of a report: the amplified difference of two results, contact sheets, and step time charts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,24 +10,23 @@ from xfuser_cocodiff.lab.comparison.fidelity import read_picture
 
 MILLISECONDS = 1000
 INK = "#7d7d7d"
-"""Of text and lines: readable on white and on black, since one chart serves both."""
-REST_COLOUR = "#b8bec6"
-AXIS_COLOURS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
-_TEXT = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-"""matplotlib's settings for the colours of text and lines."""
+"""Color of text and lines, readable on white and on black, since one chart serves both."""
+REST_COLOR = "#b8bec6"
+AXIS_COLORS = {"flat": "#8f6f9f", "node": "#c8553d", "gpu": "#e0a458", "tile": "#4f8a8b"}
+_TEXT_COLORS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+"""Settings of matplotlib for the colors of text and lines."""
 
 
 def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
-    """Save how two pictures differ, amplified by the largest whole factor that keeps it in range.
+    """Draw the absolute difference of two pictures, amplified by the largest whole factor that keeps it in range.
 
     Returns:
-        The amplification. Nothing is drawn where there is none: 0 where the pictures are equal, None where their sizes
-        differ.
+        The amplification factor. Nothing is drawn if it is 0 (equal pictures) or None (pictures of different sizes).
     """
-    ours, theirs = read_picture(reference), read_picture(other)
-    if ours.shape != theirs.shape:
+    pixels, other_pixels = read_picture(reference), read_picture(other)
+    if pixels.shape != other_pixels.shape:
         return None
-    difference = np.abs(ours.astype(np.int16) - theirs.astype(np.int16))
+    difference = np.abs(pixels.astype(np.int16) - other_pixels.astype(np.int16))
     largest = int(difference.max())
     if largest == 0:
         return 0
@@ -38,12 +37,12 @@ def draw_difference(reference: Path, other: Path, out: Path) -> int | None:
     return factor
 
 
-def draw_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
-    """Save pictures as a contact sheet: a row of them beside each name.
+def draw_contact_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
+    """Draw a contact sheet with one labeled row of pictures per name.
 
     Args:
-        rows: pictures of one size, as many for each name: bytes (height, width, 3), or grey values from 0 to 1.
-        out: a file of any kind that matplotlib writes.
+        rows: by label, pictures of one size, equally many per row: uint8 (height, width, 3), or gray values in [0, 1].
+        out: file in any format that matplotlib writes.
     """
     from matplotlib.figure import Figure
 
@@ -53,33 +52,33 @@ def draw_sheet(rows: Mapping[str, Sequence[np.ndarray]], out: Path) -> None:
     size = 1.3 + len(first) * (inches * width / height + 0.05), len(rows) * (inches + 0.08)
     figure = Figure(figsize=size, layout="constrained")
     table = figure.subplots(len(rows), len(first), squeeze=False)
-    for axes, (name, pictures) in zip(table, rows.items(), strict=True):
-        axes[0].set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
-        for place, picture in zip(axes, pictures, strict=True):
-            place.imshow(picture, cmap="gray", vmin=0, vmax=1)
-            place.set(xticks=[], yticks=[])
-            place.spines[:].set_visible(False)
+    for cells, (label, pictures) in zip(table, rows.items(), strict=True):
+        cells[0].set_ylabel(label, rotation="horizontal", ha="right", va="center", fontsize=9, color=INK)
+        for cell, picture in zip(cells, pictures, strict=True):
+            cell.imshow(picture, cmap="gray", vmin=0, vmax=1)
+            cell.set(xticks=[], yticks=[])
+            cell.spines[:].set_visible(False)
     figure.savefig(out, dpi=150, bbox_inches="tight")
 
 
-def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
-    """Save a bar per run: seconds in all-to-alls per axis, and the rest, with the range of the repeats.
+def draw_step_times(runs: Sequence[dict[str, Any]], out: Path) -> None:
+    """Draw one bar per run: exposed communication by axis, the rest of the step, and the min-max range of the repeats.
 
     Args:
         runs: of a compare record.
-        out: an SVG file, which suits light and dark pages.
+        out: SVG file, for light and dark pages.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.size": 8, **dict.fromkeys(_TEXT, INK), "svg.hashsalt": "cocodiff"}):
+    with matplotlib.rc_context({"font.size": 8, **dict.fromkeys(_TEXT_COLORS, INK), "svg.hashsalt": "cocodiff"}):
         figure = Figure(figsize=(7.2, 1.1 + 0.45 * len(runs)), layout="constrained")
         axes = figure.subplots()
         for position, run in enumerate(runs):
             _draw_bar(axes, position, run)
         axes.set_yticks(range(len(runs)), [run["name"] for run in runs])
         axes.invert_yaxis()
-        axes.set_xlabel("milliseconds per step")
+        axes.set_xlabel("step time, ms")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
         figure.legend(handles=_legend(axes), loc="outside upper right", ncols=4, frameon=False)
@@ -87,24 +86,33 @@ def draw_step(runs: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
-    step, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
-    left, exposed = 0.0, 1.0
-    if run["a2a_seconds"]:  # what is hidden behind computation takes no time of its own
-        exposed = 1 - (run["hidden_seconds"] or 0.0) / run["a2a_seconds"]
-    for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items():
-        width = MILLISECONDS * seconds * exposed
-        axes.barh(position, width, 0.6, left, color=AXIS_COLOURS.get(axis, INK), label=f"all-to-all: {axis}")
+    """Draw the bar of one run.
+
+    Hidden communication runs beside computation and takes no time of its own, so only the exposed part has a width.
+    """
+    median, low, high = (MILLISECONDS * run["step_seconds_spread"][key] for key in ("median", "min", "max"))
+    left = 0.0
+    for axis, seconds in _exposed_seconds(run).items():
+        width = MILLISECONDS * seconds
+        axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"exposed communication: {axis}")
         left += width
-    axes.barh(position, max(step - left, 0), 0.6, left, color=REST_COLOUR, label=rest_name(run))
-    axes.errorbar(step, position, xerr=[[step - low], [high - step]], color=INK, capsize=4, linewidth=1.2)
+    axes.barh(position, max(median - left, 0), 0.6, left, color=REST_COLOR, label=_rest_label(run))
+    axes.errorbar(median, position, xerr=[[median - low], [high - median]], color=INK, capsize=4, linewidth=1.2)
+
+
+def _exposed_seconds(run: dict[str, Any]) -> dict[str, float]:
+    """Return the exposed communication of a step in seconds, by axis; empty if it was not measured."""
+    total, hidden = run["a2a_seconds"], run["hidden_seconds"] or 0.0
+    exposed_fraction = 1 - hidden / total if total else 1.0
+    return {axis: seconds * exposed_fraction for axis, seconds in (run["a2a_seconds_by_axis"] or {}).items()}
 
 
 def _legend(axes: Any) -> list[Any]:
-    """One entry per colour, the rest last as in the bars."""
+    """Return one legend entry per color, communication first."""
     entries = {handle.get_label(): handle for handle in axes.get_legend_handles_labels()[0]}
-    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith("all-to-all"))
+    return sorted(entries.values(), key=lambda handle: not handle.get_label().startswith("exposed"))
 
 
-def rest_name(run: dict[str, Any]) -> str:
-    """What the part of a step outside all-to-alls is to be called; all of it where they could not be timed."""
-    return "step" if run["a2a_seconds_by_axis"] is None else "everything else"
+def _rest_label(run: dict[str, Any]) -> str:
+    """Return the label for the rest of a step, which is the whole step if communication was not measured."""
+    return "step" if run["a2a_seconds_by_axis"] is None else "computation and all else"

@@ -1,4 +1,4 @@
-"""Runs a command of the user with stock xDiT and with the plugin, and compares what both recorded."""
+"""Runs a command with stock xDiT and with the plugin, and compares the records of both."""
 
 import json
 import os
@@ -21,234 +21,271 @@ from xfuser_cocodiff.engine.settings.options import (
 )
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 from xfuser_cocodiff.lab.comparison import emulate, launch, trace
-from xfuser_cocodiff.lab.comparison.figures import Outcome, figures
+from xfuser_cocodiff.lab.comparison.metrics import VariantResult, compute_metrics
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.xdit.launching import command_line
 
 STOCK = "stock"
 _MODE = "cocodiff_mode"
 _VARIABLES = {option.field: option.variable for option in OPTIONS}
-_BEARING = ("xfuser", "torch", "diffusers")
-"""Packages whose versions stock's results depend on."""
+_BASELINE_PACKAGES = ("xfuser", "torch", "diffusers")
+"""Packages whose versions must be equal for a baseline to be reused."""
 
 
 class UsageError(ValueError):
-    """The command line makes no comparison."""
+    """The command line is not valid for a comparison."""
 
 
 @dataclass
-class Contender:
-    """One side of the comparison."""
+class RecordedVariant:
+    """One variant of a comparison, stock or a mode of the plugin, with the records of its launches."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str]
     launcher: str | None = None
-    """What starts the ranks; torchrun when not given."""
+    """Command that starts the ranks; torchrun if not given."""
     folders: list[Path] = field(default_factory=list)
-    """Of the records, one per launch so far."""
-    launched: list[str] = field(default_factory=list)
-    """The command of its last launch."""
+    """Record folders, one per launch so far."""
+    launched_command: list[str] = field(default_factory=list)
+    """Command line of the last launch."""
     traces: list[Path] = field(default_factory=list)
-    """By rank; none where it was not traced."""
+    """Trace files by rank; empty without tracing."""
 
     def launch(self, out: Path, console: Console) -> None:
-        """Run once more, recording into a fresh folder."""
+        """Launch the command once and record it in a new folder."""
         label = self.name if not command_line.is_script(self.arguments) else f"{self.name} {len(self.folders) + 1}"
-        self.launched = command_line.launch_command(self.arguments, self.launcher)
-        self.folders.append(launch.run(label, self.launched, self.environment, out, console))
+        self.launched_command = command_line.launch_command(self.arguments, self.launcher)
+        self.folders.append(launch.run(label, self.launched_command, self.environment, out, console))
 
     def launch_traced(self, out: Path, console: Console) -> None:
-        """Run once more for a trace; a launch of its own, since tracing takes time."""
+        """Launch the command once more for a trace, apart from the measured launches, which tracing would slow down."""
         arguments = (
             self.arguments if command_line.is_script(self.arguments) else [*self.arguments, "--num_iterations=1"]
         )
-        launched = command_line.launch_command(arguments, self.launcher)
+        launched_command = command_line.launch_command(arguments, self.launcher)
         environment = {**self.environment, TRACE_VARIABLE: "1"}
-        self.traces = trace.files(launch.run(f"{self.name} traced", launched, environment, out, console))
+        self.traces = trace.files(launch.run(f"{self.name} traced", launched_command, environment, out, console))
 
-    def finish(self, out: Path, repeats: int) -> None:
-        """Note in `out` that all launches of this side are there, so that another comparison can go on with them."""
+    def write_manifest(self, out: Path, repeats: int) -> None:
+        """Write into `out` that the launches of this variant are complete, so that --stock can reuse them."""
         manifest = {
             **host.header(),
-            "command": shlex.join(self.launched),
+            "command": shlex.join(self.launched_command),
             "repeats": repeats,
             "records": [folder.name for folder in self.folders],
         }
-        _manifest(out, self.name).write_text(json.dumps(manifest, indent=2) + "\n")
+        _manifest_file(out, self.name).write_text(json.dumps(manifest, indent=2) + "\n")
 
-    def take(self, earlier: Path, out: Path, repeats: int) -> None:
-        """Stand for this side by what an earlier comparison recorded of it, whether or not that came to its end.
+    def reuse(self, earlier: Path, out: Path, repeats: int) -> None:
+        """Take the records of this variant from an earlier comparison instead of launching it.
+
+        Args:
+            earlier: folder of that comparison, which may have failed after this variant was complete.
+            out: folder of this comparison, to which the records are copied.
+            repeats: of this comparison.
 
         Raises:
-            UsageError: there is none, or it ran something else, or with other versions.
+            UsageError: the records are missing, or of another command or other package versions.
         """
         try:
-            found = json.loads(_manifest(earlier, self.name).read_text())
-            ran, recorded, versions = shlex.split(found["command"]), found["repeats"], found["host"]
-            names = [str(name) for name in found["records"]]
+            manifest = json.loads(_manifest_file(earlier, self.name).read_text())
+            launched_command, recorded = shlex.split(manifest["command"]), manifest["repeats"]
+            versions, names = manifest["host"], [str(name) for name in manifest["records"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
-                f"--stock {earlier} is no folder of a comparison whose {self.name} side is finished: {error}"
+                f"--stock {earlier} is not valid: it has no complete records of {self.name}: {error}"
             ) from None
-        wanted = command_line.arguments_for_stock(command_line.launch_command(self.arguments, self.launcher))
-        if (command_line.arguments_for_stock(ran), recorded) != (wanted, repeats):
+        expected = command_line.arguments_for_stock(command_line.launch_command(self.arguments, self.launcher))
+        if (command_line.arguments_for_stock(launched_command), recorded) != (expected, repeats):
             raise UsageError(
-                f"--stock {earlier} ran {shlex.join(ran)!r}, repeats: {recorded}; valid here is a comparison of "
-                f"{shlex.join(wanted)!r}, repeats: {repeats}"
+                f"--stock {earlier} is not valid: it ran {shlex.join(launched_command)!r}, repeats: {recorded}; this "
+                f"comparison needs {shlex.join(expected)!r}, repeats: {repeats}"
             )
-        here = host.header()["host"]
-        if other := [f"{name} {versions.get(name)}" for name in _BEARING if versions.get(name) != here[name]]:
-            now = ", ".join(f"{name} {here[name]}" for name in _BEARING)
-            raise UsageError(f"--stock {earlier} ran with {', '.join(other)}; valid here is {now}")
-        self.launched, folder = ran, out / "records"
+        current = host.header()["host"]
+        different = [name for name in _BASELINE_PACKAGES if versions.get(name) != current[name]]
+        if different:
+            ran_with = ", ".join(f"{name} {versions.get(name)}" for name in different)
+            installed = ", ".join(f"{name} {current[name]}" for name in different)
+            raise UsageError(f"--stock {earlier} is not valid: it ran with {ran_with}; installed here: {installed}")
+        self.launched_command, folder = launched_command, out / "records"
         self.folders = [folder / name for name in names]
-        if out.resolve() != earlier.resolve():  # else it goes on in its own folder
+        if out.resolve() != earlier.resolve():
             for name in names:
                 shutil.copytree(earlier / "records" / name, folder / name, dirs_exist_ok=True)
-            shutil.copyfile(_manifest(earlier, self.name), _manifest(out, self.name))
+            shutil.copyfile(_manifest_file(earlier, self.name), _manifest_file(out, self.name))
 
 
-def _manifest(out: Path, side: str) -> Path:
-    return out / "records" / f"{side}.json"
+def _manifest_file(out: Path, variant: str) -> Path:
+    return out / "records" / f"{variant}.json"
 
 
 @dataclass(frozen=True)
-class How:
-    """How a comparison is made."""
+class CompareOptions:
+    """Options of a comparison."""
 
     repeats: int = 3
-    """Runs to measure on each side, unless the arguments say ``--num_iterations``."""
+    """Measured runs of each variant, unless the arguments have ``--num_iterations``."""
     modes: tuple[str, ...] = ()
-    """Of the plugin, each a side of its own; when there are none, the one that arguments or environment ask for."""
+    """Modes of the plugin, each a variant; if empty, the mode that arguments or environment select."""
     traced: bool = False
-    """Whether to launch each side once more for a trace of its last steps."""
+    """Whether to launch each variant once more for a trace of its last steps."""
     launcher: str | None = None
-    """What starts the ranks, see :func:`command_line.launch_command`; torchrun when not given."""
-    emulated: emulate.Wish | None = None
-    """The emulated cluster that they run on, if they do."""
-    earlier: Path | None = None
-    """Folder of a comparison with the same stock side, which then is not run again."""
+    """Command that starts the ranks, see :func:`command_line.launch_command`; torchrun if not given."""
+    emulation: emulate.EmulationOptions | None = None
+    """Emulated cluster to run on; None runs on this machine's own links."""
+    baseline: Path | None = None
+    """Folder of an earlier comparison whose records of stock are reused."""
 
 
-def compare(arguments: Sequence[str], out: Path, console: Console, how: How) -> dict[str, Any]:
-    """Run a command stock and with the plugin.
+@dataclass(frozen=True)
+class _LaunchTarget:
+    """How and where the ranks of all variants are started."""
+
+    arguments: Sequence[str]
+    launcher: str | None
+    environment: Mapping[str, str]
+    cluster: dict[str, Any] | None = None
+    """Description of the emulated cluster for the record."""
+
+    @property
+    def default_mode(self) -> str:
+        """Mode that the plugin selects if none is given."""
+        return MULTI_NODE_MODE if self.cluster and self.cluster["nodes"] > 1 else EXACT
+
+
+def compare(arguments: Sequence[str], out: Path, console: Console, options: CompareOptions) -> dict[str, Any]:
+    """Run a command with stock xDiT and with the plugin, and return the record of the comparison.
 
     Args:
         arguments: of the xdit command, or an example script and its arguments.
         out: folder for records, logs and pictures; created if missing.
-        console: where progress is shown.
-        how: to do it.
+        console: to print progress on.
+        options: of the comparison.
 
     Returns:
         The record; paths in it are relative to `out`.
 
     Raises:
-        UsageError: nothing can be compared with these arguments.
-        LaunchError: xDiT failed.
-        RecordError: xDiT ran, but not as expected.
+        UsageError: the arguments or options are not valid.
+        LaunchError: a launch of xDiT failed.
+        RecordError: the records of a launch are missing or incomplete.
     """
-    degree, script = check(arguments), command_line.is_script(arguments)
-    repeats = how.repeats if script else _number(arguments, "num_iterations", how.repeats)
+    degree, script = ulysses_degree(arguments), command_line.is_script(arguments)
+    repeats = options.repeats if script else _number(arguments, "num_iterations", options.repeats)
     if repeats < 1:
-        raise UsageError(f"{repeats} repeats leave nothing to compare")
-    _check_modes(how.modes, arguments)
-    arguments, launcher, environment, cluster = _where(arguments, how)
+        raise UsageError(f"{'--repeats' if script else '--num_iterations'} {repeats} is not valid; it starts at 1")
+    _check_modes(options.modes, arguments)
+    target = _select_target(arguments, options)
     if degree == 1:
-        console.print("--ulysses_degree is 1: there is no all-to-all, so both sides run the same code")
-    usual = MULTI_NODE_MODE if cluster and cluster["nodes"] > 1 else EXACT
-    contenders = contend(arguments, environment, out, repeats, launcher, how.modes, usual)
+        console.print("--ulysses_degree is 1: there is no communication, so all variants run the same code")
+    variants = make_variants(
+        target.arguments, target.environment, out, repeats, target.launcher, options.modes, target.default_mode
+    )
     with launch.exit_on_sigterm():
-        (out / "records").mkdir(parents=True, exist_ok=True)
-        if how.earlier:
-            contenders[0].take(how.earlier, out, repeats)
-        console.print(f"{' and '.join(contender.name for contender in contenders)}, repeats of each: {repeats}")
-        to_run = contenders[1 if how.earlier else 0 :]
-        try:
-            _launch(to_run, out, repeats, how.traced, console)
-            runs = _runs(contenders, arguments, out, repeats)
-        except BaseException:
-            if _manifest(out, STOCK).exists():
-                console.print(f"{STOCK}'s side is finished and kept: add --stock {out} to go on with it")
-            raise
-    known = {"repeats": repeats, "launches": "one per repeat" if script else "one"}
-    return {**host.header(), **known, "cluster": cluster, "runs": runs}
+        runs = _run_variants(variants, out, repeats, options, console)
+    launches = "one per repeat" if script else "one"
+    return {**host.header(), "repeats": repeats, "launches": launches, "cluster": target.cluster, "runs": runs}
 
 
 def _check_modes(modes: Sequence[str], arguments: Sequence[str]) -> None:
     for mode in modes:
         if mode not in MODES or list(modes).count(mode) > 1:
-            valid = f"some of {', '.join(MODES)}, each once"
-            raise UsageError(f"--modes {','.join(modes)!r} is not valid; valid are {valid}")
-    if modes and (asked := command_line.option_value(arguments, _MODE)):
-        raise UsageError(f"--modes {','.join(modes)} and --{_MODE} {asked} both say what to compare; give one")
+            raise UsageError(
+                f"--modes {','.join(modes)!r} is not valid; valid are {', '.join(MODES)}, each at most once"
+            )
+    if modes and (selected := command_line.option_value(arguments, _MODE)):
+        raise UsageError(f"--modes {','.join(modes)} and --{_MODE} {selected} are mutually exclusive")
 
 
-def _where(
-    arguments: Sequence[str], how: How
-) -> tuple[Sequence[str], str | None, Mapping[str, str], dict[str, Any] | None]:
-    """Arguments, launcher and environment of the ranks, and what the record says of the cluster that they run on."""
-    if how.emulated is None:
-        _check_launcher(arguments, how.launcher)
-        return arguments, how.launcher, os.environ, None
-    if how.launcher is not None:
-        raise UsageError(f"--launcher and {emulate.OPTION} both start the ranks; give one")
+def _select_target(arguments: Sequence[str], options: CompareOptions) -> _LaunchTarget:
+    """Return where the ranks run: on this machine, by the launcher if one is given, or on an emulated cluster."""
+    if options.emulation is None:
+        _check_launcher(arguments, options.launcher)
+        return _LaunchTarget(arguments, options.launcher, os.environ)
+    if options.launcher is not None:
+        raise UsageError(f"--launcher and {emulate.OPTION} are mutually exclusive: both start the ranks")
     try:
-        built = emulate.cluster_for(how.emulated, arguments)
-        emulate.check(built)
+        cluster = emulate.cluster_for(options.emulation, arguments)
+        emulate.check_available(cluster)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    environment = {**os.environ, **emulate.NO_DEVICES}
-    return emulate.on_cluster(arguments, built), emulate.launcher(built), environment, emulate.record(built)
+    return _LaunchTarget(
+        emulate.with_topology(arguments, cluster),
+        emulate.launcher(cluster),
+        {**os.environ, **emulate.NO_DEVICES},
+        emulate.describe(cluster),
+    )
 
 
-def _launch(to_run: Sequence[Contender], out: Path, repeats: int, traced: bool, console: Console) -> None:
-    """Run each side as often as it takes; one whose records are complete is finished."""
-    for contender in to_run:
-        _manifest(out, contender.name).unlink(missing_ok=True)
-    turns = repeats if command_line.is_script(to_run[0].arguments) else 1
-    for turn in range(turns):
-        # Turns change, so that neither side always runs first.
-        for contender in to_run[:: 1 if turn % 2 == 0 else -1]:
-            contender.launch(out, console)
-            if turn == turns - 1:
-                Outcome.read(contender.folders, repeats // turns)
-                contender.finish(out, repeats)
-    for contender in to_run if traced else ():
-        contender.launch_traced(out, console)
+def _run_variants(
+    variants: Sequence[RecordedVariant], out: Path, repeats: int, options: CompareOptions, console: Console
+) -> list[dict[str, Any]]:
+    """Launch the variants, all or all but stock, and return one run of the record for each."""
+    (out / "records").mkdir(parents=True, exist_ok=True)
+    to_launch = variants
+    if options.baseline:
+        variants[0].reuse(options.baseline, out, repeats)
+        to_launch = variants[1:]
+    console.print(f"comparing {', '.join(variant.name for variant in variants)}; repeats of each: {repeats}")
+    try:
+        _launch(to_launch, out, repeats, options.traced, console)
+        return _make_runs(variants, out, repeats)
+    except BaseException:
+        if _manifest_file(out, STOCK).exists():
+            console.print(f"the records of {STOCK} are complete: add --stock {out} to reuse them")
+        raise
 
 
-def _runs(contenders: Sequence[Contender], arguments: Sequence[str], out: Path, repeats: int) -> list[dict[str, Any]]:
-    """What the record says of each side."""
+def _launch(variants: Sequence[RecordedVariant], out: Path, repeats: int, traced: bool, console: Console) -> None:
+    """Launch each variant as often as needed, and write its manifest when its records are complete."""
+    for variant in variants:
+        _manifest_file(out, variant.name).unlink(missing_ok=True)
+    rounds = repeats if command_line.is_script(variants[0].arguments) else 1
+    for number in range(rounds):
+        # The order alternates, so that no variant always runs first.
+        for variant in variants[:: 1 if number % 2 == 0 else -1]:
+            variant.launch(out, console)
+            if number == rounds - 1:
+                VariantResult.read(variant.folders, repeats // rounds)  # raises if a record is incomplete
+                variant.write_manifest(out, repeats)
+    if traced:
+        for variant in variants:
+            variant.launch_traced(out, console)
+
+
+def _make_runs(variants: Sequence[RecordedVariant], out: Path, repeats: int) -> list[dict[str, Any]]:
+    """Return one run of the record per variant."""
+    arguments = variants[0].arguments
     per_launch = 1 if command_line.is_script(arguments) else repeats
-    outcomes = [Outcome.read(contender.folders, per_launch) for contender in contenders]
+    results = [VariantResult.read(variant.folders, per_launch) for variant in variants]
     return [
         {
-            "name": contender.name,
+            "name": variant.name,
             "model": command_line.option_value(arguments, "model"),
-            "degree": check(arguments),
-            "command": shlex.join(contender.launched),
-            "trace": contender.traces[0].relative_to(out).as_posix() if contender.traces else None,
-            "overlap": trace.overlaps(contender.traces),
-            **figures(outcome, outcomes[0], out),
+            "degree": ulysses_degree(arguments),
+            "command": shlex.join(variant.launched_command),
+            "trace": variant.traces[0].relative_to(out).as_posix() if variant.traces else None,
+            "overlap": trace.overlaps(variant.traces),
+            **compute_metrics(result, results[0], out),
         }
-        for contender, outcome in zip(contenders, outcomes, strict=True)
+        for variant, result in zip(variants, results, strict=True)
     ]
 
 
-def check(arguments: Sequence[str]) -> int:
-    """The Ulysses degree of a command.
+def ulysses_degree(arguments: Sequence[str]) -> int:
+    """Check the arguments of a command and return its Ulysses degree.
 
     Raises:
-        UsageError: there is no command, or nothing in it that the plugin could change.
+        UsageError: there is no command, or it does not use Ulysses attention.
     """
     if not arguments:
         raise UsageError("xDiT's arguments are missing: put them, or a script and its arguments, after --")
     if command_line.is_script(arguments) and not Path(arguments[0]).is_file():
-        raise UsageError(f"there is no script {arguments[0]}")
+        raise UsageError(f"script {arguments[0]} does not exist")
     if command_line.option_value(arguments, "ulysses_degree") is None:
         raise UsageError(
-            "--ulysses_degree is missing after --: the plugin works on Ulysses attention, so there is nothing to "
+            "--ulysses_degree is missing after --: the plugin speeds up Ulysses attention, so there is nothing to "
             "compare without it; try --ulysses_degree 2"
         )
     return _number(arguments, "ulysses_degree", 1)
@@ -259,7 +296,7 @@ def _number(arguments: Sequence[str], name: str, default: int) -> int:
     try:
         return default if value is None else int(value)
     except ValueError:
-        raise UsageError(f"--{name}: {value!r} is not a whole number") from None
+        raise UsageError(f"--{name} {value!r} is not valid; it is a whole number") from None
 
 
 def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:
@@ -269,39 +306,46 @@ def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:
         raise UsageError(f"--launcher {launcher!r} is not valid: {error}; valid is a command line") from None
 
 
-def contend(
+def make_variants(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     out: Path,
     repeats: int,
     launcher: str | None = None,
     modes: Sequence[str] = (),
-    usual: str = EXACT,
-) -> list[Contender]:
-    """Stock, and the plugin in each mode: the same command, but for the plugin's options.
+    default_mode: str = EXACT,
+) -> list[RecordedVariant]:
+    """Return stock and one variant per mode: the same command, with different options of the plugin.
 
-    Without modes, it is the one that arguments or environment ask for, or the one that is usual where these ranks run.
+    Without `modes` there is one variant, of the mode that the arguments or the environment select, or of
+    `default_mode`.
     """
-    shared = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
-    ours = {variable for field, variable in _VARIABLES.items() if field != SHARE_FIELD}
-    off = {name: value for name, value in shared.items() if name not in ours}
-    plain = command_line.without_flag(arguments, ENABLE_OPTION)
-    asked = {mode: [*plain, f"--{_MODE}={mode}"] for mode in modes}
-    if not asked:
-        asked[command_line.option_value(arguments, _MODE) or environment.get(_VARIABLES[_MODE]) or usual] = plain
-    sides = [
-        Contender(STOCK, command_line.stock_arguments(arguments), off, launcher),
-        *(Contender(mode, [*line, f"--{ENABLE_OPTION}"], shared, launcher) for mode, line in asked.items()),
+    environment = {name: value for name, value in environment.items() if name != "COCODIFF_DISABLE"}
+    own_variables = {variable for field, variable in _VARIABLES.items() if field != SHARE_FIELD}
+    stock_environment = {name: value for name, value in environment.items() if name not in own_variables}
+    base = command_line.without_flag(arguments, ENABLE_OPTION)
+    arguments_by_mode = {mode: [*base, f"--{_MODE}={mode}"] for mode in modes}
+    if not arguments_by_mode:
+        mode = command_line.option_value(arguments, _MODE) or environment.get(_VARIABLES[_MODE]) or default_mode
+        arguments_by_mode[mode] = base
+    variants = [
+        RecordedVariant(STOCK, command_line.stock_arguments(arguments), stock_environment, launcher),
+        *(
+            RecordedVariant(mode, [*line, f"--{ENABLE_OPTION}"], environment, launcher)
+            for mode, line in arguments_by_mode.items()
+        ),
     ]
     if not command_line.is_script(arguments):
-        for side in sides:
-            side.arguments += _missing(arguments, side.name, out, repeats)
-    return sides
+        for variant in variants:
+            variant.arguments += _default_arguments(arguments, variant.name, out, repeats)
+    return variants
 
 
-def _missing(arguments: Sequence[str], name: str, out: Path, repeats: int) -> list[str]:
-    """What xDiT needs to be told besides; what the user said stands."""
-    folder = out / "output" / name
-    wanted = {"num_iterations": repeats, "warmup_calls": 1, "output_directory": folder}
+def _default_arguments(arguments: Sequence[str], variant: str, out: Path, repeats: int) -> list[str]:
+    """Return the arguments that a measurement adds to those of the xdit command, unless the user gave them."""
+    folder = out / "output" / variant
     folder.mkdir(parents=True, exist_ok=True)
-    return [f"--{key}={value}" for key, value in wanted.items() if command_line.option_value(arguments, key) is None]
+    defaults = {"num_iterations": repeats, "warmup_calls": 1, "output_directory": folder}
+    return [
+        f"--{name}={value}" for name, value in defaults.items() if command_line.option_value(arguments, name) is None
+    ]

@@ -1,4 +1,4 @@
-"""How far one result is from another: final latents and pictures."""
+"""Measures how close two results are: PSNR, SSIM and LPIPS of final latents and pictures."""
 
 import functools
 import math
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def psnr_db(reference: np.ndarray, other: np.ndarray, peak: float) -> float | None:
-    """Peak signal-to-noise ratio; None where it is infinite or not a number.
+    """Return the peak signal-to-noise ratio in decibels; None if it is infinite or not a number.
 
     Args:
-        reference: what `other` should be.
+        reference: the baseline.
         other: array of the same shape.
         peak: largest difference that two values can have.
     """
@@ -21,10 +21,10 @@ def psnr_db(reference: np.ndarray, other: np.ndarray, peak: float) -> float | No
 
 
 def lpips(references: np.ndarray, others: np.ndarray) -> float | None:
-    """Perceptual distance, a mean over pictures or frames; None where the package, or its network, is not there.
+    """Return the mean LPIPS (perceptual distance, AlexNet) over pictures or frames; None if it is not installed.
 
     Args:
-        references: grey values from 0 to 1, (N, [frames,] height, width).
+        references: gray values from 0 to 1, (N, [frames,] height, width).
         others: of the same shape.
     """
     network = _perceptual_network()
@@ -32,12 +32,12 @@ def lpips(references: np.ndarray, others: np.ndarray) -> float | None:
         return None
     import torch
 
-    def pictures(values: np.ndarray) -> torch.Tensor:
+    def to_rgb(values: np.ndarray) -> torch.Tensor:
         flat = torch.as_tensor(values, dtype=torch.float32).reshape(-1, 1, *values.shape[-2:])
         return (2 * flat - 1).expand(-1, 3, -1, -1)
 
     with torch.inference_mode():
-        return float(network(pictures(references), pictures(others)).mean())
+        return float(network(to_rgb(references), to_rgb(others)).mean())
 
 
 @functools.cache
@@ -46,23 +46,26 @@ def _perceptual_network() -> Any:
         from lpips import LPIPS
 
         return LPIPS(net="alex", verbose=False)
-    except (ImportError, OSError):  # not installed; or weights that it would have to download
+    except (ImportError, OSError):  # not installed, or its weights cannot be downloaded
         return None
 
 
 def compare_latents(reference: Path, other: Path) -> dict[str, Any]:
-    """Largest difference and PSNR of the tensor ``latents`` in two safetensors files.
+    """Return the largest difference and the PSNR of the tensor ``latents`` in two safetensors files.
 
-    The peak of the PSNR is the range of the reference's values. Figures are None where a file is missing, shapes differ
-    or values are not finite.
+    The peak of the PSNR is the range of the reference's values. Both are None if a file is missing, shapes differ or
+    values are not finite.
     """
-    nothing = {"max_abs": None, "psnr_db": None}
+    unknown = {"max_abs": None, "psnr_db": None}
     if not (reference.exists() and other.exists()):
-        return nothing
-    ours, theirs = _load(reference), _load(other)
-    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        return nothing
-    return {"max_abs": float(np.abs(ours - theirs).max()), "psnr_db": psnr_db(ours, theirs, float(np.ptp(ours)))}
+        return unknown
+    expected, actual = _load(reference), _load(other)
+    if expected.shape != actual.shape or not (np.isfinite(expected).all() and np.isfinite(actual).all()):
+        return unknown
+    return {
+        "max_abs": float(np.abs(expected - actual).max()),
+        "psnr_db": psnr_db(expected, actual, float(np.ptp(expected))),
+    }
 
 
 def _load(file: Path) -> np.ndarray:
@@ -73,22 +76,25 @@ def _load(file: Path) -> np.ndarray:
 
 
 def compare_pictures(reference: Path | None, other: Path | None) -> dict[str, Any]:
-    """PSNR and SSIM of two pictures; None where one is missing or their sizes differ. SSIM is 1 for equal pictures."""
-    nothing = {"psnr_db": None, "ssim": None}
+    """Return PSNR and SSIM of two pictures; both are None if a picture is missing or sizes differ.
+
+    For equal pictures PSNR is None and SSIM is 1.
+    """
+    unknown = {"psnr_db": None, "ssim": None}
     if reference is None or other is None:
-        return nothing
-    ours, theirs = read_picture(reference), read_picture(other)
-    if ours.shape != theirs.shape:
-        return nothing
+        return unknown
+    expected, actual = read_picture(reference), read_picture(other)
+    if expected.shape != actual.shape:
+        return unknown
     from skimage.metrics import structural_similarity
 
-    window = min(7, *(side - (side + 1) % 2 for side in ours.shape[:2]))
-    ssim = structural_similarity(ours, theirs, channel_axis=2, data_range=255, win_size=window)
-    return {"psnr_db": psnr_db(ours, theirs, 255), "ssim": float(ssim)}
+    window = min(7, *(side - (side + 1) % 2 for side in expected.shape[:2]))
+    ssim = structural_similarity(expected, actual, channel_axis=2, data_range=255, win_size=window)
+    return {"psnr_db": psnr_db(expected, actual, 255), "ssim": float(ssim)}
 
 
 def read_picture(file: Path) -> np.ndarray:
-    """A picture as (height, width, 3) bytes."""
+    """Read a picture as uint8 array (height, width, 3)."""
     from PIL import Image
 
     with Image.open(file) as picture:

@@ -1,4 +1,4 @@
-"""Runs recorded launches of xDiT: output in a log, progress on the console, its processes stopped with ours."""
+"""Runs recorded launches of xDiT: output in a log, progress on the console, processes stopped on interrupt."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
 POLL_SECONDS = 0.2
-PATIENCE_SECONDS = 40
-"""How long a launch may take to stop; torchrun gives its ranks 30 seconds."""
+TERMINATION_SECONDS = 40
+"""Seconds until a launch that does not terminate is killed; torchrun gives its ranks 30."""
 TAIL_LINES = 25
 
-# The last line of a traceback, perhaps behind the rank's name; what torchrun says of it afterwards is no news.
+# The last line of a traceback, with or without the rank's prefix. torchrun's ChildFailedError only repeats it.
 _ERROR = re.compile(r"^(?:\[[^\]]+\]:?\s*)*((?!\S*ChildFailedError)[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
@@ -34,24 +34,24 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
     """Run a command to its end with recording on, within :func:`exit_on_sigterm`.
 
     Args:
-        name: what to call the launch on the console.
+        name: of the launch, for the console and for its files.
         command: program and arguments.
-        environment: of the command; the variable that turns on recording is added.
+        environment: of the command; the variable that turns recording on is added.
         out: folder of the comparison, for records and logs.
-        console: where start, progress and end are told.
+        console: to print start, progress and end on.
 
     Returns:
-        The folder with the records of its ranks, which is a fresh one.
+        The new folder with the records of its ranks.
 
     Raises:
-        LaunchError: it failed; holds its error and the end of its log.
+        LaunchError: the command failed; the message has its error and the end of its log.
     """
     folder = out / "records" / name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)
     log = out / "logs" / f"{folder.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    started, progress, last_run = time.monotonic(), ProgressReporter(None if console.quiet else console.file), 0
     console.print(f"{name}: started, output in {log}")
+    started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -61,25 +61,32 @@ def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        progress = ProgressReporter(None if console.quiet else console.file)
         try:
-            while process.poll() is None:
-                if found := read_progress(folder / "progress.json"):
-                    what = f"{name}: run {found['run']}, step {found['step']} of {found['total_steps'] or '?'}"
-                    progress.report(what, is_new=found["run"] > last_run)
-                    last_run = found["run"]
-                time.sleep(POLL_SECONDS)
+            _report_until_exit(process, name, folder / "progress.json", progress)
         finally:
             stop(process)
             progress.close()
     if process.returncode != 0:
-        raise LaunchError(_explain(name, process.returncode, log))
+        raise LaunchError(_describe_failure(name, process.returncode, log))
     console.print(f"{name}: done in {time.monotonic() - started:.0f} s")
     return folder
 
 
+def _report_until_exit(process: subprocess.Popen, name: str, file: Path, progress: ProgressReporter) -> None:
+    """Report the step that rank 0 has reached, until the process ends."""
+    last_run = 0
+    while process.poll() is None:
+        if step := read_progress(file):
+            text = f"{name}: run {step['run']}, step {step['step']} of {step['total_steps'] or '?'}"
+            progress.report(text, is_new=step["run"] > last_run)
+            last_run = step["run"]
+        time.sleep(POLL_SECONDS)
+
+
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM leaves as an exception, so that it stops a launch as Ctrl-C does."""
+    """Raise SystemExit on SIGTERM within this context, so that it stops a launch as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -88,28 +95,29 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a process and its group if it still runs: first politely, so that launchers can stop their ranks."""
-    for how, patience in ((signal.SIGTERM, PATIENCE_SECONDS), (signal.SIGKILL, None)):
+    """Stop a process group that still runs: SIGTERM first, so that a launcher stops its ranks, then SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, TERMINATION_SECONDS), (signal.SIGKILL, None)):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, how)
+                os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(seconds)
 
 
 def read_progress(file: Path) -> dict | None:
-    """What rank 0 last said about where it is; None before its first step."""
+    """Read the run and step that rank 0 last recorded; None before its first step."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _explain(name: str, status: int, log: Path) -> str:
+def _describe_failure(name: str, status: int, log: Path) -> str:
+    """Return how a launch failed, with its error and the end of its log."""
     text = log.read_text(errors="replace")
-    how = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
+    failure = f"was killed by signal {-status}" if status < 0 else f"failed with exit status {status}"
     error = max(_ERROR.finditer(text), key=re.Match.end, default=None)
-    # torchrun's summary after the error names ranks and exit codes, and pushes the traceback out of sight.
+    # torchrun's summary after the error lists ranks and exit codes; without it the traceback is in the last lines.
     lines = text[: error.end() if error else None].splitlines()[-TAIL_LINES:]
     cause = f": {error[1]}" if error else ""
-    return "\n".join([f"the {name} launch {how}{cause}", "", f"From {log}:", "", *lines])
+    return "\n".join([f"the {name} launch {failure}{cause}", "", f"From {log}:", "", *lines])

@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
-from xfuser_cocodiff.lab.comparison.charts import draw_sheet
+from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
@@ -355,4 +355,4 @@ def draw_pictures(gallery: Gallery, file: Path) -> None:
             pictures = every if every.ndim == 3 else every[0]
             chosen = np.linspace(0, len(pictures) - 1, min(len(pictures), SHEET_PICTURES)).round().astype(int)
             rows[f"{task} {name}".strip()] = pictures[chosen]
-    draw_sheet(rows, file)
+    draw_contact_sheet(rows, file)

@@ -1,6 +1,6 @@
-"""Reads what the ranks of a launch recorded, and makes the figures of a run from it.
+"""Reads the files that the ranks of a launch recorded, and aggregates them over ranks, steps and repeats.
 
-A launch holds runs (pipeline calls); the runs that are compared are its repeats. Here a repeat is a list over ranks.
+A launch holds runs (pipeline calls). The runs that are compared are its repeats; a repeat is a list over ranks.
 """
 
 import json
@@ -10,18 +10,18 @@ from statistics import fmean, median
 from typing import Any, TypeAlias
 
 Repeat: TypeAlias = list[dict[str, Any]]
-"""One run as each rank saw it, by rank; the layout is that of :mod:`xfuser_cocodiff.lab.comparison.recorder`."""
+"""One run as each rank recorded it, by rank; :mod:`xfuser_cocodiff.lab.comparison.recorder` describes the fields."""
 
 
 class RecordError(RuntimeError):
-    """A launch left no record that can be used."""
+    """The records of a launch are missing or incomplete."""
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What every rank of a launch left, by rank.
+    """Return the records of all ranks of a launch, by rank.
 
     Raises:
-        RecordError: there is nothing, or the ranks disagree on how many runs there were.
+        RecordError: there are no records, or ranks have different numbers of runs.
     """
     ranks = sorted((json.loads(file.read_text()) for file in folder.glob("rank*.json")), key=lambda one: one["rank"])
     if not ranks:
@@ -31,50 +31,53 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
         )
     counts = {len(one["runs"]) for one in ranks}
     if len(counts) != 1 or [one["rank"] for one in ranks] != list(range(len(ranks))):
-        raise RecordError(f"{folder}: the ranks' records do not belong together ({len(ranks)} ranks, runs: {counts})")
+        raise RecordError(
+            f"{folder}: the records of {len(ranks)} ranks are incomplete; numbers of runs per rank: "
+            f"{', '.join(map(str, sorted(counts)))}"
+        )
     return ranks
 
 
 def last_repeats(ranks: Sequence[dict[str, Any]], count: int) -> list[Repeat]:
-    """The last `count` runs of a launch; those before them warmed it up.
+    """Return the last `count` runs of a launch; earlier runs are warm-up.
 
     Raises:
-        RecordError: there were fewer.
+        RecordError: the launch has fewer runs.
     """
-    found = len(ranks[0]["runs"])
-    if found < count:
-        raise RecordError(f"expected {count} runs of the pipeline, recorded {found}")
-    return [[one["runs"][index] for one in ranks] for index in range(found - count, found)]
+    recorded = len(ranks[0]["runs"])
+    if recorded < count:
+        raise RecordError(f"expected {count} runs of the pipeline, recorded {recorded}")
+    return [[one["runs"][index] for one in ranks] for index in range(recorded - count, recorded)]
 
 
 def step_seconds(repeat: Repeat) -> float:
-    """Median seconds of a step on the rank that took longest, less the first one where there are more."""
-    return median(_settled([max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]))
+    """Return the step time in seconds: the maximum over ranks, the median over steps without the first."""
+    return median(_without_first([max(of_ranks) for of_ranks in _by_step(repeat, lambda step: step["seconds"])]))
 
 
 def a2a_seconds(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """Seconds of a step in collectives, per axis: mean over ranks, median over steps, median over repeats.
+    """Return the seconds of a step in collectives, by axis: mean over ranks, median over steps, median over repeats.
 
-    Empty where nothing was seen: at degree 1, but also where the exchange runs inside a compiled graph.
+    The result is empty at degree 1, and also where collectives run inside a compiled graph, which cannot be timed.
     """
-    return _per_axis(repeats, "a2a_seconds", lambda steps: median(_settled(steps)), median)
+    return _by_axis(repeats, "a2a_seconds", lambda steps: median(_without_first(steps)), median)
 
 
 def seconds(repeats: Sequence[Repeat], key: str) -> float | None:
-    """A figure in seconds of a step, aggregated as :func:`a2a_seconds`; None where the ranks could not tell."""
+    """Return a duration per step, aggregated as in :func:`a2a_seconds`; None if a rank did not measure it."""
     if any(step[key] is None for repeat in repeats for run in repeat for step in run["steps"]):
         return None
-    return median(median(_settled(_mean_by_step(repeat, lambda step: step[key]))) for repeat in repeats)
+    return median(median(_without_first(_mean_by_step(repeat, lambda step: step[key]))) for repeat in repeats)
 
 
 def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
-    """What codecs did, over all ranks and repeats; None where everything travelled exactly."""
+    """Return the statistics of lossy compression over all ranks and repeats; None if no compression was active."""
     runs = [run for repeat in repeats for run in repeat]
     if not all(run.get("codecs") for run in runs):
         return None
     steps = [step for run in runs for step in run["codecs"]]
     exact_bytes = sum(step["exact_bytes"] for step in steps)
-    if not exact_bytes:  # no layer was met
+    if not exact_bytes:  # no layer used the codecs
         return None
     return {
         "bytes_slow_fraction": sum(step["sent_bytes"] for step in steps) / exact_bytes,
@@ -84,18 +87,21 @@ def codecs(repeats: Sequence[Repeat]) -> dict[str, Any] | None:
 
 
 def sent_bytes(repeats: Sequence[Repeat]) -> dict[str, int]:
-    """Bytes that a rank sends in a step, per axis: mean over ranks, steps and repeats. Empty as above."""
-    return {axis: round(count) for axis, count in _per_axis(repeats, "sent_bytes", fmean, fmean).items()}
+    """Return the bytes that a rank sends in a step, by axis: mean over ranks, steps and repeats.
+
+    The result is empty in the cases of :func:`a2a_seconds`.
+    """
+    return {axis: round(count) for axis, count in _by_axis(repeats, "sent_bytes", fmean, fmean).items()}
 
 
-def _per_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
+def _by_axis(repeats: Sequence[Repeat], key: str, over_steps: Callable, over_repeats: Callable) -> dict[str, float]:
     axes = sorted({axis for repeat in repeats for run in repeat for step in run["steps"] for axis in step[key]})
 
-    def figure(axis: str) -> float:
-        found = (_mean_by_step(repeat, lambda step: step[key].get(axis, 0)) for repeat in repeats)
-        return over_repeats(map(over_steps, found))
+    def aggregate(axis: str) -> float:
+        means = (_mean_by_step(repeat, lambda step: step[key].get(axis, 0)) for repeat in repeats)
+        return over_repeats(map(over_steps, means))
 
-    return {axis: figure(axis) for axis in axes}
+    return {axis: aggregate(axis) for axis in axes}
 
 
 def _mean_by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[float]:
@@ -103,18 +109,20 @@ def _mean_by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[float]
 
 
 def _by_step(repeat: Repeat, value: Callable[[dict], float]) -> list[tuple[float, ...]]:
+    """Return one tuple per step with the value of each rank."""
     return list(zip(*([value(step) for step in run["steps"]] for run in repeat), strict=True))
 
 
-def _settled(values: list[float]) -> list[float]:
+def _without_first(values: list[float]) -> list[float]:
+    """Drop the first step, which is slower than the others, unless it is the only one."""
     return values[1:] or values
 
 
 def differing(stock: Sequence[Repeat], other: Sequence[Repeat]) -> list[dict[str, int]]:
-    """Repeats and ranks (counted from 0) whose final latents are not stock's bit for bit."""
+    """Return the repeats and ranks (from 0) whose final latents are not bit-identical to stock's."""
     return [
         {"repeat": index, "rank": rank}
-        for index, (ours, theirs) in enumerate(zip(stock, other, strict=True))
-        for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True))
-        if mine["latents_sha256"] != its["latents_sha256"]
+        for index, (stock_ranks, other_ranks) in enumerate(zip(stock, other, strict=True))
+        for rank, (stock_run, other_run) in enumerate(zip(stock_ranks, other_ranks, strict=True))
+        if stock_run["latents_sha256"] != other_run["latents_sha256"]
     ]

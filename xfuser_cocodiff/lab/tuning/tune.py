@@ -12,8 +12,8 @@ from typing import Any
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation, Bits
 from xfuser_cocodiff.engine.compression.modes import FEW_STEPS
-from xfuser_cocodiff.lab.tuning.rates import EXACT_BITS, Part, Rates, bits_of
-from xfuser_cocodiff.lab.tuning.trials import Trial, Trials
+from xfuser_cocodiff.lab.tuning.rate_distortion import EXACT_BITS, Part, Rates, bits_of
+from xfuser_cocodiff.lab.tuning.trial_cache import Trial, Trials
 
 MOST_GROUPS = 5
 """Of layers that follow each other, which share their bits."""

@@ -17,7 +17,7 @@ import numpy as np
 from xfuser_cocodiff.engine.compression.bit_allocation import BitAllocation
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.lab.comparison.quality import DTYPES, Pictures, QualityEvaluator, Row, fidelity_of
-from xfuser_cocodiff.lab.tuning.rates import EXACT_BITS
+from xfuser_cocodiff.lab.tuning.rate_distortion import EXACT_BITS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
-from xfuser_cocodiff.lab.tuning.rates import Part, Rates, bits_of
+from xfuser_cocodiff.lab.tuning.rate_distortion import Part, Rates, bits_of
 
 ERRORS = {NOT_SENT: 2e-2, 1: 1e-3, 1.6: 3e-4, 2: 1e-4, 4: 1e-6}
 
