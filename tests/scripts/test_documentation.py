@@ -1,0 +1,235 @@
+"""README, the quickstarts and the other pages: lengths, links, commands, and log lines that the source has."""
+
+import argparse
+import ast
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from xfuser import xFuserArgs
+from xfuser.config import FlexibleArgumentParser
+
+from tests import ranks
+from xfuser_cocodiff import cli
+
+REPOSITORY = Path(__file__).parent.parent.parent
+README = REPOSITORY / "README.md"
+DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
+PAGES = [README, *(REPOSITORY / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "patches/README.md")), *DOCS]
+WITH_COMMANDS = [README, *(page for page in DOCS if page.parent.name == "quickstart")]
+TROUBLESHOOTING = REPOSITORY / "docs/troubleshooting.md"
+FLUX_SCRIPT = REPOSITORY / "tests/stock/flux_script.py"
+README_WORDS, PAGE_WORDS = 900, 1200
+SMALL = "--height 64 --width 64 --num_inference_steps 2 --max_sequence_length 32 --seed 5"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    """Return the blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each command of a block, without leading assignments and `export`s."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = [shlex.split(re.sub(r'"?\$\([^)]*\)"?', "value", line), comments=True) for line in lines]
+    found = [words for words in found if words and words[0] != "export"]
+    return [words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in found]
+
+
+@pytest.mark.parametrize("page", [README, *DOCS], ids=name_of)
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= (README_WORDS if page == README else PAGE_WORDS)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFKC", each).lower()) for each in headings)
+    return {each.strip().replace(" ", "-") for each in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@functools.cache
+def messages() -> tuple[re.Pattern, ...]:
+    """Return a pattern for every string of the package, in which what is put in stands for anything."""
+    found = []
+    for file in (REPOSITORY / "xfuser_cocodiff").rglob("*.py"):
+        found += [pattern_of(node) for node in ast.walk(ast.parse(file.read_text())) if text_of(node)]
+    return tuple(found)
+
+
+def text_of(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def pattern_of(node: ast.AST) -> re.Pattern:
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    fixed = [re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts]
+    return re.compile("".join(fixed).replace(r"\{\}", ".*").replace(r"\{!r\}", ".*"), re.DOTALL)
+
+
+def is_in_source(line: str) -> bool:
+    """Whether the package says this, with `...` for what varies."""
+    return any(pattern.fullmatch(line) for pattern in messages() if len(pattern.pattern) > len(line) / 4)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_log_lines_are_those_of_the_source(page: Path) -> None:
+    for block in fenced(page, "text"):
+        for line in block.splitlines():
+            assert is_in_source(line.removeprefix("cocodiff: ")), line
+
+
+def test_troubleshooting_quotes_the_source() -> None:
+    quoted = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    assert len(quoted) > 30
+    # What is put into a message, as what follows a colon, is a message of its own.
+    source = "\n".join(re.sub(r"\\(.)", r"\1", pattern.pattern) for pattern in messages())
+    for line in quoted:
+        fixed = [part.strip(" :;,'") for part in line.split("...")]
+        assert all(part in source for part in fixed), line
+
+
+def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a command by the parsers of whoever runs it; nothing runs."""
+    program, *arguments = words
+    if program in ("torchrun", "mpiexec"):
+        rest = next(i for i, word in enumerate(arguments) if word in ("cocodiff", "python") or word.endswith(".py"))
+        parsed(arguments[rest:], monkeypatch)
+    elif program == "python" or program.endswith(".py"):
+        script, *arguments = words if program.endswith(".py") else arguments
+        if script == "flux_example.py":
+            xdit(arguments)
+        elif script != "-m":
+            assert (REPOSITORY / script).is_file(), script
+    elif program == "cocodiff":
+        for command in cli.COMMANDS:
+            monkeypatch.setattr(command, "run", takes, raising=False)
+        monkeypatch.setattr(cli.bench, "run", takes, raising=False)
+        assert cli.main(arguments) == 0
+    elif program == "xdit":
+        xdit(arguments, "runner")
+    elif program.startswith("scripts/"):
+        assert (REPOSITORY / program).is_file(), program
+    else:
+        assert program in ("pip", "module", ".", "hf", "qsub", "export"), program
+
+
+def takes(options: argparse.Namespace) -> int:
+    """Stands in for what a command does: its arguments were parsed, and those for xDiT have to be."""
+    arguments = options.xdit_arguments
+    if arguments:
+        is_script = arguments[0].endswith(".py")
+        xdit(arguments[is_script:], "script" if is_script else "runner")
+    return 0
+
+
+def xdit(arguments: list[str], whose: str = "script") -> None:
+    add = xFuserArgs.add_cli_args if whose == "script" else xFuserArgs.add_runner_args
+    xFuserArgs.from_cli_args(add(FlexibleArgumentParser()).parse_args([*arguments, "--use_cocodiff"]))
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [words for block in fenced(page, "bash") for words in commands(block)]
+    assert found
+    for words in found:
+        parsed(words, monkeypatch)
+
+
+def test_the_readme_adds_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    [block] = fenced(README, "diff")
+    lines = {sign: [line[1:] for line in block.splitlines() if line[0] in f" {sign}"] for sign in "-+"}
+    before, after = (commands("\n".join(lines[sign]))[0] for sign in "-+")
+    parsed(after, monkeypatch)
+    assert after == [*before, "--use_cocodiff"]
+
+
+def test_extras_exist() -> None:
+    known = set(re.findall(r'^        "(\w+)": \[|^        "(\w+)": \w', (REPOSITORY / "setup.py").read_text(), re.M))
+    names = {name for pair in known for name in pair if name}
+    asked = {
+        name for page in PAGES for each in re.findall(r"'\.\[([\w,]+)\]'", page.read_text()) for name in each.split(",")
+    }
+    assert asked <= names
+
+
+def test_pictures_are_drawn_by_their_scripts() -> None:
+    scripts = sorted((REPOSITORY / "docs/pictures").glob("*.py"))
+    assert scripts
+    for script in scripts:
+        scope = {"__name__": "picture", "__file__": str(script)}
+        exec(compile(script.read_text(), script, "exec"), scope)
+        assert scope["draw"]() == script.with_suffix(".svg").read_text(), f"run: python {name_of(script)}"
+
+
+def runnable(page: str, *programs: str) -> Iterator[str]:
+    """Yield the blocks of a quickstart that run one of these programs."""
+    for block in fenced(REPOSITORY / page, "bash"):
+        if commands(block)[0][0] in programs and "--emulate" not in block and "NODE" not in block:
+            yield block
+
+
+def run(text: str, folder: Path) -> str:
+    """Run a block as a user would, with the commands of this environment and the small models."""
+    variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euc", text],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout
+
+
+@pytest.mark.slow  # test_commands_are_valid has all of them
+def test_the_laptop_quickstart_runs_as_it_stands(tmp_path: Path) -> None:
+    blocks = list(runnable("docs/quickstart/laptop.md", "cocodiff", "xdit"))
+    assert len(blocks) == 3
+    said = run("\n".join(blocks), tmp_path)
+    for block in fenced(REPOSITORY / "docs/quickstart/laptop.md", "text"):
+        assert block in said
+    assert "bit-identical" in said
+    assert (tmp_path / "cocodiff-report/report.html").exists() and (tmp_path / "pictures.png").exists()
+
+
+@pytest.mark.slow  # test_commands_are_valid has all of them
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart/pcie_box.md", "docs/quickstart/one_node.md"])
+def test_commands_run_with_a_small_model(page: str, hub: Path, tmp_path: Path) -> None:
+    lines = [line[1:] for block in fenced(README, "diff") for line in block.splitlines() if line[0] in " +"]
+    blocks = list(runnable(page, "torchrun", "cocodiff")) if page != "README.md" else ["\n".join(lines)]
+    assert blocks
+    for block in blocks:
+        for model in ("--model black-forest-labs/FLUX.1-dev", "--model FLUX.1-dev"):
+            block = block.replace(model, f"{model} {SMALL}")
+        block = block.replace("flux_example.py", f"{FLUX_SCRIPT} --coco_path latents.safetensors")
+        block = block.replace("cocodiff compare", "cocodiff compare --repeats 1").replace("torchrun", TORCHRUN)
+        run(block, tmp_path)
+
+
+TORCHRUN = f"torchrun --master_port={ranks.free_port()}"
