@@ -342,7 +342,7 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
     rows = [row for row in platform.patches(platform.detect()) if row.module.startswith("xfuser.")]
-    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.unless}
+    assert superfluous == {row.name for row in [*rows, *zero_padding.patches()] if row.unless_present}
     assert superfluous and {state for site, state in states.items() if site not in superfluous} <= {
         "applied",
         "ready",

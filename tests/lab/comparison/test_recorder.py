@@ -151,7 +151,7 @@ import xfuser_cocodiff
 assert xfuser_cocodiff.install()
 from xfuser_cocodiff.xdit.integration import activation
 ours = [name for name in sys.modules if name.startswith("xfuser_cocodiff.lab.comparison")]
-rows = {row.why for row in activation._installed.rows}
+rows = {row.why for row in activation._installed.patches}
 print(json.dumps([bool(ours), len(activation._clock.listeners), "stock's traffic" in rows]))
 """
     environment = {**os.environ, "COCODIFF_RECORD": str(tmp_path / record) if record else ""}

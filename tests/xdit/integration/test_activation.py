@@ -198,7 +198,7 @@ def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monk
     import outer_host
 
     assert outer_host.site() == outer_host.inner_host.site() == "original"
-    assert patch_set.withdrawn
+    assert patch_set.is_removed
     assert patch_set not in sys.meta_path
 
 
@@ -218,7 +218,7 @@ def test_a_row_that_fails_takes_back_the_others() -> None:
     rows = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
     patch_set = PatchSet(rows, "tests")
     patch_set.install()
-    assert patch_set.withdrawn
+    assert patch_set.is_removed
     assert module.run is before
 
 

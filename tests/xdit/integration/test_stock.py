@@ -114,5 +114,5 @@ def lose_a_function(rank: int) -> None:
 def test_what_cannot_be_put_in_on_one_rank_is_an_error_on_all() -> None:
     results = ranks.outcomes(lose_a_function, 2)
     assert {str(result) for result in results} == {
-        "on rank 1: RuntimeError: CoCoDiff's patches of xDiT were taken back"
+        "on rank 1: RuntimeError: CoCoDiff's patches of xDiT were removed because of an error"
     }

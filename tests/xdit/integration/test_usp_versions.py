@@ -47,7 +47,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 def test_every_private_name_of_a_host_is_a_row() -> None:
     rows = activation.patch_table()
-    known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.mentions)}
+    known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.used_names)}
     known |= {
         *required_internals.UNCHECKED,
         *usp_versions.HELPERS,

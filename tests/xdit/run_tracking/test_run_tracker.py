@@ -46,7 +46,7 @@ def heard(uninstalled: None, session: Session, monkeypatch: pytest.MonkeyPatch) 
     clock = RunTracker([heard])
     rows = PatchSet(clock.patches(), "xfuser")
     rows.install()
-    monkeypatch.setattr(activation, "_installed", SimpleNamespace(withdrawn=False))
+    monkeypatch.setattr(activation, "_installed", SimpleNamespace(is_removed=False))
     monkeypatch.setattr(activation, "_clock", clock)
     monkeypatch.setattr(activation, "PACKAGE", "diffusers")  # xDiT itself is not needed
     yield heard

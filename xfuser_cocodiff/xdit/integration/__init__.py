@@ -1,4 +1,5 @@
-"""How the plugin gets into xDiT and out again: options, settings that all ranks share, and the table of patches.
-Input: xDiT's parsers and arguments, and the patches of every room above.
+"""Integration into xDiT: options, one config for all ranks, and installation of all patches.
+Input: xDiT's parsers and arguments, and the patches of all packages of `xdit`.
+Output: a patched xDiT whose parallel config holds the config of the plugin.
 Public: `activation.install`, `activation.uninstall`, `activation.run`, `environment.describe`.
 """

@@ -1,4 +1,8 @@
-"""Puts the patch table in place and takes it away again."""
+"""Installation and activation of all patches of xDiT.
+
+Installed patches add the options to xDiT. The others are applied when the plugin is activated, by a config that enables
+it: until then the denoising steps run stock xDiT's functions.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -22,36 +26,36 @@ from xfuser_cocodiff.xdit.session import collective_failures, ring_groups, sessi
 
 PACKAGE = "xfuser"
 SUPPORTED = SpecifierSet(">=0.7.0,<0.8", prereleases=True)
-"""Versions of xfuser whose sites the table fits."""
+"""Versions of xfuser that the patches fit."""
 
 _installed: PatchSet | None = None
 _tracker: run_tracker.RunTracker | None = None
-"""Of what is installed."""
+"""Tracker of the installed patches."""
 
 
-def install(listeners: Sequence[run_tracker.Listener] = (), rows: Sequence[Patch] = ()) -> bool:
+def install(listeners: Sequence[run_tracker.Listener] = (), patches: Sequence[Patch] = ()) -> bool:
     """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`.
 
     Args:
-        listeners: who wants to know of runs and steps, stock's too.
-        rows: what they patch besides.
+        listeners: listeners to runs and steps, also to those of stock xDiT.
+        patches: patches of the listeners.
     """
     global _installed, _tracker
     autoload.unwatch()
-    if _installed is None or _installed.withdrawn:
+    if _installed is None or _installed.is_removed:
         tracker = run_tracker.RunTracker(listeners)
-        patch_set = PatchSet([*patch_table(tracker), *rows], PACKAGE, is_active=bool(listeners))
+        patch_set = PatchSet([*patch_table(tracker), *patches], PACKAGE, is_active=bool(listeners))
         if reason := incompatibility(patch_set):
             warn_once(f"the plugin is not installed, and xDiT runs unchanged: {reason}")
             return False
         patch_set.install()
         option_errors.install()
         _installed, _tracker = patch_set, tracker
-    return not _installed.withdrawn
+    return not _installed.is_removed
 
 
 def uninstall() -> None:
-    """Restore every site, or have none patched when xDiT is imported later."""
+    """Restore every patched symbol, and apply no patches if xDiT is imported later."""
     global _installed, _tracker
     autoload.unwatch()
     if _installed is not None:
@@ -66,10 +70,10 @@ def uninstall() -> None:
 
 
 def activate(pipeline: Any = None) -> None:
-    """Apply the patches that act in steps, since the plugin is asked for. Until then steps run stock xDiT's functions.
+    """Apply the patches that act in denoising steps.
 
     Args:
-        pipeline: the one to run; it may have been built before.
+        pipeline: pipeline to run, which may have been built before.
 
     Raises:
         RuntimeError: they cannot be applied.
@@ -79,22 +83,22 @@ def activate(pipeline: Any = None) -> None:
 
 
 def _modules_and_processors(pipeline: Any) -> Iterator[Any]:
-    """Modules of a pipeline and their processors, some of which keep USP as an attribute (Wan, LTX-2, Ideogram 4)."""
+    """Yield the modules of a pipeline and their processors, some of which hold USP as an attribute (Wan, LTX-2)."""
     for part in vars(pipeline).values() if pipeline is not None else ():
         for module in part.modules() if isinstance(part, nn.Module) else ():
             yield from (each for each in (module, getattr(module, "processor", None)) if hasattr(each, "__dict__"))
 
 
 def run(steps: int | None) -> run_tracker.Sampling:
-    """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
-    in_use = _installed is not None and not _installed.withdrawn and PACKAGE in sys.modules
-    return run_tracker.Sampling(_tracker if in_use else None, steps)
+    """Return a run of a sampler that uses no diffusers pipeline; see :func:`xfuser_cocodiff.run`."""
+    is_in_use = _installed is not None and not _installed.is_removed and PACKAGE in sys.modules
+    return run_tracker.Sampling(_tracker if is_in_use else None, steps)
 
 
 def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
-    """Every row for this machine."""
-    here, tracker = platform.detect(), tracker or run_tracker.RunTracker()
-    acting = [
+    """Return all patches for this machine."""
+    machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
+    in_steps = [
         *patch_points.patches(),
         *output_gather.patches(),
         *usp.patches(),
@@ -104,31 +108,31 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
         *tracker.patches(),
     ]
     return [
-        *(platform.patches(here) if here else []),
-        *(ring_attention.patches() if here and here.device_type in ring_attention.DEVICES else []),
+        *(platform.patches(machine) if machine else []),
+        *(ring_attention.patches() if machine and machine.device_type in ring_attention.DEVICES else []),
         *flags.patches(activate),
         *option_errors.patches(),
         *ray_workers.patches(),
         *ring_groups.patches(),
         *startup.patches(activate),
         *required_internals.patches(),
-        *(replace(row, on_activation=True) for row in acting),
+        *(replace(patch, on_activation=True) for patch in in_steps),
     ]
 
 
 def incompatibility(patch_set: PatchSet) -> str | None:
-    """Why a patch set cannot be installed here; None when it can."""
+    """Return why patches cannot be installed; None if they can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "xfuser is not installed"
     version = xdit_version()
     if version is not None and version not in SUPPORTED:
-        return f"xfuser {version} is not supported, only {SUPPORTED}"
+        return f"xfuser {version} is not supported; install xfuser {SUPPORTED}"
     problems = patch_set.problems()
-    return f"it is not the xfuser that this plugin knows ({'; '.join(problems)})" if problems else None
+    return f"this xfuser differs from {SUPPORTED}: {'; '.join(problems)}" if problems else None
 
 
 def xdit_version() -> str | None:
-    """Version of the installed xfuser; None where it is absent or runs from a source tree."""
+    """Return the version of the installed xfuser; None if it is absent or runs from a source tree."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -137,24 +141,26 @@ def xdit_version() -> str | None:
 
 @dataclass(frozen=True)
 class PatchState:
-    """One row of the table, for `cocodiff env`."""
+    """State of one patch, for `cocodiff env`."""
 
     site: str
+    """Full name of the symbol."""
     why: str
+    """Reason for the patch."""
     state: str
-    """'applied', 'ready' (applied when its module is imported, or the plugin asked for), 'not needed', 'used' (as it
-    is) or what is wrong with it."""
+    """'applied', 'ready' (applied when its module is imported or the plugin activated), 'not needed', 'used' (required
+    and not replaced), or why it does not fit."""
 
 
 def patch_states() -> list[PatchState]:
-    """The state of every row in this process."""
+    """Return the state of every patch in this process."""
     patch_set = _installed or PatchSet(patch_table(), PACKAGE)
 
-    def state(row: Patch) -> str:
-        if not row.needed:
+    def state(patch: Patch) -> str:
+        if not patch.is_needed:
             return "not needed"
-        if patch_set.is_applied(row):
+        if patch_set.is_applied(patch):
             return "applied"
-        return row.problem() or ("ready" if row.replace or row.import_context else "used")
+        return patch.problem() or ("ready" if patch.replace or patch.import_context else "used")
 
-    return [PatchState(row.name, row.why, state(row)) for row in patch_set.rows]
+    return [PatchState(patch.name, patch.why, state(patch)) for patch in patch_set.patches]

@@ -1,4 +1,4 @@
-"""What the plugin finds on this machine, for `cocodiff env`."""
+"""Versions, platform, topology and patches on this machine, for `cocodiff env`."""
 
 import importlib.metadata
 import os
@@ -33,34 +33,37 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, platform, topology and the state of the patch table."""
+    """Versions, platform, topology, patches and tuning cache of a machine."""
 
     versions: Mapping[str, str | None]
-    """Installed version of each package that matters; None where it is absent."""
+    """Installed version of each relevant package; None if it is absent."""
     device_type: str
+    """Type of the device, as PyTorch names it."""
     platform: str
-    """Whose work it is that xDiT runs on this device."""
+    """Whether xDiT supports the device itself, or the plugin adds it."""
     backend: str
-    """Backend of torch.distributed, or why there is none."""
+    """Backend of torch.distributed for the device, or why there is none."""
     ranks_per_node: int | None
-    """As the launcher says; None without one."""
+    """Ranks per node, as the launcher reports them; None without one."""
     degree: int
+    """Ulysses degree for which the topology is detected."""
     topology: str
-    """Topology that a Ulysses group of `degree` ranks gets when none is given."""
+    """Detected topology of a Ulysses group of `degree` ranks."""
     plugin: str
-    """'installed', or why it is not."""
+    """'installed', or why the plugin is not installed."""
     patches: list[activation.PatchState]
+    """State of every patch."""
     cache: str
-    """Folder that keeps what is found of machines; 'off' where nothing is kept."""
+    """Folder of the tuning cache; 'off' if it is disabled."""
     kept: list[str]
-    """What it keeps, a line for each machine."""
+    """Entries of the tuning cache, one line per machine."""
 
 
 def describe(degree: int | None = None) -> Environment:
-    """Look at this machine.
+    """Return the environment of this machine.
 
     Args:
-        degree: Ulysses degree to detect the topology for; the ranks that the launcher started when not given, else 1.
+        degree: Ulysses degree to detect the topology for. Default: the number of ranks that the launcher started, or 1.
     """
     local = launcher.ranks_per_node(os.environ)
     degree = degree or int(os.environ.get("WORLD_SIZE", 0)) or local or 1
@@ -79,12 +82,12 @@ def describe(degree: int | None = None) -> Environment:
         else activation.incompatibility(PatchSet(activation.patch_table(), activation.PACKAGE)),
         patches=activation.patch_states(),
         cache=str(folder or OFF),
-        kept=_kept(folder) if folder else [],
+        kept=_cache_entries(folder) if folder else [],
     )
 
 
-def _kept(folder: Path) -> list[str]:
-    """A line for each machine of which something was found."""
+def _cache_entries(folder: Path) -> list[str]:
+    """Return a line for each machine in the tuning cache."""
     lines = []
     for file in sorted(folder.glob("*.json")):
         if known := tuning_cache.load(file):
@@ -94,22 +97,25 @@ def _kept(folder: Path) -> list[str]:
             lines.append(
                 f"{file.name}: {len(ranks)} ranks as {known.machine.get('topology')} on {hosts}, torch "
                 f"{known.machine.get('torch')}: {links}schedules of {len(known.schedules)} "
-                "kinds of layers"
+                "layer signatures"
             )
     return lines
 
 
-def facts(found: Environment) -> list[tuple[str, str]]:
-    """Names and values to show above the patch table."""
-    local = found.ranks_per_node
+def facts(environment: Environment) -> list[tuple[str, str]]:
+    """Return the names and values that `cocodiff env` prints above the patches."""
+    local = environment.ranks_per_node
     return [
-        *((name, version or "-") for name, version in found.versions.items()),
-        ("device", f"{found.device_type} ({found.platform})"),
-        ("collectives", found.backend),
-        ("ranks per node", "unknown: no launcher says" if local is None else str(local)),
-        ("topology", f"{found.topology} (detected, for Ulysses degree {found.degree})"),
-        ("plugin", found.plugin),
-        ("kept for later runs", "; ".join([found.cache, *found.kept]) if found.kept else f"{found.cache}: nothing yet"),
+        *((name, version or "-") for name, version in environment.versions.items()),
+        ("device", f"{environment.device_type} ({environment.platform})"),
+        ("collectives", environment.backend),
+        ("ranks per node", "unknown: no launcher" if local is None else str(local)),
+        ("topology", f"{environment.topology} (detected, for Ulysses degree {environment.degree})"),
+        ("plugin", environment.plugin),
+        (
+            "tuning cache",
+            "; ".join([environment.cache, *environment.kept]) if environment.kept else f"{environment.cache}: empty",
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Errors of options end a command with one line, by the first rank, and with status 2."""
+"""Errors in options: they end a command with one line, printed by rank 0, and exit status 2."""
 
 import functools
 import os
@@ -13,71 +13,71 @@ from xfuser_cocodiff.xdit.integration.agreement import OptionError
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import platform
 
-STATUS = 2
+EXIT_STATUS = 2
 
-_hook: Callable | None = None
-"""What showed errors before."""
+_previous_hook: Callable | None = None
+"""Hook that printed errors before."""
 
 
 def patches() -> list[Patch]:
-    """Return the row of the xdit command."""
-    return [Patch("xfuser.cli", "main", "options are checked before ranks start", _checking, ("args",))]
+    """Return the patch of the xdit command."""
+    return [Patch("xfuser.cli", "main", "options are checked before ranks start", _with_check, ("args",))]
 
 
 def install() -> None:
-    """Show errors of options as one line from here on."""
-    global _hook
-    if _hook is None:
-        _hook, sys.excepthook = sys.excepthook, _show
+    """Print errors in options as one line from now on."""
+    global _previous_hook
+    if _previous_hook is None:
+        _previous_hook, sys.excepthook = sys.excepthook, _print_error
 
 
 def uninstall() -> None:
-    """Leave errors to what showed them before."""
-    global _hook
-    if _hook is not None and sys.excepthook is _show:
-        sys.excepthook = _hook
-    _hook = None
+    """Restore the previous hook for errors."""
+    global _previous_hook
+    if _previous_hook is not None and sys.excepthook is _print_error:
+        sys.excepthook = _previous_hook
+    _previous_hook = None
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, OptionError):
-        (_hook or sys.__excepthook__)(kind, error, trace)
+        (_previous_hook or sys.__excepthook__)(kind, error, trace)
         return
     if os.environ.get("RANK", "0") == "0":
-        # Past what torch.distributed gathers of a hook's output, and shows only where the hook returns.
+        # Not to sys.stderr: torch.distributed buffers the output of a hook, and prints it only if the hook returns.
         print(f"cocodiff: {error}", file=sys.__stderr__)
-    raise SystemExit(STATUS)  # which Python takes for the status of the process
+    raise SystemExit(EXIT_STATUS)  # which Python uses as exit status
 
 
-def _checking(original: Callable) -> Callable:
+def _with_check(original: Callable) -> Callable:
     @functools.wraps(original)
     def main(args: Sequence[str] | None = None) -> None:
         try:
             check(sys.argv[1:] if args is None else args)
         except ValueError as error:
             print(f"cocodiff: {error}", file=sys.stderr)
-            sys.exit(STATUS)
+            sys.exit(EXIT_STATUS)
         original(args)
 
     return main
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Check the options of an xdit command as its ranks will.
+    """Check the options of an xdit command before it starts ranks.
 
     Raises:
-        ValueError: names the option, its value and what is valid.
+        ValueError: an option is not valid; names it, its value and the valid set.
     """
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args
     from xfuser.config import FlexibleArgumentParser, xFuserArgs
 
-    launch, rest = extract_torchrun_args(list(arguments))
+    launcher_arguments, rest = extract_torchrun_args(list(arguments))
     values = vars(xFuserArgs.add_runner_args(FlexibleArgumentParser()).parse_args(rest))
-    local = str(launch["--nproc_per_node"] or get_nproc_from_args(rest))
-    if not local.isdecimal():
-        return  # torchrun counts devices ("gpu", "auto"), and ranks will check
-    here = {**os.environ, "LOCAL_WORLD_SIZE": local}
+    ranks_per_node = str(launcher_arguments["--nproc_per_node"] or get_nproc_from_args(rest))
+    if not ranks_per_node.isdecimal():
+        return  # torchrun counts devices ("gpu", "auto"), and ranks check later
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": ranks_per_node}
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
-    detected, whole = (launcher.detect(size, here, platform.device_name()) for size in (ulysses, ulysses * ring))
-    check_variables(here)
-    resolve(values, here, SequenceRanks(ulysses, detected, ring, whole), platform.compute_device().type)
+    detected, whole = (launcher.detect(size, environment, platform.device_name()) for size in (ulysses, ulysses * ring))
+    check_variables(environment)
+    resolve(values, environment, SequenceRanks(ulysses, detected, ring, whole), platform.compute_device().type)

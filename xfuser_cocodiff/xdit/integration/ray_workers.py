@@ -1,4 +1,4 @@
-"""xDiT's Ray workers, which no launcher tells who they are: what goes by RANK would take all of them for the first."""
+"""Ranks of xDiT's Ray workers: no launcher sets RANK for them, so logs and records would take each for rank 0."""
 
 import functools
 import os
@@ -9,19 +9,19 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 
 
 def patches() -> list[Patch]:
-    """The row that tells them."""
+    """Return the patch that sets RANK."""
     return [
         Patch(
             "xfuser.ray.worker.worker_wrappers",
             "RayWorkerWrapper.__init__",
-            "logs and records go by RANK",
-            _telling,
+            "logs and records read RANK",
+            _with_rank,
             ("self", "parallel_config", "worker_cls", "rank"),
         )
     ]
 
 
-def _telling(original: Callable) -> Callable:
+def _with_rank(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, parallel_config: Any, worker_cls: str, rank: int) -> None:
         os.environ["RANK"] = str(rank)

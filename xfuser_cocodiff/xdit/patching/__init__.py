@@ -1,4 +1,5 @@
-"""How a site of a host is found without importing it, replaced when it is imported, and given back.
-Input: rows, each with a symbol, its replacement and the reason.
+"""Patches of a host package: symbols that are replaced when their module is imported, and restored.
+Input: patches, each with a symbol, its replacement and the reason.
+Output: the patched host, and messages to the user.
 Public: `patch.Patch`, `patch.PatchSet`, `symbol_lookup.find_symbol`, `log.warn_once`.
 """

@@ -1,4 +1,4 @@
-"""The patch mechanism: rows that say what is replaced, checked as a whole, applied all or none, taken back by sweep."""
+"""Patches of a host package: checked together, applied all or none, and restored by a sweep over all modules."""
 
 import sys
 import weakref
@@ -15,47 +15,50 @@ from xfuser_cocodiff.xdit.patching.log import warn_once
 
 @dataclass(frozen=True)
 class Patch:
-    """One site of the host that the plugin replaces, or calls."""
+    """One symbol of a host that the plugin replaces, or requires."""
 
     module: str
+    """Module of the symbol."""
     symbol: str
     """Dotted path inside the module."""
     why: str
+    """Reason for the patch, as `cocodiff env` shows it."""
     replace: Callable[[Any], Any] | None
-    """Makes the replacement from the original; None where the plugin uses it as it is, and it only has to be there."""
+    """Function that makes the replacement from the original; None if the symbol only has to exist."""
     parameters: tuple[str, ...] | None = None
-    """Parameters that the original must have, in this order; None where the replacement does not care."""
+    """Parameters that the original must have, in this order; None allows any."""
     used_names: tuple[str, ...] = ()
-    """Names that the module has to use: of attributes that it sets, which no source declares."""
+    """Names that the module must use: attributes that it sets, which no source declares."""
     unless_present: tuple[str, str] | None = None
-    """Module and symbol of a host that does of itself what this row is for."""
+    """Module and symbol of a host that needs no such patch."""
     import_context: Callable[[], AbstractContextManager[None]] | None = None
-    """What the module runs in, where that has to see another machine."""
+    """Context in which the module is executed, if its import has to see a different environment."""
     on_activation: bool = False
-    """Whether it is applied only once the plugin is asked for."""
+    """Whether the patch is applied only once the plugin is activated."""
 
     @property
     def name(self) -> str:
+        """Full name of the symbol."""
         return f"{self.module}.{self.symbol}"
 
     @property
-    def needed(self) -> bool:
-        """Whether the installed host lacks what this row adds."""
+    def is_needed(self) -> bool:
+        """Whether the installed host needs the patch."""
         return self.unless_present is None or symbol_lookup.find_symbol(*self.unless_present) is None
 
     def problem(self) -> str | None:
-        """What keeps this row from fitting the installed host, found without importing it."""
-        found = symbol_lookup.find_symbol(self.module, self.symbol)
-        if found is None:
+        """Return why the patch does not fit the installed host, without importing it; None if it fits."""
+        parameters = symbol_lookup.find_symbol(self.module, self.symbol)
+        if parameters is None:
             return f"{self.name} does not exist"
-        if self.parameters is not None and found != self.parameters:
-            return f"{self.name} takes ({', '.join(found)}), expected ({', '.join(self.parameters)})"
-        missing = [name for name in self.used_names if not symbol_lookup.uses_name(self.module, name)]
-        return f"{self.module} does not use {', '.join(missing)}" if missing else None
+        if self.parameters is not None and parameters != self.parameters:
+            return f"{self.name} takes ({', '.join(parameters)}), expected ({', '.join(self.parameters)})"
+        unused = [name for name in self.used_names if not symbol_lookup.uses_name(self.module, name)]
+        return f"{self.module} does not use {', '.join(unused)}" if unused else None
 
 
 @dataclass
-class _Applied:
+class _AppliedPatch:
     patch: Patch
     owner: Any
     attribute: str
@@ -65,116 +68,120 @@ class _Applied:
 
 @dataclass
 class PatchSet:
-    """Patches that are applied together or not at all. A patch is applied once its module has run; one with
-    `on_activation` waits until the plugin is activated too."""
+    """Patches that are applied all or none, each once its module has been executed; those with `on_activation` wait
+    until the plugin is activated too."""
 
-    rows: Sequence[Patch]
+    patches: Sequence[Patch]
+    """All patches, also those that only require a symbol."""
     package: str
-    """Top-level package whose modules may hold copies of the replaced functions."""
+    """Top-level package of the host, whose modules may hold copies of the replaced functions."""
     is_active: bool = False
-    """Whether the plugin is asked for, so that rows that are `on_activation` are applied."""
-    applied: list[_Applied] = field(default_factory=list)
-    given: list[tuple[weakref.ref, str, _Applied]] = field(default_factory=list)
-    """Attributes of other objects that were replaced."""
-    withdrawn: bool = False
-    """Whether the set was taken back: modules whose import is under way must not get their rows any more."""
+    """Whether the plugin is activated."""
+    applied: list[_AppliedPatch] = field(default_factory=list)
+    """Patches that are applied, in their order."""
+    held_copies: list[tuple[weakref.ref, str, _AppliedPatch]] = field(default_factory=list)
+    """Attributes of objects other than modules that were replaced."""
+    is_removed: bool = False
+    """Whether the set was uninstalled: modules whose import is still running get no patches any more."""
     needed: list[Patch] = field(init=False)
-    """Rows to apply: not those whose work the host does itself, nor those that replace nothing."""
+    """Patches to apply: those that replace something which the host needs."""
 
     def __post_init__(self) -> None:
-        self.needed = [row for row in self.rows if (row.replace or row.import_context) and row.needed]
+        self.needed = [each for each in self.patches if (each.replace or each.import_context) and each.is_needed]
 
     def problems(self) -> list[str]:
-        """Why the set cannot be applied to the installed host; empty when it can."""
-        checked = [*self.needed, *(row for row in self.rows if row.replace is None and row.import_context is None)]
-        return [problem for row in checked if (problem := row.problem())]
+        """Return why the set does not fit the installed host; an empty list if it fits."""
+        required = [each for each in self.patches if each.replace is None and each.import_context is None]
+        return [problem for each in (*self.needed, *required) if (problem := each.problem())]
 
     def install(self) -> None:
-        """Apply rows whose modules are loaded, and watch the import of the others."""
-        self._apply_loaded()
-        if len(self.applied) < len(self.needed) and not self.withdrawn:
+        """Apply the patches of loaded modules, and watch the import of the others."""
+        self._apply_to_loaded()
+        if len(self.applied) < len(self.needed) and not self.is_removed:
             sys.meta_path.insert(0, self)
 
-    def activate(self, objects: Iterable[Any] = ()) -> None:
-        """Apply the rows that are `on_activation`, in a host that may have run without them.
+    def activate(self, holders: Iterable[Any] = ()) -> None:
+        """Apply the patches with `on_activation`, to a host that may have run without them.
 
         Args:
-            holders: objects that may keep the host's functions as attributes.
+            holders: objects that may hold functions of the host as attributes.
 
         Raises:
-            RuntimeError: the set was taken back because of an error, which has been reported.
+            RuntimeError: the set was removed because of an error, which has been logged.
         """
         if not self.is_active:
             self.is_active = True
-            self._apply_loaded()
-        if self.withdrawn:
-            raise RuntimeError("CoCoDiff's patches of xDiT were taken back")
+            self._apply_to_loaded()
+        if self.is_removed:
+            raise RuntimeError("CoCoDiff's patches of xDiT were removed because of an error")
         functions = [done for done in self.applied if done.patch.on_activation and not isinstance(done.owner, type)]
-        for holder in objects:
+        for holder in holders:
             for done in functions:
-                names = _exchange(holder, done.original, done.replacement)
-                self.given.extend((weakref.ref(holder), name, done) for name in names)
+                names = _replace_attributes(holder, done.original, done.replacement)
+                self.held_copies.extend((weakref.ref(holder), name, done) for name in names)
 
     def uninstall(self) -> None:
-        """Restore every site, in reverse, the copies that modules took of it, and what holders were given."""
-        self.withdrawn = True
-        for reference, name, done in self.given:
+        """Restore every symbol, in reverse order, and all copies of it in modules and holders."""
+        self.is_removed = True
+        for reference, name, done in self.held_copies:
             holder = reference()
             if holder is not None and getattr(holder, name, None) is done.replacement:
                 setattr(holder, name, done.original)
-        self.given.clear()
+        self.held_copies.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         while self.applied:
             done = self.applied.pop()
             setattr(done.owner, done.attribute, done.original)
-            self._sweep(done, done.replacement, done.original)
+            self._replace_copies(done, done.replacement, done.original)
 
-    def _apply_loaded(self) -> None:
-        for name in dict.fromkeys(row.module for row in self.needed):
+    def _apply_to_loaded(self) -> None:
+        for name in dict.fromkeys(patch.module for patch in self.needed):
             if name in sys.modules:
                 self.apply(sys.modules[name])
 
     def apply(self, module: ModuleType) -> None:
-        """Apply the rows of a module that has run. An error takes back the whole set, and is reported, not raised:
-        it is ours, and no reason for the host not to be imported."""
+        """Apply the patches of a module that has been executed.
+
+        An error removes the whole set. It is logged rather than raised, since it must not break the host's import.
+        """
         try:
-            for row in self.needed:
-                is_due = (self.is_active or not row.on_activation) and not self.withdrawn and not self.is_applied(row)
-                if row.module == module.__name__ and is_due:
-                    self._apply(row, module)
+            for patch in self.needed:
+                is_due = (self.is_active or not patch.on_activation) and not self.is_removed
+                if patch.module == module.__name__ and is_due and not self.is_applied(patch):
+                    self._apply(patch, module)
         except Exception as error:
             self.uninstall()
             warn_once(f"the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}")
 
-    def is_applied(self, row: Patch) -> bool:
-        """Whether a row is applied."""
-        return any(done.patch is row for done in self.applied)
+    def is_applied(self, patch: Patch) -> bool:
+        """Return whether a patch is applied."""
+        return any(done.patch is patch for done in self.applied)
 
-    def _apply(self, row: Patch, module: ModuleType) -> None:
-        *path, attribute = row.symbol.split(".")
+    def _apply(self, patch: Patch, module: ModuleType) -> None:
+        *path, attribute = patch.symbol.split(".")
         owner: Any = module
         for part in path:
             owner = getattr(owner, part)
-        # Through the class dict, so that a staticmethod is kept as one.
+        # From the dict of the class, so that a staticmethod remains one.
         original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-        replacement = row.replace(original) if row.replace else original
+        replacement = patch.replace(original) if patch.replace else original
         setattr(owner, attribute, replacement)
-        self.applied.append(done := _Applied(row, owner, attribute, original, replacement))
-        self._sweep(done, original, replacement)
+        self.applied.append(done := _AppliedPatch(patch, owner, attribute, original, replacement))
+        self._replace_copies(done, original, replacement)
 
-    def _sweep(self, done: _Applied, old: Any, new: Any) -> None:
-        """Replace copies that modules made with ``from ... import``: modules of the host, and for rows that are
-        `on_activation` any module, since scripts may have run before."""
+    def _replace_copies(self, done: _AppliedPatch, old: Any, new: Any) -> None:
+        """Replace copies that modules made by ``from ... import``: modules of the host, and for patches with
+        `on_activation` any module, since scripts may have been executed before."""
         if isinstance(done.owner, type) or not callable(old):
-            return  # None and other shared values stand in places that are not copies
+            return  # None and other shared values appear in modules without being copies
         for name, module in list(sys.modules.items()):
             is_hosts = name == "__main__" or name.partition(".")[0] == self.package
             if is_hosts or (done.patch.on_activation and isinstance(module, ModuleType)):
-                _exchange(module, old, new)
+                _replace_attributes(module, old, new)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Part of the import system: have the rows of a module applied right after it has run."""
-        if not any(row.module == name for row in self.needed):
+        """Find a module as part of the import system, and have its patches applied once it has been executed."""
+        if not any(patch.module == name for patch in self.needed):
             return None
         for finder in list(sys.meta_path):
             if finder is not self and (spec := finder.find_spec(name, path, target)):
@@ -187,18 +194,19 @@ class PatchSet:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            around = [row.import_context for row in self.needed if row.module == module.__name__ and row.import_context]
+            patches = [] if self.is_removed else [each for each in self.needed if each.module == module.__name__]
             with ExitStack() as stack:
-                for enter in [] if self.withdrawn else around:
-                    stack.enter_context(enter())
+                for patch in patches:
+                    if patch.import_context:
+                        stack.enter_context(patch.import_context())
                 execute(module)
             self.apply(module)
 
         loader.exec_module = exec_module
 
 
-def _exchange(owner: Any, old: Any, new: Any) -> list[str]:
-    """Replace an object by another one among the attributes of `owner` itself, and return the names of these."""
+def _replace_attributes(owner: Any, old: Any, new: Any) -> list[str]:
+    """Replace an object among the attributes of `owner` itself, and return their names."""
     names = [name for name, value in vars(owner).items() if value is old]
     for name in names:
         setattr(owner, name, new)

@@ -1,4 +1,4 @@
-"""Finds out what a symbol is without importing its module: patches are checked before anything is touched."""
+"""Lookup of symbols without importing their modules, so that patches are checked before any is applied."""
 
 import ast
 import hashlib
@@ -12,17 +12,18 @@ from typing import Any
 
 
 def find_symbol(module: str, symbol: str) -> tuple[str, ...] | None:
-    """Parameter names of a symbol as :func:`source_parameters` has them, or as the module has it where it is loaded."""
+    """Return the parameter names of a symbol, as :func:`source_parameters`, from the module itself if it is loaded."""
     loaded = sys.modules.get(module)
     return runtime_parameters(loaded, symbol) if loaded else source_parameters(module, symbol)
 
 
 def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
-    """Parameter names of a function or method as its source declares them; empty for anything else.
+    """Return the parameter names of a symbol as its source declares them.
 
     Returns:
-        None when the module or the symbol is not there. Of a dotted path that leaves classes (an attribute of an
-        instance) only the first part is looked for: no source declares the rest.
+        The names of a function or method, an empty tuple for any other symbol, and None if the module or the symbol
+        does not exist. Of a dotted path beyond classes (an attribute of an instance) only the first part is looked up,
+        since no source declares the rest.
     """
     tree = _tree(module)
     if tree is None:
@@ -44,8 +45,10 @@ def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
 
 
 def source_digest(module: str, symbols: tuple[str, ...]) -> str | None:
-    """Return a hash of functions as a module's file has them, whatever their comments, docstrings and formatting; the
-    same in every version of Python. None where one of them is not there."""
+    """Return a hash of functions of a module by their source, without comments, docstrings and formatting.
+
+    It is the same in every version of Python. None if one of the functions does not exist.
+    """
     tree = _tree(module)
     nodes = [_find(tree.body, symbol) if tree else None for symbol in symbols]
     if not all(isinstance(node, ast.FunctionDef) for node in nodes):
@@ -54,7 +57,7 @@ def source_digest(module: str, symbols: tuple[str, ...]) -> str | None:
 
 
 def uses_name(module: str, name: str) -> bool:
-    """Whether a module's file uses a name, of a variable or attribute, or as a string."""
+    """Return whether the source of a module uses a name, as a variable, an attribute or a string."""
     tree = _tree(module)
     nodes = ast.walk(tree) if tree else ()
     return any(
@@ -63,7 +66,7 @@ def uses_name(module: str, name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A syntax tree as nested tuples, of what it says alone."""
+    """Return a syntax tree as nested tuples, without positions and docstrings."""
     if isinstance(value, list):
         return tuple(_plain(item) for item in value)
     if not isinstance(value, ast.AST):
@@ -71,13 +74,13 @@ def _plain(value: Any) -> Any:
     fields = dict(ast.iter_fields(value))
     if isinstance(value, ast.FunctionDef) and ast.get_docstring(value, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    # Versions of Python differ in which empty fields there are.
-    said = ((name, _plain(field)) for name, field in fields.items() if field not in (None, []) and name != "ctx")
-    return type(value).__name__, *said
+    # Versions of Python differ in their empty fields.
+    filled = ((name, _plain(field)) for name, field in fields.items() if field not in (None, []) and name != "ctx")
+    return type(value).__name__, *filled
 
 
 def runtime_parameters(module: ModuleType, symbol: str) -> tuple[str, ...] | None:
-    """As :func:`source_parameters`, of a module that is loaded already."""
+    """Return the parameter names of a symbol, as :func:`source_parameters`, from a loaded module."""
     value: object = module
     for part in symbol.split("."):
         if not hasattr(value, part):
@@ -102,7 +105,7 @@ def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
 
 
 def _generates(owner: ast.stmt | None, name: str) -> bool:
-    """Whether `owner` is a dataclass, whose special methods no source declares."""
+    """Return whether `name` is a special method of a dataclass, which no source declares."""
     return (
         isinstance(owner, ast.ClassDef)
         and name.startswith("__")
@@ -111,7 +114,7 @@ def _generates(owner: ast.stmt | None, name: str) -> bool:
 
 
 def _flatten(statement: ast.stmt) -> list[ast.stmt]:
-    """The statement, or those inside it when it is a conditional."""
+    """Return the statement itself, or the statements inside of an `if` or `try`."""
     if isinstance(statement, ast.If | ast.Try):
         return [inner for part in (statement.body, statement.orelse) for s in part for inner in _flatten(s)]
     return [statement]
