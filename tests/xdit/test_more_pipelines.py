@@ -74,10 +74,10 @@ def v_first_of(name: str) -> bool:
     """Whether V goes first in every layer, from where the table of families says of a name in xDiT's registry."""
     from xfuser_cocodiff.xdit.session.session import active
 
-    known = [kind for kind in active().layers.kinds if kind.candidates]
+    known = [signature for signature in active().layers.signatures if signature.candidates]
     [family] = (family for family in FAMILIES if name in family.names)
-    assert {path for kind in known for path in kind.recipe.paths} <= {*family.v_first}
-    return bool(known) and all(kind.ready for kind in known)
+    assert {path for signature in known for path in signature.recipe.paths} <= {*family.v_first}
+    return bool(known) and all(signature.ready for signature in known)
 
 
 def check_coded(run: Run, anew: int) -> None:

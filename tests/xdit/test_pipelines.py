@@ -102,10 +102,10 @@ def v_first(model: str) -> bool:
     and there are such layers."""
     from xfuser_cocodiff.xdit.session.session import active
 
-    known = [kind for kind in active().layers.kinds if kind.candidates]
-    assert all(kind.ready for kind in known), [kind.status for kind in known]
+    known = [signature for signature in active().layers.signatures if signature.candidates]
+    assert all(signature.ready for signature in known), [signature.status for signature in known]
     [family] = (family for family in FAMILIES if model in family.small)
-    assert {path for kind in known for path in kind.recipe.paths} == {*family.v_first}
+    assert {path for signature in known for path in signature.recipe.paths} == {*family.v_first}
     return bool(known)
 
 

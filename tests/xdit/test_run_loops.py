@@ -91,15 +91,15 @@ def see(small: Any, recorder: Any) -> Seen:
     made = small.run(STEPS)
     session, latents = active(), recorder.latents.clone()
     recorder.end_run()
-    kinds = [kind for kind in session.layers.kinds if kind.candidates]
+    signatures = [signature for signature in session.layers.signatures if signature.candidates]
     return Seen(
         made,
         recorder.runs[-1],
         latents,
         session.runs.newest is None,
         {axis for step in recorder.runs[-1]["steps"] for axis in step["sent_bytes"]},
-        [kind.ready for kind in kinds],
-        {path for kind in kinds for path in kind.recipe.paths},
+        [signature.ready for signature in signatures],
+        {path for signature in signatures for path in signature.recipe.paths},
         session.runtime.reports if session.runtime else [],
     )
 

@@ -180,8 +180,11 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
     with _stock_exchange() as calls:
         latents = small.denoise()
     stock_bytes = sum(call.args[-1].nbytes for each in calls for call in each.call_args_list)
-    kinds, mesh = [kind for kind in active().layers.kinds if kind.candidates], active().mesh
-    early, sources = [kind.ready for kind in kinds], {path for kind in kinds for path in kind.recipe.paths}
+    signatures, mesh = [signature for signature in active().layers.signatures if signature.candidates], active().mesh
+    early, sources = (
+        [signature.ready for signature in signatures],
+        {path for signature in signatures for path in signature.recipe.paths},
+    )
     sent = dict(active().traffic.sent_bytes)
     return Denoising(latents, mesh and str(mesh.topology), sent, stock_bytes, early, sources)
 

@@ -101,7 +101,7 @@ def run_once(rank: int, folder: str, mode: str, topology: str) -> tuple[list[str
         session.runs.end_step()
         steps += 1
     assert torch.equal(result, expected) or mode != "exact"
-    return sorted(str(kind.candidates.chosen) for kind in session.layers.kinds), steps, probed.call_count
+    return sorted(str(signature.candidates.chosen) for signature in session.layers.signatures), steps, probed.call_count
 
 
 @pytest.mark.parametrize(("mode", "topology"), [slow("exact", "flat"), slow("exact", "2x1"), ("balanced", "2x1")])

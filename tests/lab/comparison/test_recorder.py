@@ -101,7 +101,7 @@ def test_what_was_coded_is_recorded(mode: str | None, sent: tuple | None, becaus
     config = mode and SimpleNamespace(mode=mode, kernels="torch")
     reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
     runtime = reports and SimpleNamespace(reports=reports, inactive_reason=None)
-    found = recorder._coded(Session(config, runtime=runtime, exact_because=because))
+    found = recorder._coded(Session(config, runtime=runtime, lossless_reason=because))
     assert (found["coded_fraction"], found["coded_reason"] and found["coded_reason"].partition(";")[0]) == expected
 
 

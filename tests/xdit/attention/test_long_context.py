@@ -75,8 +75,10 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
         session = in_force(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
-        assert {kind.ready for kind in session.layers.kinds if kind.candidates} == {True}
-        assert {kind.candidates.schedule.v_first for kind in session.layers.kinds if kind.candidates} == {v_first}
+        assert {signature.ready for signature in session.layers.signatures if signature.candidates} == {True}
+        assert {
+            signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
+        } == {v_first}
     session = in_force(group, config_of("balanced", schedule="bits=4,bits_o=4"))
     session.runs.begin(STEPS)
     near = []

@@ -83,7 +83,7 @@ def record_events(rank: int, v_first: bool) -> list[str]:
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
-    assert {kind.ready for kind in session.layers.kinds} == {True}
+    assert {signature.ready for signature in session.layers.signatures} == {True}
     return events
 
 
@@ -175,7 +175,7 @@ def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[lis
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
-    return labels, asked, sorted({str(kind.candidates.schedule) for kind in session.layers.kinds})
+    return labels, asked, sorted({str(signature.candidates.schedule) for signature in session.layers.signatures})
 
 
 def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
@@ -189,11 +189,11 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
     for _ in range(4):
         step()
         session.runs.end_step()
-    for kind in session.layers.kinds:
-        assert kind.candidates.schedules[-1].overlaps_mlp == kind.has_parallel_mlp
-        kind.candidates = ScheduleCandidates([OverlapSchedule(*schedule)])
-    kinds = [kind.has_parallel_mlp for kind in session.layers.kinds]
-    assert sorted(kinds) == [False, True]  # double blocks have none beside attention
+    for signature in session.layers.signatures:
+        assert signature.candidates.schedules[-1].overlaps_mlp == signature.has_parallel_mlp
+        signature.candidates = ScheduleCandidates([OverlapSchedule(*schedule)])
+    signatures = [signature.has_parallel_mlp for signature in session.layers.signatures]
+    assert sorted(signatures) == [False, True]  # double blocks have none beside attention
 
     def noting(original: Callable, event: Callable[..., str]) -> Callable:
         return lambda *args, **kwargs: events.append(event(*args)) or original(*args, **kwargs)
@@ -263,7 +263,7 @@ def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]
     group, _, step = start(rank)
     with mock.patch.object(stock, "_get_attention_function", odd_by_heads(stock._get_attention_function)):
         expected = step()
-        kinds = use(group, True, groups).layers.kinds
+        signatures = use(group, True, groups).layers.signatures
         for _ in range(5):
             assert torch.equal(step(), expected)
-    return sorted({str(kind.candidates.chosen) for kind in kinds}), kinds.report()
+    return sorted({str(signature.candidates.chosen) for signature in signatures}), signatures.report()

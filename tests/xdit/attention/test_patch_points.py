@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
 def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would repeat what codecs did at one step."""
     session = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
-    layer = SimpleNamespace(name="a", again=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
+    layer = SimpleNamespace(name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert session.layer_codecs(layer, "share") == "coded"
     monkeypatch.setattr(platform, "compute_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

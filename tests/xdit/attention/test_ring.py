@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.attention import ring_attention
-from xfuser_cocodiff.xdit.session.session import active, reduced
+from xfuser_cocodiff.xdit.session.session import active, all_reduce
 
 PLACEMENTS = ("outer", "inner")
 WORLD, ULYSSES, RING = 4, 2, 2
@@ -200,7 +200,7 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 def agree(rank: int) -> list[float]:
     start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
-    return reduced([rank, -rank], "max")
+    return all_reduce([rank, -rank], "max")
 
 
 def test_ulysses_groups_of_a_ring_decide_alike() -> None:
@@ -251,7 +251,7 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     sent = active().traffic.sent_bytes
     run.use(None)
     assert torch.equal(run(), exact)
-    run.by("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
+    run.owner("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
     return dict(sent), decibels(run(), exact), share(run.runtime.reports)
 
 
@@ -263,7 +263,7 @@ def virtual_ring(rank: int) -> tuple[float, float]:
     """The same by one rank that stands for four."""
     run = Approximating(rank, 1, "FLUX.1-dev")
     stock = run()
-    run.by("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
+    run.owner("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
     return decibels(run(), stock), share(run.runtime.reports)
 
 
@@ -292,7 +292,7 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     found, around = {}, "gpu" if placement == "inner" else "node"
     for mode in ("balanced", "fast"):
         for slow in ((axis,), (around,), (axis, around)):
-            run.by(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
+            run.owner(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
             found[mode, slow] = decibels(run(), stock)
             reports = run.runtime.reports
             assert len(reports) == STEPS

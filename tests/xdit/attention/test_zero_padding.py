@@ -64,7 +64,7 @@ def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
     exact = run()
     if world == 1 or ring > 1 or flags:
         return exact, None
-    run.by("balanced", "flat", slow_axes=("flat",))
+    run.owner("balanced", "flat", slow_axes=("flat",))
     return exact, decibels(run(), exact)
 
 

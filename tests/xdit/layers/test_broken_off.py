@@ -93,7 +93,10 @@ def tried_again(rank: int) -> list[tuple[int, bool]]:
         runs.transformer(**runs.given)
     except MemoryError:
         runs.transformer(**runs.given)
-    return [(kind.candidates.calls, kind.candidates.is_representative) for kind in runs.session.layers.kinds]
+    return [
+        (signature.candidates.calls, signature.candidates.is_representative)
+        for signature in runs.session.layers.signatures
+    ]
 
 
 def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:

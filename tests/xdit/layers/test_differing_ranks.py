@@ -57,9 +57,10 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
         if is_odd and what == "hooks after a run":
             watch(transformer)
         results += run(session, step)
-    kinds = list(session.layers.kinds)
+    signatures = list(session.layers.signatures)
     decided = sorted(
-        f"{kind.status}; {kind.candidates and [str(each) for each in kind.candidates.schedules]}" for kind in kinds
+        f"{signature.status}; {signature.candidates and [str(each) for each in signature.candidates.schedules]}"
+        for signature in signatures
     )
     return all(torch.equal(result, expected) for result in results), decided
 

@@ -59,8 +59,8 @@ class World:
         elif under_way := layer.value_under_way(value):
             assert torch.equal(under_way.value, value), "another V was sent"
             under_way.awaited = True
-        elif layer.call.kind.candidates is None and (layer.call.kind.ready or layer.call.kind.refusal):
-            layer.call.kind.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
+        elif layer.call.signature.candidates is None and (layer.call.signature.ready or layer.call.signature.refusal):
+            layer.call.signature.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
         return query * value
 
 
@@ -193,7 +193,7 @@ def steps(world: World, transformer: Transformer, count: int = 4, text: bool = F
 
 
 def statuses(world: World) -> set[str]:
-    return {kind.status for kind in world.layers.kinds}
+    return {signature.status for signature in world.layers.signatures}
 
 
 USUAL = ["to_v", "send", "to_q", "attend"]
@@ -314,7 +314,7 @@ def test_what_does_not_go_through_usp_is_projected_ahead_once(world: World) -> N
     own = transformer.blocks[1].attn
     own.forward = lambda hidden_states: own.to_q(hidden_states) * own.to_v(hidden_states)
     assert steps(world, transformer) == [*USUAL, "to_q", "to_v"]
-    assert world.layers.kinds.report() == {"Attention": ["V can go first, from to_v"]}
+    assert world.layers.signatures.report() == {"Attention": ["V can go first, from to_v"]}
 
 
 def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
@@ -375,7 +375,7 @@ def test_v_that_may_have_come_in_several_ways_is_looked_at_again(world: World) -
     for block in transformer.blocks:
         block.attn.to_v.bias.fill_(1)
     assert steps(world, transformer, text=True).count("send") == 2
-    assert {kind.recipe.paths for kind in world.layers.kinds} == {("add_v_proj", "to_v")}
+    assert {signature.recipe.paths for signature in world.layers.signatures} == {("add_v_proj", "to_v")}
 
 
 def test_a_module_that_is_called_again_after_an_error_has_forgotten_what_it_was_asked(world: World) -> None:
@@ -461,7 +461,7 @@ def test_weights_go_with_their_transformer(world: World, cleared: bool) -> None:
     transformer = Transformer([Block(Grouped(world), mlp=True) for _ in range(2)])
     for _ in range(4):
         step(transformer)
-    assert all(kind.ready for kind in world.layers.kinds)
+    assert all(signature.ready for signature in world.layers.signatures)
     if cleared:
         world.layers.clear()
     gone = [weakref.ref(parameter) for parameter in transformer.parameters()]

@@ -53,9 +53,9 @@ def root_of(transformer: nn.Module) -> RootModule:
 def test_a_layer_of_a_whole_graph_is_where_it_was_traced(path: str) -> None:
     transformer = Transformer()
     root = root_of(transformer)
-    layer = root.traced([transformer], path)
+    layer = root.traced_layer([transformer], path)
     assert layer.name == "blocks.1.attn"
-    assert root.traced([transformer], path) is layer is not root.traced([transformer], "blocks.1.cross")
+    assert root.traced_layer([transformer], path) is layer is not root.traced_layer([transformer], "blocks.1.cross")
 
 
 def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
@@ -65,7 +65,7 @@ def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
         transformer.blocks[index] = Wrapper(block)
     root = root_of(transformer)
     graph = nn.Identity()  # some backends run graphs as modules, which the transformer does not know
-    names = [root.traced([graph, block, transformer], "attn").name for block in blocks]
+    names = [root.traced_layer([graph, block, transformer], "attn").name for block in blocks]
     assert names == [f"blocks.{index}.attn" for index in range(3)]
 
 
@@ -79,11 +79,11 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
         transformer._compiled_call_impl = lambda *args: args[0]
     x = torch.ones(1)
     root.watch(outer, (x,), {})  # while it runs for the first time
-    assert root.hears(outer) and (root.calls, root.serial) == (1, 1)
+    assert root.is_watching(outer) and (root.calls, root.serial) == (1, 1)
     assert outer(x) is x and outer(x) is x
     assert root.calls == 3 and called == [(x,)] * 3
     root.remove()
-    assert not root.hears(outer)
+    assert not root.is_watching(outer)
     outer(x)
     assert root.calls == 3
 
@@ -91,6 +91,6 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
     session, ended, exchanges = Session(), [], AttentionAllToAlls(None)
     exchanges._inputs.append(Handle("the exchange", lambda: ended.append(True)))
-    session.begin_traced(TracedCall(OverlapSchedule(), layer=None, exchanges=exchanges))
+    session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, exchanges=exchanges))
     session.close()
     assert ended == [True] and session.traced_call is None

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
     def forward(self, request: float, timestep: object, encoder_hidden_states: torch.Tensor) -> bool:
         kwargs = {"timestep": timestep, "encoder_hidden_states": encoder_hidden_states}
         if self.root is None:
-            self.root = RootModule(self, lambda: True, self.session.runs.called)
+            self.root = RootModule(self, lambda: True, self.session.runs.before_call)
             self.root.watch(self, (request,), kwargs)
             self.session.roots.append(self.root)
         root = self.root
@@ -193,11 +193,11 @@ def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
 @pytest.mark.parametrize("missing", ["timestep", "encoder_hidden_states"])
 def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> None:
     session, transformer = FakeSession(), nn.Identity()
-    root = RootModule(transformer, lambda: True, session.runs.called)
+    root = RootModule(transformer, lambda: True, session.runs.before_call)
     given = {"timestep": 1.0, "encoder_hidden_states": prompt()}
     del given[missing]
     for _ in range(6):
-        session.runs.called(root, (), given)
+        session.runs.before_call(root, (), given)
         assert root.run is None
     [message] = said
     assert f"no argument named {missing}" in message and "xfuser_cocodiff.run(" in message
@@ -239,7 +239,7 @@ def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], c
     """Another prompt is another run's: the loop was left, and nobody said so."""
     session = FakeSession()
     one = session.transformer()
-    session.runs.begin(4, by=object()).may_be_left = True
+    session.runs.begin(4, owner=object()).may_be_abandoned = True
     found = []
     for number in range(4):
         found.append(one(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
@@ -264,7 +264,7 @@ def test_a_run_of_unknown_length_goes_on() -> None:
 
 def interleaved(session: FakeSession, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
     """Two pipelines that take turns."""
-    both, texts = [session.runs.begin(steps, by=object()) for _ in range(2)], [prompt(), prompt()]
+    both, texts = [session.runs.begin(steps, owner=object()) for _ in range(2)], [prompt(), prompt()]
     found: list[list[bool]] = [[], []]
     for step in range(steps):
         for request, one in enumerate((first, second)):
@@ -290,13 +290,13 @@ def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
     outer, inner = session.transformer(), session.transformer()
     for shared in (False, True):
         one = outer if shared else inner
-        first, texts = session.runs.begin(6, by=object()), [prompt(), prompt()]
+        first, texts = session.runs.begin(6, owner=object()), [prompt(), prompt()]
         for step in range(6):
             # The inner run has taken its place, and it begins anew.
             assert outer(1, timestep=0.0, encoder_hidden_states=texts[0]) == (step not in (0, 3))
             session.runs.end_step(first)
             if step == 2:
-                second = session.runs.begin(2, by=object())
+                second = session.runs.begin(2, owner=object())
                 for number in range(2):
                     found = one(2, timestep=0.0, encoder_hidden_states=texts[1])
                     assert found == (number > 0)
@@ -307,7 +307,7 @@ def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
 def test_two_pipelines_may_share_a_transformer_in_turns_of_several_steps(said: list[str]) -> None:
     session = FakeSession()
     one = session.transformer()
-    both, texts = [session.runs.begin(9, by=object()) for _ in range(2)], [prompt(), prompt()]
+    both, texts = [session.runs.begin(9, owner=object()) for _ in range(2)], [prompt(), prompt()]
     for request in (1, 1, 1, 0, 0, 1, 0, 1, 1):
         one(request, timestep=0.0, encoder_hidden_states=texts[request])
         session.runs.end_step(both[request])

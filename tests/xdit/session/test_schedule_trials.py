@@ -235,12 +235,12 @@ def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], l
     session.runs.begin(20)
     with mock.patch.object(schedule_trials, "time", clock):
         for _ in range(2 + len(TURNS)):
-            kinds = list(session.layers.kinds)
-            v_first = any(kind.candidates.schedule.v_first for kind in kinds if kind.candidates)
+            signatures = list(session.layers.signatures)
+            v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)
             clock.now += by_rank[rank][v_first]
             assert torch.equal(step(), expected)
             session.runs.end_step()
-    return [str(kind.candidates.chosen) for kind in kinds], session._mean([float(rank), 2.0 * rank])
+    return [str(signature.candidates.chosen) for signature in signatures], session._mean([float(rank), 2.0 * rank])
 
 
 @pytest.mark.parametrize(
@@ -296,13 +296,15 @@ def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     same = []
     for _ in range(3 + len(TURNS)):
         same.append(
-            session.all_agree([str(kind.candidates.schedule) for kind in session.layers.kinds if kind.candidates])
+            session.all_agree(
+                [str(signature.candidates.schedule) for signature in session.layers.signatures if signature.candidates]
+            )
         )
         if not same[-1]:
             break
         step()
         session.runs.end_step()
-    return same, all(kind.candidates.chosen for kind in session.layers.kinds)
+    return same, all(signature.candidates.chosen for signature in session.layers.signatures)
 
 
 @pytest.mark.parametrize("ended", [2, 4, 5])

@@ -53,16 +53,16 @@ def side_by_side(rank: int) -> None:
     for session, together, (single, sent) in zip(sessions, run(sessions), alone, strict=True):
         assert all(torch.equal(*pair) for pair in zip(together, single, strict=True))
         assert dict(session.traffic.sent_bytes) == sent
-        assert session.layers.kinds and all(kind.ready for kind in session.layers.kinds)
+        assert session.layers.signatures and all(signature.ready for signature in session.layers.signatures)
     encoded, exact, finer = (results for results, _ in alone)
     assert torch.equal(encoded[0], finer[0])  # both begin alike
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
 
 def test_schedules_are_kept_by_slow_axes() -> None:
-    kind = SimpleNamespace(signature="single")
+    signature = SimpleNamespace(key="single")
     configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
-    one, both = (Session(config, runtime=object())._name(kind) for config in configs)
+    one, both = (Session(config, runtime=object())._name(signature) for config in configs)
     assert one != both
 
 
@@ -82,12 +82,12 @@ def in_a_row(rank: int) -> None:
         step()
         active().runs.end_step()
     before = active()
-    assert before.runtime.reference_bytes > 0 and before.layers.kinds and before.traffic.calls
+    assert before.runtime.reference_bytes > 0 and before.layers.signatures and before.traffic.calls
     config, _ = xFuserArgs(model="tiny", ulysses_degree=2).create_config()
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
     assert active() is not before
-    assert not (active().mesh or active().runtime or active().layers.kinds or active().traffic.calls)
-    assert before.runtime.reference_bytes == 0 and not before.layers.kinds
+    assert not (active().mesh or active().runtime or active().layers.signatures or active().traffic.calls)
+    assert before.runtime.reference_bytes == 0 and not before.layers.signatures
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
 
 

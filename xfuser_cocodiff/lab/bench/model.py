@@ -148,7 +148,9 @@ def _compare(
                 "bound_seconds": _bound(exact_bytes, profile, each, alone),
                 "plans": list(each.plans),
                 "schedules": {
-                    kind.name: str(kind.candidates.schedule) for kind in each.session.layers.kinds if kind.candidates
+                    signature.name: str(signature.candidates.schedule)
+                    for signature in each.session.layers.signatures
+                    if signature.candidates
                 },
             }
         )

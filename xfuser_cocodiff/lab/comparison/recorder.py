@@ -168,7 +168,7 @@ def _coded(session: Session) -> dict[str, Any]:
     if config is None or config.mode == EXACT:
         return {"coded_fraction": None, "coded_reason": "stock xDiT" if config is None else f"mode {EXACT}"}
     if runtime is None:
-        reason = session.exact_because or "stock xDiT's own all-to-all runs"
+        reason = session.lossless_reason or "stock xDiT's own all-to-all runs"
         return {"coded_fraction": 0.0, "coded_reason": reason}
     sent, exact = (sum(getattr(report, name) for report in runtime.reports) for name in ("sent_bytes", "exact_bytes"))
     return {"coded_fraction": sent / exact if exact else 0.0, "coded_reason": None if exact else session.runs.reason}
@@ -187,7 +187,7 @@ def _engine() -> dict[str, Any]:
         "degree": stock_traffic.ulysses_degree(),
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
-        "layers": active().layers.kinds.report(),
+        "layers": active().layers.signatures.report(),
     }
 
 

@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.attention.tracing import path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.patching.log import warn_once
-from xfuser_cocodiff.xdit.session.session import UNGROUPED, active
+from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, active
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -63,16 +63,16 @@ def attention(
 def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
     session = active()
-    session.enter()
+    session.select_kernels()
     if (session.overlap.head_groups or 1) > 1:
-        warn_once(UNGROUPED)
-    layer = session.layers.traced(path)
-    kind = session.layers.kinds.of_graph(layer.name, value) if layer else None
-    schedule = kind.candidates.schedule if kind and kind.candidates else OverlapSchedule()
+        warn_once(HEAD_GROUPS_IGNORED)
+    layer = session.layers.traced_layer(path)
+    signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
+    schedule = signature.candidates.schedule if signature and signature.candidates else OverlapSchedule()
     exchanges = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
-    session.begin_traced(TracedCall(schedule, kind, layer=layer, exchanges=exchanges))
+    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, exchanges=exchanges))
     if schedule.v_first:
-        exchanges.layer_codecs = session.layer_codecs(layer, kind.sizes)
+        exchanges.layer_codecs = session.layer_codecs(layer, signature.sizes)
         exchanges.start_value(value)
     return _a_ticket()
 
@@ -81,10 +81,10 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     """Q and K are there too."""
     session = active()
     call, sizes = session.traced_call, LayerSizes.of(query, key, value)
-    if call.kind:
-        call.kind.sizes = sizes
-        if call.kind.candidates is None:
-            choose_schedules(call.kind, session, query, key, value)
+    if call.signature:
+        call.signature.sizes = sizes
+        if call.signature.candidates is None:
+            choose_schedules(call.signature, session, query, key, value)
     call.exchanges.layer_codecs = session.layer_codecs(call.layer, sizes)
     call.exchanges.start_inputs(query, key, value)
     return _a_ticket()
@@ -106,7 +106,7 @@ def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 def _receive_sequence(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    return active().end_traced()
+    return active().end_traced_call()
 
 
 # What Dynamo is told of them.

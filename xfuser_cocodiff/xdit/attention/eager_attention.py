@@ -23,7 +23,7 @@ def started_value(value: torch.Tensor, session: Session) -> Handle | None:
         value: V as its attention was given it, shape (B, H, S/P, D).
         session: in force.
     """
-    session.enter()
+    session.select_kernels()
     layer = session.layers.current
     if layer is None:
         session.layers.discover()
@@ -54,23 +54,23 @@ def scheduled_attention(
         O, shape (B, H, S/P, D).
     """
     mesh, layer = session.mesh, session.layers.current
-    kind = layer.call.kind if layer else None
+    signature = layer.call.signature if layer else None
     sizes = LayerSizes.of(query, key, value)
-    if kind:
-        kind.sizes = sizes
-    running = layer or session.layers.running()
+    if signature:
+        signature.sizes = sizes
+    running = layer or session.layers.running_layer()
     layer_codecs = session.layer_codecs(running, sizes)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     attend = attend_by(session.ring_codecs(running, sizes) if session.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
-    if kind and kind.candidates is None and (kind.ready or kind.refusal):
+    if signature and signature.candidates is None and (signature.ready or signature.refusal):
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
         groups = usable_head_groups(session, *heads) if cuts_heads else 1
         comparing = HeadGroupCheck(attend, groups)
         result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-        choose_schedules(kind, session, query, key, value, groups, comparing.is_same)
+        choose_schedules(signature, session, query, key, value, groups, comparing.is_same)
         return result
-    beside = layer.call.catch_up if layer and layer.call.later else None
+    beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh = session.mesh_of(schedule)
     return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs, beside)

@@ -61,7 +61,7 @@ class HeadGroupCheck:
 
 
 def choose_schedules(
-    kind: LayerSignature,
+    signature: LayerSignature,
     session: Session,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -82,24 +82,24 @@ def choose_schedules(
     """
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     whole = query.nbytes + key.nbytes + value.nbytes
-    pays = fixed is None and kind.ready and policy.sends_early(value.nbytes, whole)
-    has_mlp = kind.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
+    pays = fixed is None and signature.ready and policy.sends_early(value.nbytes, whole)
+    has_mlp = signature.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
     sizes = [value.nbytes, query.nbytes + key.nbytes] if pays else [whole]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ from one Ulysses group of a ring to another, and the MLP's hooks from rank to rank.
-    answers = session.reduced([float(each) for each in (pays, has_mlp, is_flat, is_same)], "min")
+    answers = session.all_reduce([float(each) for each in (pays, has_mlp, is_flat, is_same)], "min")
     pays, has_mlp, is_flat, is_same = map(bool, answers)
     if not is_same:
-        kind.unequal = (groups,)
+        signature.unequal = (groups,)
         warn_once(
             f"--cocodiff_head_groups {groups} has no effect: attention in groups of heads is not bit-identical; "
             "leave it out"
         )
         groups = 1
-    known = session.known_schedule(kind)
-    ours = OverlapSchedule(kind.ready if fixed else pays, groups, has_mlp)
+    known = session.cached_schedule(signature)
+    ours = OverlapSchedule(signature.ready if fixed else pays, groups, has_mlp)
     stocks = OverlapSchedule(groups=groups, flat=session.runtime is None and not is_flat)
     if known:
-        kind.candidates = ScheduleCandidates([known])
+        signature.candidates = ScheduleCandidates([known])
     else:
-        kind.candidates = ScheduleCandidates([stocks, ours] if fixed is None else [ours])
+        signature.candidates = ScheduleCandidates([stocks, ours] if fixed is None else [ours])

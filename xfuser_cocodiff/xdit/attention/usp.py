@@ -58,7 +58,7 @@ def _usp(original: Callable) -> Callable:
             return original(query, key, value, *args, **kwargs)
         given = _Given(*args, **kwargs)
         if session.mesh is None:
-            session.enter()
+            session.select_kernels()
             return _virtually(original, query, key, value, given, session)
         is_traced = torch.compiler.is_compiling()
         under_way = None if is_traced else started_value(value, session)
@@ -86,9 +86,9 @@ def _traced(
     if mesh.topology.size == 1 or not order_exchanges():
         return original(query, key, value, **vars(given))
     query, attend = _prepared(query, key, value, given), _attend(given, padding=session.padding)
-    if session.calls_operators:
+    if session.uses_custom_ops:
         return custom_ops.attention(query, key, value, attend, mesh.topology.size)
-    if session.sends_value_ahead(value):
+    if session.sends_v_first(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
     else:
@@ -101,12 +101,12 @@ def _virtually(
 ) -> torch.Tensor:
     """Attention of one rank, with what codecs would leave of its tensors among many."""
     session.layers.discover()
-    virtual, layer = session.virtual, session.layers.running()
+    virtual, layer = session.virtual, session.layers.running_layer()
     layer_codecs = None
     if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
         session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
     elif layer and not given.joint_strategy:
-        layer.meet()
+        layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
         sizes = LayerSizes.of(query, key, value, fraction=virtual.shard_fraction(query.shape, parts))
         layer_codecs = session.layer_codecs(layer, sizes)

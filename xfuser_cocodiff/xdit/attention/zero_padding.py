@@ -68,7 +68,7 @@ def _with_any_rows(original: Callable) -> Callable:
     @functools.wraps(original)
     def _calc_patches_metadata(self: Any) -> None:
         session, height = getattr(self, "cocodiff", None), self.input_config.height
-        if session is None or session.mesh is None or session.keeps_usp or session.model != _WRAPPER:
+        if session is None or session.mesh is None or session.uses_stock_usp or session.model != _WRAPPER:
             original(self)
             return
         multiple = self.vae_scale_factor * self.backbone_patch_size * self.parallel_config.sp_degree
@@ -89,7 +89,7 @@ def _with_any_tokens(original: Callable) -> Callable:
         from xfuser.core.distributed import get_sequence_parallel_world_size
 
         session, missing = active(), -hidden_states.shape[1] % get_sequence_parallel_world_size()
-        if session.mesh is None or session.keeps_usp or not missing or img_ids is None:
+        if session.mesh is None or session.uses_stock_usp or not missing or img_ids is None:
             return original(self, hidden_states, *args, img_ids=img_ids, **kwargs)
         hidden_states, img_ids = (functional.pad(tensor, (0, 0, 0, missing)) for tensor in (hidden_states, img_ids))
         session.padding = missing

@@ -61,7 +61,7 @@ def uninstall() -> None:
     if _installed is not None:
         if PACKAGE in sys.modules:
             session.active().close()
-            session.leave()
+            session.deactivate()
         _tracker.close()
         option_errors.uninstall()
         log.close()

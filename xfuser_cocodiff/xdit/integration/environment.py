@@ -72,7 +72,7 @@ def describe(degree: int | None = None) -> Environment:
     return Environment(
         versions={"python": machine.python_version(), **{name: _version(name) for name in _PACKAGES}},
         device_type=accelerator.type if accelerator else "cpu",
-        platform="added by the plugin" if added and not platform.is_xdits_own() else "xDiT's own",
+        platform="added by the plugin" if added and not platform.has_native_support() else "xDiT's own",
         backend=_backend(added, accelerator),
         ranks_per_node=local,
         degree=degree,

@@ -79,7 +79,7 @@ def use_session(session: Session) -> None:
     if session.config or session.mesh:
         activation.activate()
     _RUNTIME.cocodiff = session
-    session.enter()
+    session.select_kernels()
 
 
 def stock_all_to_all() -> Callable[[torch.Tensor], torch.Tensor]:

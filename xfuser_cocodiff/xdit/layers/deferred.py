@@ -59,10 +59,10 @@ def made(value: Any) -> Any:
 def has_parallel_mlp(block: nn.Module) -> bool:
     """Whether a block has one, with nobody listening who would have to see its values at once."""
     submodules = [getattr(block, name, None) for name in PARALLEL_MLP]
-    return all(isinstance(submodule, nn.Module) and not is_listened_to(submodule) for submodule in submodules)
+    return all(isinstance(submodule, nn.Module) and not has_hooks(submodule) for submodule in submodules)
 
 
-def is_listened_to(submodule: nn.Module) -> bool:
+def has_hooks(submodule: nn.Module) -> bool:
     """Whether others have hooks on a module, which see its values when it is called."""
     hooks = submodule._forward_hooks or submodule._forward_pre_hooks
     return bool(hooks) or hasattr(submodule, "_hf_hook") or hasattr(submodule, "_diffusers_hook")

@@ -17,12 +17,12 @@ from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_parallel_mlp, is_listened_to, made
+from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_hooks, has_parallel_mlp, made
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
 from xfuser_cocodiff.xdit.layers.layer_call import Ahead, Call
 from xfuser_cocodiff.xdit.layers.layer_signature import ELSEWHERE, LayerSignature, LayerSignatures
 from xfuser_cocodiff.xdit.layers.module_stack import named
-from xfuser_cocodiff.xdit.layers.root_module import Place, RootModule
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
 from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
 
 
@@ -38,13 +38,13 @@ class Shared:
     """Whether all ranks pass the same; they call it alike."""
     say: Callable[[str], None]
     """Logs a line at INFO."""
-    kinds: LayerSignatures = field(init=False, default_factory=LayerSignatures)
+    signatures: LayerSignatures = field(init=False, default_factory=LayerSignatures)
     """Kinds of their calls."""
     current: "Layer | None" = field(init=False, default=None)
     """The layer whose module runs."""
 
 
-class Layer(Place):
+class Layer(BaseLayer):
     """An attention module of a transformer, and the block that it stands in."""
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module, root: RootModule, shared: Shared) -> None:
@@ -52,7 +52,7 @@ class Layer(Place):
         # Their forwards hold this layer, not the other way round: a cycle would keep weights.
         self._module_ref, self._block_ref, self._shared = weakref.ref(module), weakref.ref(block), shared
         self.call: Call | None = None
-        self._kind: LayerSignature | None = None
+        self._signature: LayerSignature | None = None
         """Of the last call."""
         self._projecting = False
         self._arounds: weakref.WeakKeyDictionary[nn.Module, ForwardWrapper] = weakref.WeakKeyDictionary()
@@ -62,11 +62,11 @@ class Layer(Place):
     def _module(self) -> nn.Module:
         return self._module_ref()
 
-    def is_of(self, module: nn.Module) -> bool:
+    def belongs_to(self, module: nn.Module) -> bool:
         """Whether it is this module's."""
         return self._module_ref() is module
 
-    def follow(self) -> None:
+    def install(self) -> None:
         """See the module and its block called from here on; they hold this layer then."""
         block = self._block_ref()
         self._replace(block, self._call_block)
@@ -91,7 +91,7 @@ class Layer(Place):
         if not self._shared.active():
             return forward(*args, **kwargs)
         call = self.call = Call(
-            self._kind.candidates.schedule if self._kind and self._kind.candidates else OverlapSchedule()
+            self._signature.candidates.schedule if self._signature and self._signature.candidates else OverlapSchedule()
         )
         try:
             returned = forward(*args, **kwargs)
@@ -107,7 +107,7 @@ class Layer(Place):
         if call is None or not self._shared.active() or not call.schedule.overlaps_mlp:
             return forward(given, *args, **kwargs)
         later = Deferred(lambda: forward(made(given), *args, **kwargs))
-        call.later.append(later)
+        call.deferred.append(later)
         return later
 
     def _call_module(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -121,24 +121,24 @@ class Layer(Place):
             returned = forward(*args, **kwargs)
         finally:
             self._shared.current = around
-        kind = self.call.kind
-        if not kind.rehearsed and not self.call.is_attended:
-            kind.refusal = kind.refusal or ELSEWHERE
+        signature = self.call.signature
+        if not signature.rehearsed and not self.call.is_attended:
+            signature.refusal = signature.refusal or ELSEWHERE
         self.call.drain()
         return returned
 
     def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Find the kind of the call, and project V as soon as its input is known."""
-        self.meet()
+        self.count_call()
         call, given = self.call, named(self._module, args, kwargs)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
-        kind = self._shared.kinds.of(self._module, tensors)
-        if kind is not self._kind:
-            call.schedule = kind.candidates.schedule if kind.candidates else OverlapSchedule()
-            kind.has_parallel_mlp = self._has_parallel_mlp
-        call.kind = self._kind = kind
-        source, (first, second, *_) = kind.source, (*tensors.values(), None, None)
-        if source is None or first is None or kind.refusal:
+        signature = self._shared.signatures.of(self._module, tensors)
+        if signature is not self._signature:
+            call.schedule = signature.candidates.schedule if signature.candidates else OverlapSchedule()
+            signature.has_parallel_mlp = self._has_parallel_mlp
+        call.signature = self._signature = signature
+        source, (first, second, *_) = signature.source, (*tensors.values(), None, None)
+        if source is None or first is None or signature.refusal:
             return
         call.hidden = tensors.get("hidden_states", first)
         call.text = tensors.get("encoder_hidden_states", second if source.of_text else None)
@@ -152,26 +152,26 @@ class Layer(Place):
     def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Project Q, behind a V of both streams, made one in the module, or of the text that Q attends to."""
         call = self.call
-        if call and call.text is not None and not call.kind.source.of_text:
-            self._project({call.kind.source.own: call.text if given is call.hidden else given})
+        if call and call.text is not None and not call.signature.source.of_text:
+            self._project({call.signature.source.own: call.text if given is call.hidden else given})
         return forward(given, *args, **kwargs)
 
     # V ahead of time.
 
-    def _is_ready(self, kind: LayerSignature) -> bool:
+    def _is_ready(self, signature: LayerSignature) -> bool:
         """Whether V of this layer can go first."""
-        return kind.ready and self in kind.rehearsed_by
+        return signature.ready and self in signature.rehearsed_by
 
     def _project(self, given: dict[str, torch.Tensor]) -> None:
         """Make V now if it is to be made ahead, and send it off unless this is a rehearsal."""
-        call, kind = self.call, self.call.kind
-        is_ready = self._is_ready(kind)
-        if call.ahead or kind.refusal or (is_ready and not call.schedule.v_first):
+        call, signature = self.call, self.call.signature
+        is_ready = self._is_ready(signature)
+        if call.ahead or signature.refusal or (is_ready and not call.schedule.v_first):
             return
-        if kind.recipe:
-            given = {path: given[path] for path in kind.recipe.paths}
+        if signature.recipe:
+            given = {path: given[path] for path in signature.recipe.paths}
         modules = {path: self._module.get_submodule(path) for path in given}
-        if not is_ready and any(map(is_listened_to, modules.values())):
+        if not is_ready and any(map(has_hooks, modules.values())):
             return  # who listens would hear of it twice
         for path, module in modules.items():
             self._replace(module, functools.partial(self._call_projection, path))
@@ -186,7 +186,7 @@ class Layer(Place):
             self._projecting = False
         call.ahead = ahead
         if is_ready:
-            value = kind.recipe.build({path: each.returned for path, each in ahead.items()})
+            value = signature.recipe.build({path: each.returned for path, each in ahead.items()})
             call.handle = self._shared.send(value, self)
 
     def _call_projection(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ class Layer(Place):
         if ahead is None or ahead.given is not given or args or kwargs:
             return forward(given, *args, **kwargs)
         # In a rehearsal, what USP gets must not be what it is compared with.
-        asked = self.call.asked[path] = ahead if self._is_ready(self.call.kind) else Ahead.of(forward, given)
+        asked = self.call.asked[path] = ahead if self._is_ready(self.call.signature) else Ahead.of(forward, given)
         return asked.returned
 
     def value_under_way(self, value: torch.Tensor) -> Handle | None:
@@ -207,23 +207,23 @@ class Layer(Place):
             RuntimeError: the processor has made V in another way than before. That is known on this rank only, while
                 others count on the V that it has sent.
         """
-        call, kind = self.call, self.call.kind
+        call, signature = self.call, self.call.signature
         call.is_attended = True
-        if not kind.rehearsed or (kind.ready and not self._is_ready(kind)):
+        if not signature.rehearsed or (signature.ready and not self._is_ready(signature)):
             self._rehearse(value)
         if call.handle is None or not call.ahead:
             return None
         handle, call.ahead = call.handle, {}  # the exchange has a copy
-        if value.shape != kind.recipe.shape:  # on every rank, or no exchange could be
+        if value.shape != signature.recipe.shape:  # on every rank, or no exchange could be
             handle.drain()
-            kind.refusal = "V has another shape than before"
+            signature.refusal = "V has another shape than before"
             return None
-        if call.asked.keys() != {*kind.recipe.paths} or (
-            kind.keeps_place and not self._keeps_place(value, kind.recipe)
+        if call.asked.keys() != {*signature.recipe.paths} or (
+            signature.keeps_place and not self._keeps_place(value, signature.recipe)
         ):
             handle.drain()
             raise RuntimeError(
-                f"{self.name}: V does not come from {' and '.join(kind.recipe.paths)} as it did before; run with "
+                f"{self.name}: V does not come from {' and '.join(signature.recipe.paths)} as it did before; run with "
                 "--cocodiff_v_first off"
             )
         return handle
@@ -236,30 +236,32 @@ class Layer(Place):
         return recipe.is_in_place(value, {path: each.returned for path, each in asked.items()})
 
     @property
-    def is_heard(self) -> bool:
+    def has_new_hooks(self) -> bool:
         """Whether somebody has put hooks on a projection of its V that was rehearsed without them."""
-        kind, module = self._kind, self._module
-        if module is None or kind is None or kind.recipe is None or not self._is_ready(kind):
+        signature, module = self._signature, self._module
+        if module is None or signature is None or signature.recipe is None or not self._is_ready(signature):
             return False
-        return any(is_listened_to(module.get_submodule(path)) for path in kind.recipe.paths)
+        return any(has_hooks(module.get_submodule(path)) for path in signature.recipe.paths)
 
     def _rehearse(self, value: torch.Tensor) -> None:
         """Compare V projected ahead with V; each rank sees its own values only, so that all agree on what they found.
         A layer does this once for a kind."""
-        call, kind = self.call, self.call.kind
+        call, signature = self.call, self.call.signature
         recipes: list[Recipe] = []
         refusal = "V is not what its projections were expected to make"
-        paths = [path for path in (kind.source.own, kind.source.of_text) if path] if kind.source else []
-        listened_to = [path for path in paths if is_listened_to(self._module.get_submodule(path))]
+        paths = [path for path in (signature.source.own, signature.source.of_text) if path] if signature.source else []
+        hooked = [path for path in paths if has_hooks(self._module.get_submodule(path))]
         if not paths:
             refusal = "its module has no projection of V that is known"
-        elif listened_to:
-            refusal = f"{' and '.join(listened_to)} has hooks of others"
+        elif hooked:
+            refusal = f"{' and '.join(hooked)} has hooks of others"
         elif call.asked:
             recipes = find_recipes(
-                value, kind.source.columns, {path: call.ahead[path].returned for path in paths if path in call.asked}
+                value,
+                signature.source.columns,
+                {path: call.ahead[path].returned for path in paths if path in call.asked},
             )
-            recipes = [each for each in recipes if kind.recipe in (None, each)]
+            recipes = [each for each in recipes if signature.recipe in (None, each)]
         recipe = recipes[0] if len(recipes) == 1 else None
         keeps_place = recipe is not None and self._keeps_place(value, recipe)
         if not self._shared.agreed((recipes, keeps_place)):
@@ -267,9 +269,9 @@ class Layer(Place):
         elif len(recipes) > 1:
             return  # which of them it is, another call tells
         # What holds in one layer only holds in none.
-        kind.keeps_place = keeps_place and (kind.keeps_place or not kind.rehearsed)
-        kind.rehearsed, kind.recipe, kind.refusal = True, recipe, None if recipe else refusal
-        kind.rehearsed_by.add(self)
+        signature.keeps_place = keeps_place and (signature.keeps_place or not signature.rehearsed)
+        signature.rehearsed, signature.recipe, signature.refusal = True, recipe, None if recipe else refusal
+        signature.rehearsed_by.add(self)
         call.drain()
-        if kind.refusal:
-            self._shared.say(f"{kind.name}: {kind.status}")
+        if signature.refusal:
+            self._shared.say(f"{signature.name}: {signature.status}")

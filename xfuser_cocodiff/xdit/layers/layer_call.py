@@ -12,7 +12,7 @@ from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.xdit.layers.deferred import Deferred
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
-from xfuser_cocodiff.xdit.layers.root_module import Place
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 
 
 @dataclass(eq=False)
@@ -20,23 +20,23 @@ class LayerCall:
     """A call of a layer, in eager mode or in a graph."""
 
     schedule: OverlapSchedule
-    kind: LayerSignature | None = None
+    signature: LayerSignature | None = None
     layer_codecs: LayerCodecs | None = None
     """How its exchanges are encoded, once one of them was."""
 
     def ended(self) -> None:
         """Count it in the trial of its kind."""
-        if self.kind and self.kind.candidates:
+        if self.signature and self.signature.candidates:
             # A refresh says nothing of steps that are encoded by what was sent before.
             is_refresh = self.layer_codecs is not None and self.layer_codecs.is_stateless
-            self.kind.candidates.count_call(is_representative=not is_refresh)
+            self.signature.candidates.count_call(is_representative=not is_refresh)
 
 
 @dataclass(eq=False, kw_only=True)
 class TracedCall(LayerCall):
     """A call in a compiled graph."""
 
-    layer: Place | None
+    layer: BaseLayer | None
     """None where no module is called, of which there is nothing to learn then."""
     exchanges: AttentionAllToAlls
 
@@ -78,14 +78,14 @@ class Call(LayerCall):
     """Whether its V has reached USP."""
     handle: Handle | None = None
     """V's exchange, brought to its end with the call whoever waits for it: an error may come in between."""
-    later: list[Deferred] = field(default_factory=list)
+    deferred: list[Deferred] = field(default_factory=list)
     """Parts of the block's MLP that were asked for and not computed yet."""
 
-    def catch_up(self) -> None:
+    def compute_deferred(self) -> None:
         """Compute what was put off."""
-        for one in self.later:
+        for one in self.deferred:
             one.made()
-        self.later.clear()
+        self.deferred.clear()
 
     def drain(self) -> None:
         """Forget what was done ahead."""

@@ -25,7 +25,7 @@ class LayerSignature:
     """What is known of calls that are alike: of the same class and parts, with arguments of the same shapes."""
 
     name: str
-    signature: str = ""
+    key: str = ""
     """What tells it from other kinds, in other processes too."""
     source: Source | None = None
     """Projections of V in its module."""
@@ -70,17 +70,17 @@ class LayerSignatures:
     """The kinds that were met."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple, LayerSignature] = {}
+        self._signatures: dict[tuple, LayerSignature] = {}
 
     def __iter__(self) -> Iterator[LayerSignature]:
-        return iter(list(self._kinds.values()))
+        return iter(list(self._signatures.values()))
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._signatures)
 
     def clear(self) -> None:
         """Forget them."""
-        self._kinds.clear()
+        self._signatures.clear()
 
     def of(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> LayerSignature:
         """The kind of a call, by what is the same on every rank."""
@@ -89,12 +89,12 @@ class LayerSignatures:
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
         processor = type(getattr(module, "processor", None))
         key = type(module), processor, submodules, shapes
-        if key not in self._kinds:
+        if key not in self._signatures:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
             told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
             digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._kinds[key] = LayerSignature(name, f"{name} {digest}", source_of(module))
-        return self._kinds[key]
+            self._signatures[key] = LayerSignature(name, f"{name} {digest}", source_of(module))
+        return self._signatures[key]
 
     def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
         """The kind of a call in a graph, where V can always go first.
@@ -105,15 +105,15 @@ class LayerSignatures:
         """
         name = re.sub(r"\d+", "*", layer)
         told = name, tuple(value.shape), value.dtype
-        if told not in self._kinds:
+        if told not in self._signatures:
             digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._kinds[told] = LayerSignature(name, f"{name} compiled {digest}", rehearsed=True)
-        return self._kinds[told]
+            self._signatures[told] = LayerSignature(name, f"{name} compiled {digest}", rehearsed=True)
+        return self._signatures[told]
 
     def report(self) -> dict[str, list[str]]:
         """For each class of modules that go through USP, what there is to say of them."""
         found: dict[str, set[str]] = {}
-        for kind in self:
-            if kind.refusal != ELSEWHERE:
-                found.setdefault(kind.name, set()).add(kind.status)
+        for signature in self:
+            if signature.refusal != ELSEWHERE:
+                found.setdefault(signature.name, set()).add(signature.status)
         return {name: sorted(statuses) for name, statuses in found.items()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from xfuser_cocodiff.xdit.layers.layer import Layer, Shared
 from xfuser_cocodiff.xdit.layers.module_stack import arguments_of, running_modules
-from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, Place, RootModule
+from xfuser_cocodiff.xdit.layers.root_module import WRAPPER, BaseLayer, RootModule
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Layers(Shared):
                 if type(other) is type(module) and self._of(other) is None:
                     block = transformer.get_submodule(name.rpartition(".")[0])
                     self._layers[id(other)] = layer = Layer(name, other, block, root, self)
-                    layer.follow()
+                    layer.install()
 
     def _root_of(self, running: Sequence[nn.Module]) -> RootModule:
         """The transformer of modules that run, innermost first."""
@@ -45,27 +45,27 @@ class Layers(Shared):
         root = self._roots.get(id(transformer))
         if root is None or root.transformer is not transformer:
             root = self._roots[id(transformer)] = RootModule(transformer, self.counting, self.called)
-        if not root.hears(running[-1]):
+        if not root.is_watching(running[-1]):
             root.watch(running[-1], *arguments_of(running[-1]))
         return root
 
-    def traced(self, path: str) -> Place | None:
+    def traced_layer(self, path: str) -> BaseLayer | None:
         """Return the layer that a graph runs for, traced at a path; None where no module is called."""
         running = list(running_modules())
         if all(map(is_wrapper, running)):
             return None
-        layer = self._root_of(running).traced(running, path)
-        layer.meet()
+        layer = self._root_of(running).traced_layer(running, path)
+        layer.count_call()
         return layer
 
-    def running(self) -> Layer | None:
+    def running_layer(self) -> Layer | None:
         """The layer whose module runs, though its call is not followed."""
         return next(filter(None, map(self._of, running_modules())), None)
 
     def _of(self, module: nn.Module) -> Layer | None:
         """The layer of a module, and not of one that has gone, whose number was given anew."""
         layer = self._layers.get(id(module))
-        return layer if layer and layer.is_of(module) else None
+        return layer if layer and layer.belongs_to(module) else None
 
     def end_step(self) -> None:
         """A denoising step is over, or a run begins: branches are counted anew."""
@@ -75,14 +75,14 @@ class Layers(Shared):
     def begin_run(self) -> None:
         """A run begins: all rehearse again where somebody has put hooks on a projection of V since, on any rank. All
         ranks call this."""
-        rehearsed = [kind for kind in self.kinds if kind.recipe]
+        rehearsed = [signature for signature in self.signatures if signature.recipe]
         if not rehearsed:
             return
-        is_heard = any(layer.is_heard for layer in list(self._layers.values()))
-        if not self.agreed(is_heard) or is_heard:
-            for kind in rehearsed:
-                kind.rehearsed, kind.recipe = False, None
-                kind.rehearsed_by.clear()
+        has_new_hooks = any(layer.has_new_hooks for layer in list(self._layers.values()))
+        if not self.agreed(has_new_hooks) or has_new_hooks:
+            for signature in rehearsed:
+                signature.rehearsed, signature.recipe = False, None
+                signature.rehearsed_by.clear()
 
     def clear(self) -> None:
         """Forget all layers, and leave their modules as they were."""
@@ -92,7 +92,7 @@ class Layers(Shared):
             root.remove()
         self._layers.clear()
         self._roots.clear()
-        self.kinds.clear()
+        self.signatures.clear()
         self.current = None
 
 

@@ -41,7 +41,7 @@ class RootModule:
         """The same, since ever."""
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         """Of modules of the transformer, once a layer in a graph was met."""
-        self._traced: dict[tuple[str, str], Place] = {}
+        self._traced: dict[tuple[str, str], BaseLayer] = {}
         """Layers in graphs, by the module whose graph runs, and by path in it."""
         self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -49,10 +49,10 @@ class RootModule:
         """A copy of the transformer brings one that hears of nothing."""
         return RootModule, (nn.Identity(), bool, bool)
 
-    def hears(self, outer: nn.Module) -> bool:
+    def is_watching(self, outer: nn.Module) -> bool:
         """Whether it hears of calls of the outermost module; see :meth:`watch`."""
         compiled = outer._compiled_call_impl
-        return outer in self._hooks if compiled is None else isinstance(compiled, _Heard)
+        return outer in self._hooks if compiled is None else isinstance(compiled, _CountedCall)
 
     def watch(self, outer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hear of its calls from now on, and of the one under way if that was not heard of.
@@ -64,7 +64,7 @@ class RootModule:
         """
         self._begins(outer, args, kwargs)
         if (compiled := outer._compiled_call_impl) is not None:
-            outer._compiled_call_impl = _Heard(compiled, outer, self)
+            outer._compiled_call_impl = _CountedCall(compiled, outer, self)
         else:
             self._hooks[outer] = outer.register_forward_pre_hook(self._begins, with_kwargs=True)
 
@@ -81,7 +81,7 @@ class RootModule:
         """The transformer itself, which may go before this does."""
         return self._transformer()
 
-    def traced(self, running: Sequence[nn.Module], path: str) -> "Place":
+    def traced_layer(self, running: Sequence[nn.Module], path: str) -> "BaseLayer":
         """Return the layer that a graph runs for.
 
         Args:
@@ -92,7 +92,7 @@ class RootModule:
             self._names.update((module, name) for name, module in self.transformer.named_modules())
         place = next(self._names[module] for module in running if module in self._names), path
         if place not in self._traced:
-            self._traced[place] = Place(self._name(*place), self)
+            self._traced[place] = BaseLayer(self._name(*place), self)
         return self._traced[place]
 
     def _name(self, outer: str, path: str) -> str:
@@ -110,11 +110,11 @@ class RootModule:
             hook.remove()
         self._hooks.clear()
         transformer = self.transformer
-        if transformer is not None and isinstance(transformer._compiled_call_impl, _Heard):
+        if transformer is not None and isinstance(transformer._compiled_call_impl, _CountedCall):
             transformer._compiled_call_impl = transformer._compiled_call_impl.compiled
 
 
-class _Heard:
+class _CountedCall:
     """The call of a transformer that was compiled in place, of which its root hears."""
 
     def __init__(self, compiled: Callable, transformer: nn.Module, root: RootModule) -> None:
@@ -129,7 +129,7 @@ def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in arguments.items() if torch.is_tensor(value)}
 
 
-class Place:
+class BaseLayer:
     """A place in a transformer where attention is called.
 
     Args:
@@ -141,13 +141,13 @@ class Place:
         self.name, self.root = name, root
         self.call: Any = None
         """The one under way."""
-        self.again = False
+        self.is_repeated = False
         """Whether this is not its first call within a call of the transformer."""
         self._serial = 0
 
-    def meet(self) -> None:
+    def count_call(self) -> None:
         """Count a call."""
-        self.again, self._serial = self._serial == self.root.serial, self.root.serial
+        self.is_repeated, self._serial = self._serial == self.root.serial, self.root.serial
 
     @property
     def branch(self) -> int:

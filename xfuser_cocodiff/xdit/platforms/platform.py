@@ -107,7 +107,7 @@ def detect() -> Platform | None:
     return make() if make else None
 
 
-def is_xdits_own() -> bool:
+def has_native_support() -> bool:
     """Whether the installed xDiT runs on CPU and XPU by itself."""
     return symbol_lookup.find_symbol(*_XDITS_OWN) is not None
 

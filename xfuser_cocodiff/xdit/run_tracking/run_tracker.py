@@ -53,11 +53,11 @@ class RunTracker:
             rows.append(Patch(module, f"{loop}.loop_step", "a modular pipeline's step ends", self._watch_loop))
         return rows
 
-    def begin(self, by: Any, total: int | None) -> Run:
-        """A run begins whose steps `by` ends."""
+    def begin(self, owner: Any, total: int | None) -> Run:
+        """A run begins whose steps `owner` ends."""
         for listener in self.listeners:  # while there still is what they want to know of the run before
             listener.begin_run(total)
-        return active().runs.begin(total, by)
+        return active().runs.begin(total, owner)
 
     def end_step(self, run: Run, latents: torch.Tensor | None = None) -> None:
         """A step of a run has ended."""
@@ -91,7 +91,7 @@ class RunTracker:
                 run = self.begin(by, total and total * getattr(by, "order", 1))
                 return _closing(original(owner, total=total), lambda: self.end(run))
             run = self.begin(by, len(iterable) if isinstance(iterable, Sized) else total)
-            run.may_be_left = True
+            run.may_be_abandoned = True
             return original(owner, _Steps(iterable, lambda: self.end(run)), total)
 
         return progress_bar
@@ -99,7 +99,7 @@ class RunTracker:
     def _watch_loop(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def loop_step(blocks: Any, components: Any, state: Any, **kwargs: Any) -> Any:
-            run = active().runs.ended_by(blocks)
+            run = active().runs.run_of(blocks)
             components, state = original(blocks, components, state, **kwargs)
             if run:
                 self.end_step(run, getattr(state, "latents", None))
@@ -125,7 +125,7 @@ class RunTracker:
                 output = original(scheduler, *args, **kwargs)
             finally:
                 self._stepping.pop()
-            if run := active().runs.ended_by(scheduler):
+            if run := active().runs.run_of(scheduler):
                 latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", output)
                 self.end_step(run, latents if torch.is_tensor(latents) else None)
             return output

@@ -32,15 +32,15 @@ class Run:
 
     total: int | None = None
     """Steps, if that is known."""
-    by: Any = None
+    owner: Any = None
     """Who ends its steps: a scheduler, a loop, or a sampler."""
     steps: int = 0
     """That have ended."""
-    is_certain: bool = True
+    is_declared: bool = True
     """Whether somebody has declared it."""
-    may_be_left: bool = False
+    may_be_abandoned: bool = False
     """Whether nothing tells when it is broken off: then it is over when another one begins."""
-    lost: bool = False
+    is_disabled: bool = False
     """Whether its steps were not seen, so that the rest of it travels exactly."""
     prompts: dict[tuple[int, int], StepKey] = field(default_factory=dict)
     """What they were given first in each branch, where there is a doubt whose call it is."""
@@ -86,20 +86,20 @@ class Runs:
         """The run that was declared last, if it is not over."""
         return self._declared[-1] if self._declared else None
 
-    def ended_by(self, by: Any) -> Run | None:
+    def run_of(self, owner: Any) -> Run | None:
         """The run whose steps somebody ends."""
-        return next((run for run in self._declared if run.by is by), None)
+        return next((run for run in self._declared if run.owner is owner), None)
 
-    def begin(self, total: int | None = None, by: Any = None) -> Run:
+    def begin(self, total: int | None = None, owner: Any = None) -> Run:
         """A run is declared. Another one by the same is over, and any that may have been left.
 
         Args:
             total: its steps, if that is known.
             by: who ends its steps.
         """
-        self._declared = [run for run in self._declared if run.by is not by and not run.may_be_left]
+        self._declared = [run for run in self._declared if run.owner is not owner and not run.may_be_abandoned]
         self._shown, self._why, self._idle = None, _NO_LAYER, 0
-        run = Run(total or None, by)
+        run = Run(total or None, owner)
         self._declared.append(run)
         self._code(run)
         self._begins(run.total)
@@ -121,7 +121,7 @@ class Runs:
         if runtime and run is self._current:
             runtime.end_step()
             # Whoever moves the runtime to other steps decides when it is at the last one.
-            over = over if run.lost else not runtime.is_running
+            over = over if run.is_disabled else not runtime.is_running
         if runtime and run.steps == 2 and not runtime.has_coded_layers:
             self._warn(runtime)
         if run is self.newest:
@@ -145,7 +145,7 @@ class Runs:
         self._shown = None
         self._stop()
 
-    def called(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before_call(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> None:
         """A transformer is about to be called. All ranks find the same."""
         runtime = self._runtime()
         if runtime is None:
@@ -158,7 +158,7 @@ class Runs:
             self._ends_step()
         if root.run and root.calls >= MAX_BRANCHES:
             self._lose(root.run, f"no step ended in {root.calls} calls of its transformer; {DECLARE}")
-        if root.run and root.run.lost:
+        if root.run and root.run.is_disabled:
             root.run = None
         if root.run is None and self._declared:  # which has been said
             return
@@ -177,7 +177,7 @@ class Runs:
         self._new_step()
         self._current = run
         if runtime := self._runtime():
-            runtime.begin_run(run.total, run.steps, run.is_certain)
+            runtime.begin_run(run.total, run.steps, run.is_declared)
 
     def _stop(self) -> None:
         self._current = None
@@ -186,8 +186,8 @@ class Runs:
 
     def _lose(self, run: Run, why: str) -> None:
         """The rest of a run travels exactly."""
-        if not run.lost:
-            self._why, run.lost = why, True
+        if not run.is_disabled:
+            self._why, run.is_disabled = why, True
             warn_once(f"compression inactive for the rest of the run: {why}")
             if runtime := self._runtime():
                 runtime.end_run()
@@ -195,13 +195,13 @@ class Runs:
     def _claimed(self, root: RootModule, args: tuple, kwargs: dict[str, Any]) -> Run | None:
         """The run that a call belongs to, where some are declared."""
         newest, self._has_called = self._declared[-1], True
-        if newest.lost:
+        if newest.is_disabled:
             return None
         if self._current is not newest:  # a newer one is over
             self._code(newest)
         if len(self._declared) > 1:
             self._compare_prompts(newest, root, args, kwargs, "another run is open")
-        elif newest.may_be_left:
+        elif newest.may_be_abandoned:
             self._compare_prompts(newest, root, args, kwargs, "the run may have been abandoned")
         return newest
 
@@ -213,7 +213,7 @@ class Runs:
             return self._lose(run, f"{doubt}, and {error}")
         place = id(root), root.calls
         same = run.prompts.setdefault(place, now).same_prompt(now)
-        if run.may_be_left:  # a loop may make its embeddings anew at each step, of the same values
+        if run.may_be_abandoned:  # a loop may make its embeddings anew at each step, of the same values
             prompt = prompts_of(root.transformer, args, kwargs)
             if place not in run.values:
                 run.values[place] = [tensor.clone() for tensor in prompt]
@@ -238,7 +238,7 @@ class Runs:
             return None
         if place == _NEW_RUN:
             self._shown, self._why = _Shown(moment), _ANEW if self._idle else _NO_LAYER
-            self._code(Run(is_certain=False))
+            self._code(Run(is_declared=False))
             self._begins(None)
         elif place == _NEXT_STEP:
             self._current.steps += 1

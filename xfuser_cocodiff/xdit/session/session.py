@@ -30,7 +30,7 @@ from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.layers.layers import Layers
-from xfuser_cocodiff.xdit.layers.root_module import Place
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order, replicated_text
@@ -49,13 +49,13 @@ class Session:
     """What the mesh goes by."""
     runtime: CodecRuntime | None = None
     """What codecs know of the run under way; None where nothing is to be approximated."""
-    exact_because: str | None = None
+    lossless_reason: str | None = None
     """Why nothing is to be approximated although a mode that does was asked for."""
     ring: Ring | None = None
     """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
     ring_setup: CommSetup | None = None
     """What the ring goes by."""
-    keeps_usp: bool = False
+    uses_stock_usp: bool = False
     """Whether xDiT's USP runs as it is, since it is not the one that is known here."""
     model: str = ""
     """The class of its transformer."""
@@ -77,7 +77,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
-        self.layers = Layers(self._follows, self.send_value, self.all_agree, info_once, self._counts, self.runs.called)
+        self.layers = Layers(
+            self._follows, self.send_value, self.all_agree, info_once, self._counts, self.runs.before_call
+        )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
         # Found here, since PyTorch cannot trace what is cached.
         self._sends_directly = (
@@ -93,7 +95,7 @@ class Session:
         return self.runtime.virtual if self.runtime else None
 
     @property
-    def calls_operators(self) -> bool:
+    def uses_custom_ops(self) -> bool:
         """Whether a graph calls the exchanges of eager mode. What approximates is nothing else, and on a CPU they are
         the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
         return self.runtime is not None or self._sends_directly
@@ -102,47 +104,51 @@ class Session:
         """The mesh by which a schedule has its exchanges."""
         return (self.comm_setup.flat_mesh or self.mesh) if schedule.flat else self.mesh
 
-    def sends_value_ahead(self, value: torch.Tensor) -> bool:
+    def sends_v_first(self, value: torch.Tensor) -> bool:
         """Whether V goes first in a graph that calls none of them."""
         wanted = self.overlap.v_first
         return self.mesh.policy.sends_early_in_graph(value.numel() * value.element_size()) if wanted is None else wanted
 
-    def enter(self) -> None:
+    def select_kernels(self) -> None:
         """Have what is below engines do as this one is set."""
         kernels.use(self.config.kernels if self.config else AUTO)
 
     def close(self) -> None:
         """Leave modules as they were, and drop what is held of a run."""
-        self.abandon_traced()
+        self.abandon_traced_call()
         self.layers.clear()
         self.runs.clear()
         graph_order.restore()
 
     def _schedules(self) -> list[ScheduleCandidates]:
-        return [kind.candidates for kind in self.layers.kinds if kind.candidates]
+        return [signature.candidates for signature in self.layers.signatures if signature.candidates]
 
-    def known_schedule(self, kind: LayerSignature) -> OverlapSchedule | None:
+    def cached_schedule(self, signature: LayerSignature) -> OverlapSchedule | None:
         """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
         rank."""
         if self.comm_setup.cache is None or self.overlap != Overlap():
             return None
-        found = self.comm_setup.cache.schedules.get(self._name(kind))
-        return found if found and (kind.ready or not found.v_first) else None
+        found = self.comm_setup.cache.schedules.get(self._name(signature))
+        return found if found and (signature.ready or not found.v_first) else None
 
-    def _name(self, kind: LayerSignature) -> str:
+    def _name(self, signature: LayerSignature) -> str:
         """Of a kind, with what its schedule depends on beside the layer."""
         config, mode = self.config, EXACT
         if self.runtime:
             mode = f"{config.mode} {config.schedule or ''} {','.join(config.slow_axes)}"
-        return f"{mode} {config.plan or AUTO} {kind.signature}"
+        return f"{mode} {config.plan or AUTO} {signature.key}"
 
     def keep(self) -> None:
         """Something was found: keep it for the next process. One rank of each group does."""
         if self.comm_setup.cache is None:
             return
-        kinds = [kind for kind in self.layers.kinds if kind.candidates and kind.candidates.chosen]
+        signatures = [
+            signature for signature in self.layers.signatures if signature.candidates and signature.candidates.chosen
+        ]
         if self.overlap == Overlap():
-            self.comm_setup.cache.schedules |= {self._name(kind): kind.candidates.chosen for kind in kinds}
+            self.comm_setup.cache.schedules |= {
+                self._name(signature): signature.candidates.chosen for signature in signatures
+            }
         found = [self.comm_setup.cache, self.ring_setup.cache if self.ring_setup else None]
         try:
             for known in found:
@@ -155,7 +161,7 @@ class Session:
         return self is active() and not torch.compiler.is_compiling()
 
     def _new_step(self) -> None:
-        self.abandon_traced()
+        self.abandon_traced_call()
         self.layers.end_step()
 
     def _run_begins(self, total: int | None) -> None:
@@ -170,42 +176,42 @@ class Session:
             self.trials.end_step()
 
     def _follows(self) -> bool:
-        return self.mesh is not None and not self.keeps_usp and self.mesh.topology.size > 1 and self._counts()
+        return self.mesh is not None and not self.uses_stock_usp and self.mesh.topology.size > 1 and self._counts()
 
     def all_agree(self, value: object) -> bool:
         """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
         if self.mesh is None:
             return True
         number = zlib.crc32(repr(value).encode())
-        least, negated = self.reduced([number, -number], "min")
+        least, negated = self.all_reduce([number, -number], "min")
         return least == -negated
 
-    def reduced(self, values: list[float], operation: str) -> list[float]:
+    def all_reduce(self, values: list[float], operation: str) -> list[float]:
         """As the function of this name, within the time that an exchange may take."""
-        return reduced(values, operation, self.config.timeout if self.config else None)
+        return all_reduce(values, operation, self.config.timeout if self.config else None)
 
     def _mean(self, values: list[float]) -> list[float]:
-        *sums, ranks = self.reduced([*values, 1.0], "sum")
+        *sums, ranks = self.all_reduce([*values, 1.0], "sum")
         return [value / ranks for value in sums]
 
     # What travels.
 
-    def begin_traced(self, call: TracedCall) -> None:
+    def begin_traced_call(self, call: TracedCall) -> None:
         """Begin a call in a graph."""
-        self.abandon_traced()
+        self.abandon_traced_call()
         self.traced_call = call
         if call.layer:
             call.layer.call = call
 
-    def end_traced(self) -> torch.Tensor:
+    def end_traced_call(self) -> torch.Tensor:
         """End it; return O."""
         call = self.traced_call
         result = call.exchanges.wait_output()
         call.ended()
-        self.abandon_traced()  # which would hold O
+        self.abandon_traced_call()  # which would hold O
         return result
 
-    def abandon_traced(self) -> None:
+    def abandon_traced_call(self) -> None:
         """Bring to its end what an error has left under way: peers take part in it."""
         call, self.traced_call = self.traced_call, None
         if call:
@@ -213,7 +219,7 @@ class Session:
                 call.layer.call = None
             call.exchanges.drain()
 
-    def layer_codecs(self, layer: Place | None, sizes: LayerSizes) -> LayerCodecs | None:
+    def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
 
         def found() -> LayerCodecs | None:
@@ -227,15 +233,15 @@ class Session:
             layer.call.layer_codecs = found()
         return layer.call.layer_codecs
 
-    def ring_codecs(self, layer: Place | None, sizes: LayerSizes) -> LayerCodecs | None:
+    def ring_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
         """The same of a layer's ring."""
         if not self._codes(layer):
             return None
         return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
 
-    def _codes(self, layer: Place | None) -> bool:
+    def _codes(self, layer: BaseLayer | None) -> bool:
         """Whether a layer is to be encoded in this call."""
-        if self.runtime is None or layer is None or layer.root.run is None or layer.again:
+        if self.runtime is None or layer is None or layer.root.run is None or layer.is_repeated:
             return False
         if is_captured():
             self.runtime.disable(
@@ -246,15 +252,15 @@ class Session:
 
     def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the exchange of a layer's V, or of its first part where the call has several."""
-        self.enter()
+        self.select_kernels()
         head_group = HeadGroup(0, layer.call.schedule.groups)
         value = pad_heads(value, self.mesh.topology.size)
         return start_seq_to_heads(
-            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.kind.sizes)
+            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.signature.sizes)
         )
 
 
-def reduced(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
+def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
     """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
     decide alike too. All of these ranks must call this.
 
@@ -281,13 +287,13 @@ def reduced(values: list[float], operation: str, timeout: float | None = None) -
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-UNGROUPED = "--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile"
+HEAD_GROUPS_IGNORED = "--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile"
 """Warning of a setting that graphs leave out."""
 _NONE = Session()
 """In force while xDiT has no runtime state."""
 
 
-def leave() -> None:
+def deactivate() -> None:
     """Have the runtime state in force run without an engine's settings: its exchanges are stock's."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 

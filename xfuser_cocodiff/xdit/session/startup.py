@@ -24,7 +24,7 @@ from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_alw
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
-from xfuser_cocodiff.xdit.session.session import UNGROUPED, Session, active, reduced
+from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 
 _NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
@@ -62,7 +62,7 @@ def _with_session(activate: Callable[[Any], None], original: Callable) -> Callab
         if engine_config is not None and _RUNTIME is not None:
             _RUNTIME.cocodiff = start_session(pipeline, engine_config)
             _RUNTIME.cocodiff.model = type(getattr(pipeline, "transformer", None)).__name__
-            _RUNTIME.cocodiff.enter()
+            _RUNTIME.cocodiff.select_kernels()
 
     return initialize_runtime_state
 
@@ -73,14 +73,14 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
     if config is None:
         _warn_of_other_groups(parallel)
         return Session()
-    keeps_usp = not usp_versions.is_known()
-    if config.virtual and keeps_usp:
+    uses_stock_usp = not usp_versions.is_known()
+    if config.virtual and uses_stock_usp:
         because = (
             "--cocodiff_virtual has no effect with this xfuser, whose USP is unknown; install version "
             f"{' or '.join(usp_versions.DIGESTS)}"
         )
         warn_once(because)
-        return Session(config, exact_because=because)
+        return Session(config, lossless_reason=because)
     if config.virtual:
         if engine_config.runtime_config.use_torch_compile:
             warn_once(
@@ -91,7 +91,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         if runtime:
             _lead_through_usp(pipeline)
         lossless = _NO_SLOW_AXIS.format(config.virtual, config.mode)
-        return Session(config, runtime=runtime, exact_because=None if runtime else lossless)
+        return Session(config, runtime=runtime, lossless_reason=None if runtime else lossless)
     if parallel.sp_degree == 1:
         warn_once("--use_cocodiff has no effect with --ulysses_degree 1; set a degree above 1")
         return Session(config)
@@ -104,7 +104,7 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
             "placement, and the run uses stock's all-to-all; start a new process"
         )
         return Session(config)
-    if keeps_usp:
+    if uses_stock_usp:
         lossless = f", and mode {config.mode!r} has no effect" if config.mode != EXACT else ""
         versions = " or ".join(usp_versions.DIGESTS)
         because = (
@@ -117,17 +117,20 @@ def start_session(pipeline: Any, engine_config: Any) -> Session:
         info_once("--use_torch_compile: ring attention is xDiT's own, and lossless")
         around = None
     if (config.overlap.head_groups or 1) > 1 and engine_config.runtime_config.use_torch_compile:
-        warn_once(UNGROUPED)
+        warn_once(HEAD_GROUPS_IGNORED)
     if parallel.pp_degree > 1 and config.mode != EXACT:
         session = create_session(group, replace(config, mode=EXACT), around=around)
-        session.exact_because = (
+        session.lossless_reason = (
             f"mode {config.mode!r} has no effect with PipeFusion: the run is lossless; leave out "
             "--pipefusion_parallel_degree to compress"
         )
-        warn_once(session.exact_because)
+        warn_once(session.lossless_reason)
         return session
     session = create_session(group, config, around=around)
-    session.keeps_usp, session.exact_because = keeps_usp, because if keeps_usp else session.exact_because
+    session.uses_stock_usp, session.lossless_reason = (
+        uses_stock_usp,
+        because if uses_stock_usp else session.lossless_reason,
+    )
     return session
 
 
@@ -183,7 +186,7 @@ def _planned(
 ) -> CommSetup:
     if known is None:
         known = _shared(group, config, config.topology, host_description.RING if beside else {})
-    largest = functools.partial(reduced, operation="max", timeout=config.timeout)
+    largest = functools.partial(all_reduce, operation="max", timeout=config.timeout)
     return set_up_comm(group, config, compute_device(), known, largest, beside)
 
 
@@ -222,13 +225,13 @@ def _runtime_over(session: Session) -> CodecRuntime | None:
         info_once(f"on: topology {config.topology}{around}, plan {plan}; lossless: bit-identical to stock")
         return None
     if partition is None and ring_partition is None:
-        session.exact_because = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
-        warn_once(session.exact_because)
+        session.lossless_reason = _NO_SLOW_AXIS.format(f"{config.topology}{around}", config.mode)
+        warn_once(session.lossless_reason)
         return None
     where = [_slow(partition, config.topology)] if partition else []
     where += [f"{_slow(ring_partition, session.ring.mesh.topology)} of the ring"] if ring_partition else []
     _tell(config, f"{' and '.join(where)} (topology {config.topology}{around})")
-    return _runtime(config, partition, functools.partial(session.reduced, operation="max"), None, ring_partition)
+    return _runtime(config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition)
 
 
 def _slow(partition: AxisPartition, topology: Topology) -> str:
