@@ -155,7 +155,9 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
         collective_failures._in_a_group(fail)(group)
     monkeypatch.setattr(failure_detection, "_stages", {})  # where a rank fails stays known
     monkeypatch.setattr(failure_detection, "is_heartbeat_running", lambda: True)
-    monkeypatch.setattr(failure_detection, "_explained", lambda group, stage, failure: f"{group} {stage} {failure}")
+    monkeypatch.setattr(
+        failure_detection, "_describe_failure", lambda group, stage, failure: f"{group} {stage} {failure}"
+    )
     with pytest.raises(UnresponsiveRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
         collective_failures._in_a_group(fail)(group)
 
@@ -172,11 +174,11 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
     ],
 )
 def test_other_errors_stay_what_they_are_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_detection, "_call", lambda *_: pytest.fail("the roll was called"))
+    monkeypatch.setattr(failure_detection, "_check_ranks", lambda *_: pytest.fail("a check was started"))
     with pytest.raises(type(error)) as caught, failure_detection.report_failed_ranks([0], "node"):
         raise error
     assert caught.value is error
-    assert failure_detection._now() == ""
+    assert failure_detection._active_stages() == ""
 
 
 @pytest.mark.parametrize(
@@ -207,12 +209,12 @@ def test_threads_communicate_beside_each_other() -> None:
     inside.wait(60)
     with failure_detection.report_failed_ranks([0], "outer"):
         with failure_detection.report_failed_ranks([0], "flat"):
-            assert failure_detection._now() == "node, flat"
-        assert failure_detection._now() == "node, outer"
-    assert failure_detection._now() == "node"
+            assert failure_detection._active_stages() == "node, flat"
+        assert failure_detection._active_stages() == "node, outer"
+    assert failure_detection._active_stages() == "node"
     leave.set()
     thread.join()
-    assert failure_detection._now() == ""
+    assert failure_detection._active_stages() == ""
 
 
 def alarm_twice(rank: int, end: int) -> None:
@@ -263,13 +265,13 @@ def recover(rank: int) -> tuple[str, list[str | None]]:
     def communicates(group: object) -> None:
         with failure_detection.report_failed_ranks(group, "node"):
             dist.barrier()
-        time.sleep(4 * failure_detection._LISTEN_SECONDS)
+        time.sleep(4 * failure_detection._HEARTBEAT_SECONDS)
         dist.barrier()
-        known.append(failure_detection._read(dist.distributed_c10d._get_default_store(), "fails", 0))
+        known.append(failure_detection._read(dist.distributed_c10d._get_default_store(), failure_detection._REPORT, 0))
         dist.barrier()
 
     if rank == 0:
-        dist.distributed_c10d._get_default_store().add(failure_detection._CALLS, 1)  # by the one that was lost
+        dist.distributed_c10d._get_default_store().add(failure_detection._CHECKS, 1)  # by the one that was lost
         with pytest.raises(UnresponsiveRankError) as raised, failure_detection.report_failed_ranks(world, "node"):
             raise RuntimeError("gloo: timed out")
         said = str(raised.value)

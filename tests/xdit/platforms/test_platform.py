@@ -189,7 +189,7 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     monkeypatch.setattr(stages.functional, "all_to_all_single", lambda *args: called.append(("functional", args)))
     monkeypatch.setattr(stages.dist, "all_to_all_single", lambda *args, **_: called.append(("plain", args)))
     tensor = torch.zeros(4, 3) if form == "plain" else OnXPU(torch.zeros(4, 3))
-    stages._collective(tensor, torch.empty_like(tensor), "group", False)
+    stages._run_collective(tensor, torch.empty_like(tensor), "group", False)
     [(name, args)] = called
     assert name == form
     if form == "functional":
@@ -197,7 +197,7 @@ def test_on_xpu_only_the_functional_all_to_all_is_called(monkeypatch: pytest.Mon
     called.clear()
     monkeypatch.setattr(stages.functional, "all_gather_tensor", lambda *args: called.append(("functional", args)))
     monkeypatch.setattr(stages, "_all_gather", lambda *args, **_: called.append(("plain", args)))
-    stages._collective(tensor, torch.empty(2, *tensor.shape), "group", True)
+    stages._run_collective(tensor, torch.empty(2, *tensor.shape), "group", True)
     assert [name for name, _ in called] == [form]
 
 

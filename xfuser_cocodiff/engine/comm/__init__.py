@@ -1,5 +1,6 @@
-"""A topology bound to process groups: all-to-alls and all-gathers along its axes by any plan, each behind a handle.
-Input: a group of ranks, a topology, and tensors by destination.
+"""Process groups of a topology: all-to-alls and all-gathers along its axes, asynchronous, each behind a handle.
+Input: a group of ranks, a topology, a plan, and tensors by destination.
+Output: the tensors received from the other ranks, traffic statistics, and the names of ranks that failed.
 Public: `mesh.Mesh`, `policy.PlanPolicy`, `comm_stream.Handle`, `head_group.HeadGroup`, `traffic.Traffic`,
 `failure_detection.report_failed_ranks`.
 """

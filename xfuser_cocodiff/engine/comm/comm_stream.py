@@ -1,17 +1,17 @@
-"""The lane: where exchanges run one after the other while their caller computes, each behind a handle.
+"""Comm streams: ordered, asynchronous execution of communication, with a handle for each operation.
 
-All ranks start the same exchanges in the same order, and a lane keeps that order whatever waits for what. So no rank
-meets another in the wrong collective, and an exchange of several stages needs nobody to push it from one to the next.
+All ranks start the same operations in the same order, and a comm stream executes them in that order. So no two ranks
+are ever in different collectives, and an operation of several stages proceeds without its caller.
 
-A lane is a thread, a stream, or both. Work for a CPU takes time on the host, so a thread does it. Work for an
-accelerator is only queued by the host; it goes to a stream of its own, which waits for what the caller's stream holds
-when the work is started, and for which the caller's stream waits in turn: nothing holds up the host. Messages that are
-staged through the host's memory do hold it up, so a thread queues them.
+On a CPU, communication takes host time, and a thread executes it. On an accelerator the host only queues it, on a
+stream of its own: that stream waits for what the caller's stream holds when the operation starts, and the caller's
+stream waits for its result, so the host is never blocked. Messages staged through host memory do block the host, so a
+thread queues those.
 
-What work makes is memory of the lane's stream, and is used on the caller's. Once it is dropped, the next work may get
-it: that is queued when it is started, behind all that the caller has queued by then, and so behind every use. A thread
-may queue work later, when the caller has dropped more; only there the allocator is told who uses what, since it then
-keeps memory for as long as the host is ahead of the device.
+Memory that an operation allocates belongs to the comm stream and is used on the caller's stream. After it is freed, the
+next operation may reuse it: that operation is queued behind everything the caller has queued by then, and so behind
+every use. A thread may queue an operation later, when the caller has freed more; only in that case the allocator is
+told of the second stream (`record_stream`), since it then keeps memory while the host is ahead of the device.
 """
 
 import contextlib
@@ -29,107 +29,107 @@ from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 
 T = TypeVar("T")
-_HIGH = -1
-"""Priority of a lane's stream, where there are priorities: what others wait for should not queue behind what this rank
-computes."""
+_HIGH_PRIORITY = -1
+"""Priority of a comm stream, on devices with priorities: other ranks wait for its messages, so they should not queue
+behind this rank's computation."""
 
 
 class Handle(Generic[T]):
-    """Work under way in a lane, to be waited for exactly once.
+    """Operation in flight, to be waited for exactly once.
 
-    It holds what the work needs until then. Once started, work comes to its end whatever happens to its handle: peers
-    take part in it.
+    It keeps the buffers of the operation alive until then. A started operation completes whatever happens to its
+    handle, because peers take part in it.
     """
 
     def __init__(
         self,
         name: str,
-        arrive: Callable[[], Any],
+        await_result: Callable[[], Any],
         finish: Callable[[Any], T] | None = None,
-        holds: Callable[[], AbstractContextManager] = nullcontext,
+        wait_context: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        """Make a handle.
+        """Create a handle.
 
         Args:
-            name: for messages.
-            arrive: waits for the work and returns what came of it.
-            finish: what the caller runs on that.
-            holds: context of the wait.
+            name: name of the operation, for messages.
+            await_result: waits for the operation and returns its result.
+            finish: converts the result, in the caller's thread.
+            wait_context: context manager around the wait.
         """
         self.name = name
-        self._arrive: Callable[[], Any] | None = arrive
-        self._finish, self._holds = finish, holds
-        # What the caller deals with already when the work starts, as where it tries again after an error.
-        self._handled = None if torch.compiler.is_compiling() else sys.exc_info()[1]
+        self._await_result: Callable[[], Any] | None = await_result
+        self._finish, self._wait_context = finish, wait_context
+        # The exception that the caller is handling when the operation starts, for example in a retry.
+        self._handled_error = None if torch.compiler.is_compiling() else sys.exc_info()[1]
 
     def wait(self) -> T:
-        """What the work returns, or the error that it raises.
+        """Wait for the operation and return its result, or raise its error.
 
         Raises:
-            RuntimeError: it was waited for before.
+            RuntimeError: the handle was waited for before.
         """
-        if self._arrive is None:
+        if self._await_result is None:
             raise RuntimeError(f"{self.name} was waited for twice")
-        arrive, self._arrive, self._handled = self._arrive, None, None
-        with self._holds():
-            result = arrive()
+        await_result, self._await_result, self._handled_error = self._await_result, None, None
+        with self._wait_context():
+            result = await_result()
         return self._finish(result) if self._finish else result
 
     def drain(self) -> None:
-        """Wait, if nobody did, and drop what came of it: for callers that are sent elsewhere.
+        """Wait for the operation, unless that was done, and drop its result; used when the caller leaves early.
 
-        What the caller runs on the result is run too: other ranks go by it. An error of it is raised unless another one
-        has come up since the work was started, which is the cause.
+        `finish` runs too, since other ranks depend on it. An error of the operation is raised, unless another exception
+        has come up since the operation started: that one is the cause.
         """
-        if self._arrive is not None:
-            is_caused = sys.exc_info()[1] not in (None, self._handled)
+        if self._await_result is not None:
+            is_caused = sys.exc_info()[1] not in (None, self._handled_error)
             with contextlib.suppress(*[Exception] if is_caused else []):
                 self.wait()
 
     def __del__(self) -> None:
-        if self._arrive is not None:
+        if self._await_result is not None:
             warnings.warn(f"{self.name} was dropped without being waited for", ResourceWarning, stacklevel=2)
 
 
 class CommStream:
-    """Runs work in the order in which it is handed in.
+    """Executes operations in the order in which they are started.
 
     Args:
-        device: where the work's tensors lie.
-        staged: whether the work waits for the device.
+        device: device of the operations' tensors.
+        staged: whether messages go through host memory, so that operations block the host.
     """
 
     def __init__(self, device: torch.device = CPU, staged: bool = False) -> None:
         self.device, self.staged = device, staged
-        self._stream = _stream(device)
+        self._stream = _new_stream(device)
         self._executor: ThreadPoolExecutor | None = None
-        self._last: Callable[[], Future | None] = lambda: None
-        """What was started last, as long as somebody else holds it: the thread, or who waits for it."""
+        self._last_future: Callable[[], Future | None] = lambda: None
+        """Weak reference to the future of the last operation, which the thread or a waiting caller keeps alive."""
 
     def start(
         self,
         name: str,
         work: Callable[[], Any],
         finish: Callable[[Any], T] | None = None,
-        holds: Callable[[], AbstractContextManager] = nullcontext,
+        wait_context: Callable[[], AbstractContextManager] = nullcontext,
         is_blocking: bool = False,
     ) -> Handle[T]:
-        """Run work behind the caller's back, under the caller's inference and gradient modes.
+        """Start an operation asynchronously, under the caller's inference and gradient modes.
 
         Args:
-            name: for messages.
-            work: what to run.
-            finish: what the caller runs on the result when it has waited.
-            holds: context of its wait.
-            is_blocking: whether the caller waits for it next, and computes nothing meanwhile: then a thread would only
-                cost time, and without a stream it runs in the caller's, when it is waited for.
+            name: name of the operation, for messages.
+            work: the operation.
+            finish: converts the result, in the caller's thread, after the wait.
+            wait_context: context manager around the wait.
+            is_blocking: whether the caller waits for it right away and computes nothing meanwhile. A thread would only
+                add latency then: without a stream, the operation runs in the caller's thread, during the wait.
         """
         if is_blocking and self._stream is None:
-            return Handle(name, lambda: self.run(work), finish, holds)
+            return Handle(name, lambda: self.run(work), finish, wait_context)
         queue = self._on_stream(work)
         if self._stream is not None and not self.staged:
             queued = queue()
-            return Handle(name, lambda: self._joined(*queued, work), finish, holds)
+            return Handle(name, lambda: self._synchronized(*queued, work), finish, wait_context)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "cocodiff")
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -139,23 +139,26 @@ class CommStream:
                 return queue()
 
         future = self._executor.submit(run)
-        self._last = weakref.ref(future)
+        self._last_future = weakref.ref(future)
 
-        def join() -> Any:
+        def await_result() -> Any:
             result, end = future.result()
-            return self._joined(result, end, work)
+            return self._synchronized(result, end, work)
 
-        return Handle(name, join, finish, holds)
+        return Handle(name, await_result, finish, wait_context)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run work when all that was started before is done or queued, and return what it returns."""
-        last = self._last()
+        """Run an operation after all earlier ones have completed or are queued, and return its result."""
+        last = self._last_future()
         if last is None or last.done():
-            return work()  # at once: a thread would only cost time
+            return work()  # in the caller's thread: the comm stream's own would only add latency
         return self.start("", work).wait()
 
     def _on_stream(self, work: Callable[[], Any]) -> Callable[[], tuple[Any, torch.Event | None]]:
-        """Work on the lane's stream, behind what the caller has queued by now; returns its end too."""
+        """Return a function that queues an operation on the stream, behind what the caller has queued by now.
+
+        It returns the result and the event that marks the end of the operation.
+        """
         stream = self._stream
         if stream is None:
             return lambda: (work(), None)
@@ -168,30 +171,32 @@ class CommStream:
 
         return queue
 
-    def _joined(self, result: Any, end: torch.Event | None, work: Callable) -> Any:
-        """The result of work, once the caller's stream waits for it. What the work reads must live until then, whence
-        the reference to it."""
+    def _synchronized(self, result: Any, end: torch.Event | None, work: Callable) -> Any:
+        """Make the caller's stream wait for an operation and return its result.
+
+        `work` is a parameter to keep its inputs alive until here.
+        """
         if end is not None:
             caller = torch.accelerator.current_stream(self.device)
             caller.wait_event(end)
             if self.staged:
-                for tensor in _tensors(result):
+                for tensor in _accelerator_tensors(result):
                     tensor.record_stream(caller)
         return result
 
 
-def _stream(device: torch.device) -> torch.Stream | None:
-    able = devices.capabilities(device.type)
-    if not able.is_asynchronous:
+def _new_stream(device: torch.device) -> torch.Stream | None:
+    capabilities = devices.capabilities(device.type)
+    if not capabilities.is_asynchronous:
         return None
-    return torch.Stream(device, priority=_HIGH) if able.has_stream_priorities else torch.Stream(device)
+    return torch.Stream(device, priority=_HIGH_PRIORITY) if capabilities.has_stream_priorities else torch.Stream(device)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors on accelerators in nested tuples and lists."""
+def _accelerator_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors on accelerators in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         if devices.capabilities(value.device.type).is_asynchronous:
             yield value
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from _tensors(each)
+            yield from _accelerator_tensors(each)

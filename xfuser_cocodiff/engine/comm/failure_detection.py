@@ -1,12 +1,13 @@
-"""Finds out which rank is gone when ranks fail to communicate, so that each can say so before it leaves.
+"""Failure detection: names the unresponsive ranks when a collective fails or is overdue.
 
-Every rank keeps a thread that listens at the rendezvous store. A rank that fails to communicate calls the roll there:
-who does not answer is gone or stopped, and whose answer is that it does not communicate has not come to the exchange.
-Calls are numbered, and each is answered anew. What a rank says that fails itself stays: one that left because of
-another's failure is not taken for its cause.
+Every rank runs a heartbeat thread at the rendezvous store. A rank whose collective fails starts a check there: ranks
+that do not respond are lost or stopped, and ranks that respond without being in a collective did not call it. Checks
+are numbered, and each needs a new response. A rank that fails itself leaves a report, so that a rank that exits because
+of another rank's failure is not taken for the cause.
 
-On an accelerator the host does not wait for an exchange, and the backend's watchdog ends the process without a word to
-Python. There the listener is told of exchanges, and calls the roll for one that is overdue, before the watchdog acts.
+On an accelerator the host does not wait for a collective, and the backend's watchdog ends the process without giving
+Python a chance to report. There the heartbeat thread knows the collectives in flight and their deadlines, and starts a
+check for an overdue one before the watchdog acts.
 """
 
 import atexit
@@ -27,81 +28,89 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 RESPONSE_SECONDS = 10.0
-"""How long a rank may take to answer."""
-_LISTEN_SECONDS, _POLL_SECONDS = 0.5, 0.05
-_CALLS = "cocodiff/roll_call/calls"
-_RELAXED = 2
-"""CUDA's and HIP's mode of a thread that may ask an event while another one captures a graph."""
+"""Time that a rank has to respond to a check."""
+_HEARTBEAT_SECONDS, _POLL_SECONDS = 0.5, 0.05
+_CHECKS = "cocodiff/failure_detection/checks"
+_RESPONSE, _REPORT = "response", "report"
+"""Kinds of store keys of a rank: its latest response to a check, and the stage in which it failed."""
+_CAPTURE_MODE_RELAXED = 2
+"""Capture mode of CUDA and HIP in which a thread may query events while another thread captures a graph."""
 
 _logger = logging.getLogger("xfuser_cocodiff")
-_BACKENDS = re.compile(r"gloo|ccl|timed? ?out|connection|socket|broken pipe|peer", re.IGNORECASE)
-"""What backends say when they fail, whose errors have no type of their own."""
-_MEMORY = re.compile(r"out of memory|n.t allocate|cannot allocate|not enough memory|bad_alloc", re.IGNORECASE)
+_BACKEND_ERRORS = re.compile(r"gloo|ccl|timed? ?out|connection|socket|broken pipe|peer", re.IGNORECASE)
+"""Messages of backend errors that have no exception type of their own."""
+_OUT_OF_MEMORY = re.compile(r"out of memory|n.t allocate|cannot allocate|not enough memory|bad_alloc", re.IGNORECASE)
 
 _stages: dict[int, str] = {}
-"""What each thread of this rank communicates in at the moment, by its number: a lane has a thread of its own."""
-_attended: Callable[[], dist.Store | None] = type(None)
-"""A weak reference to the store that this rank listens at; before there is one, something that gives None as well."""
-_leaving = threading.Event()
-_failed: dist.ProcessGroup | list[int] | None = None
-"""The group in which this rank has failed last."""
+"""Stage in which each thread of this rank communicates, by thread identifier: a comm stream has its own thread."""
+_store_ref: Callable[[], dist.Store | None] = type(None)
+"""Weak reference to the store of the heartbeat; before it starts, a callable that also returns None."""
+_stopping = threading.Event()
+_failed_group: dist.ProcessGroup | list[int] | None = None
+"""Group of this rank's latest failure."""
 _recovered = threading.Event()
-"""Set once it has communicated in it again, until the listener has taken back that it fails."""
+"""Set after a later success in that group, until the heartbeat thread has withdrawn the report."""
 
 
-def _note_failure(group: dist.ProcessGroup | list[int] | None) -> None:
-    global _failed
-    _failed = group
+def _set_failed_group(group: dist.ProcessGroup | list[int] | None) -> None:
+    global _failed_group
+    _failed_group = group
     _recovered.clear()
 
 
 class UnresponsiveRankError(RuntimeError):
-    """Ranks failed to communicate because one of them is gone or does not answer."""
+    """A collective failed because a rank is lost or unresponsive, or did not call it."""
 
 
-class report_failed_ranks:  # noqa: N801 (reads as what it does; a class costs a third of a generator)
-    """Context in which a failure to communicate becomes an error that names the ranks to blame.
+class report_failed_ranks:  # noqa: N801 (used as a function; a class costs a third of a generator)
+    """Context manager that turns a backend error into an error that names the ranks at fault.
 
     Args:
-        group: the ranks that wait for each other in it.
-        stage: its name, for the message.
+        group: the ranks that take part in the collective.
+        stage: name of the collective, for the message.
     """
 
-    __slots__ = ("before", "failed", "group", "stage")
+    __slots__ = ("failed_group", "group", "outer_stage", "stage")
 
     def __init__(self, group: dist.ProcessGroup | list[int], stage: str) -> None:
         self.group, self.stage = group, stage
 
     def __enter__(self) -> None:
-        """Note that this rank communicates."""
+        """Record that this thread communicates."""
         thread = threading.get_ident()
-        self.before, self.failed = _stages.get(thread), _failed
+        self.outer_stage, self.failed_group = _stages.get(thread), _failed_group
         _stages[thread] = self.stage
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, UnresponsiveRankError):
-            return  # it stays known where this rank was
+            return  # the stage stays recorded, for checks of other ranks
         if error is not None and is_backend_error(error):
-            _note_failure(self.group)
-            raise UnresponsiveRankError(_explained(self.group, self.stage, f"failed ({error})")) from None
-        if error is None and self.failed is self.group is _failed:
-            _recovered.set()  # in a stage that began after the failure, with the same ranks
-        if self.before is None:
+            _set_failed_group(self.group)
+            raise UnresponsiveRankError(_describe_failure(self.group, self.stage, f"failed ({error})")) from None
+        if error is None and self.failed_group is self.group is _failed_group:
+            _recovered.set()  # a collective of the same ranks succeeded, and it began after the failure
+        if self.outer_stage is None:
             _stages.pop(threading.get_ident(), None)
         else:
-            _stages[threading.get_ident()] = self.before
+            _stages[threading.get_ident()] = self.outer_stage
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Whether an error is one that a backend of torch.distributed raises when ranks do not come together: not that
-    memory ran out, in the backend or elsewhere, nor what tensors are to blame for."""
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError) or _MEMORY.search(str(error)):
+    """Return whether an error comes from a backend of torch.distributed that could not complete a collective.
+
+    Errors of tensors and of memory, also of memory inside the backend, are not among them.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_BACKENDS.search(str(error))))
+    if _OUT_OF_MEMORY.search(str(error)):
+        return False
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and bool(_BACKEND_ERRORS.search(str(error)))
+    )
 
 
-class _Expected(NamedTuple):
-    """An exchange that is under way on a device."""
+class _PendingCollective(NamedTuple):
+    """A collective in flight on a device."""
 
     is_done: Callable[[], bool]
     deadline: float
@@ -110,170 +119,177 @@ class _Expected(NamedTuple):
     seconds: float
 
 
-_expected: collections.deque[_Expected] = collections.deque(maxlen=10_000)
-"""Those that may not be done yet, oldest first."""
-_expecting = threading.Lock()
+_pending: collections.deque[_PendingCollective] = collections.deque(maxlen=10_000)
+"""Collectives that may still be in flight, oldest first."""
+_pending_lock = threading.Lock()
 
 
 def set_deadline(is_done: Callable[[], bool], group: dist.ProcessGroup | list[int], stage: str, timeout: float) -> None:
-    """Have the roll called for an exchange that the host does not wait for, should it not come to its end.
+    """Set a deadline for a collective that the host does not wait for; if it is missed, a check starts.
 
-    What comes of it is logged on this rank, in time before the backend's timeout, whose watchdog ends the process.
-    Nothing is asked of the device but here, and once an exchange is overdue.
+    The result of the check is logged before the backend's timeout, at which its watchdog ends the process. The device
+    is queried only here and after a deadline.
 
     Args:
-        is_done: whether it has ended, as `query` of the event behind it, or `is_completed` of its work.
-        group: the ranks that wait for each other in it.
-        stage: its name, for the message.
-        timeout: seconds after which the backend gives up.
+        is_done: whether the collective has completed, as `query` of an event behind it or `is_completed` of its work.
+        group: the ranks that take part in the collective.
+        stage: name of the collective, for the message.
+        timeout: timeout of the backend in seconds.
     """
     if not is_heartbeat_running():
         return
     seconds = max(timeout - 2 * RESPONSE_SECONDS, timeout / 2)
-    with _expecting:
-        while _expected and _expected[0].is_done():
-            _expected.popleft()
-        _expected.append(_Expected(is_done, time.monotonic() + seconds, group, stage, seconds))
+    with _pending_lock:
+        while _pending and _pending[0].is_done():
+            _pending.popleft()
+        _pending.append(_PendingCollective(is_done, time.monotonic() + seconds, group, stage, seconds))
 
 
-def _overdue() -> _Expected | None:
-    """Return an exchange that should have ended by now, and has not."""
-    with _expecting:
-        while _expected and _expected[0].deadline < time.monotonic() and _may_query():
-            first = _expected.popleft()
+def _overdue() -> _PendingCollective | None:
+    """Return a collective that has missed its deadline, if there is one."""
+    with _pending_lock:
+        while _pending and _pending[0].deadline < time.monotonic() and _may_query_events():
+            first = _pending.popleft()
             if not first.is_done():
                 return first
     return None
 
 
-def _may_query() -> bool:
-    """Return whether the listener may ask events: by CUDA's default, a graph that another thread captures is invalid if
-    any thread does so meanwhile."""
-    return not torch.cuda.is_initialized() or _relax()
+def _may_query_events() -> bool:
+    """Return whether the heartbeat thread may query events.
+
+    By CUDA's default, a query from any thread invalidates a graph that another thread is capturing.
+    """
+    return not torch.cuda.is_initialized() or _relax_capture_mode()
 
 
 @functools.cache
-def _relax() -> bool:
-    """Have the calling thread, for good, spoil no capture of another one; returns whether it is so."""
+def _relax_capture_mode() -> bool:
+    """Let this thread query events during graph captures of other threads; return whether that succeeded."""
     for library, name in (
         ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
         ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
     ):
         with contextlib.suppress(OSError, AttributeError):
-            return getattr(ctypes.CDLL(library), name)(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+            return getattr(ctypes.CDLL(library), name)(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED))) == 0
     return False
 
 
 def is_heartbeat_running() -> bool:
-    """Whether this rank answers when the roll is called."""
-    return _attended() is not None
+    """Return whether this rank responds to checks."""
+    return _store_ref() is not None
 
 
 def start_heartbeat() -> None:
-    """Answer from now on when the roll is called; every rank that may be waited for must have done so."""
-    global _attended
+    """Start to respond to checks; every rank of the world must call this before its first collective."""
+    global _store_ref
     store = _get_default_store()
-    if _attended() is not store:
-        _attended = weakref.ref(store)
-        # A connection of its own: the other one is taken while this rank waits for a key.
+    if _store_ref() is not store:
+        _store_ref = weakref.ref(store)
+        # A connection of its own: the default one is blocked while this rank waits for a key.
         own, rank = store.clone(), dist.get_rank()
-        own.set(_key("answers", rank), "0 ")
-        _expected.clear()  # of another world
-        _note_failure(None)
-        listener = threading.Thread(target=_listen, args=(own, rank, _attended), name="roll call", daemon=True)
-        listener.start()
-        # It must not be inside the store when the interpreter ends, or the process would crash then.
-        atexit.register(_leave, listener)
+        own.set(_key(_RESPONSE, rank), "0 ")
+        _pending.clear()  # collectives of an earlier world
+        _set_failed_group(None)
+        heartbeat = threading.Thread(
+            target=_run_heartbeat, args=(own, rank, _store_ref), name="cocodiff heartbeat", daemon=True
+        )
+        heartbeat.start()
+        # The process would crash if the thread were inside the store when the interpreter exits.
+        atexit.register(_stop_heartbeat, heartbeat)
 
 
-def _leave(listener: threading.Thread) -> None:
-    _leaving.set()
-    listener.join(1)
+def _stop_heartbeat(heartbeat: threading.Thread) -> None:
+    _stopping.set()
+    heartbeat.join(1)
 
 
-def _listen(store: dist.Store, rank: int, attended: Callable[[], dist.Store | None]) -> None:
-    """Answer calls of the roll until the world is torn down, and call it for what is overdue."""
-    _relax.cache_clear()  # of another thread
+def _run_heartbeat(store: dist.Store, rank: int, store_ref: Callable[[], dist.Store | None]) -> None:
+    """Respond to checks, and start one for an overdue collective, until the world is destroyed."""
+    _relax_capture_mode.cache_clear()  # the mode belongs to a thread
     answered, late = 0, None
-    with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could ask
-        while attended() and not _leaving.wait(_LISTEN_SECONDS):
+    with contextlib.suppress(RuntimeError):  # the store is closed, so no rank can start a check
+        while store_ref() and not _stopping.wait(_HEARTBEAT_SECONDS):
             if late and late.is_done():  # a false alarm
-                store.set(_key("fails", rank), "")
+                store.set(_key(_REPORT, rank), "")
                 late = None
             if late is None and _recovered.is_set():
-                _note_failure(None)
-                store.set(_key("fails", rank), "")
+                _set_failed_group(None)
+                store.set(_key(_REPORT, rank), "")
             if late is None and (late := _overdue()):
                 failure = f"has taken more than {late.seconds:.0f} s"
-                _logger.error("cocodiff: %s", _explained(late.group, late.stage, failure))
-            # A counter, and not a key for each call, which a caller may be lost before it sets.
-            if (number := store.add(_CALLS, 0)) > answered:
+                _logger.error("cocodiff: %s", _describe_failure(late.group, late.stage, failure))
+            # A counter and not a key per check: a rank may be lost between counting a check and setting its key.
+            if (number := store.add(_CHECKS, 0)) > answered:
                 answered = number
-                store.set(_key("answers", rank), f"{answered} {_now()}")
+                store.set(_key(_RESPONSE, rank), f"{answered} {_active_stages()}")
 
 
-def _now() -> str:
-    """Return what this rank communicates in, on its host or on its device."""
-    under_way = []
-    if _may_query():
-        with _expecting:
-            under_way = [each.stage for each in _expected if not each.is_done()][:1]
-    return ", ".join([*_stages.values(), *under_way])
+def _active_stages() -> str:
+    """Return the stages in which this rank communicates, on its host or on its device."""
+    in_flight = []
+    if _may_query_events():
+        with _pending_lock:
+            in_flight = [each.stage for each in _pending if not each.is_done()][:1]
+    return ", ".join([*_stages.values(), *in_flight])
 
 
-def _explained(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
-    """What to say of communication that failed."""
-    members, here = group if isinstance(group, list) else dist.get_process_group_ranks(group), dist.get_rank()
-    findings: list[str] = []
+def _describe_failure(group: dist.ProcessGroup | list[int], stage: str, failure: str) -> str:
+    """Check the ranks after a failure and return the message to report."""
+    members, rank = group if isinstance(group, list) else dist.get_process_group_ranks(group), dist.get_rank()
+    causes: list[str] = []
 
-    def call() -> None:
-        with contextlib.suppress(RuntimeError):  # there is no store to ask
-            findings.append(_call(members, here, stage))
+    def check() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is closed
+            causes.append(_check_ranks(members, rank, stage))
 
-    # In a thread, because a store whose host was stopped never returns.
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(2 * RESPONSE_SECONDS)
-    nobody = "the rendezvous store does not answer either, so the rank that hosts it (usually rank 0) is gone"
-    finding = findings[0] if findings else nobody
-    return f"rank {here}: communication along {stage!r} among ranks {members} {failure}: {finding}"
+    # In a thread, because a request to a store whose host is stopped never returns.
+    checker = threading.Thread(target=check, daemon=True)
+    checker.start()
+    checker.join(2 * RESPONSE_SECONDS)
+    no_store = "the rendezvous store does not respond either: the rank that hosts it (usually rank 0) is lost"
+    return f"rank {rank}: communication along {stage!r} among ranks {members} {failure}: {(causes or [no_store])[0]}"
 
 
-def _call(members: list[int], here: int, stage: str) -> str:
-    """Call the roll and say what came of it; raises where there is no store to ask."""
+def _check_ranks(members: list[int], rank: int, stage: str) -> str:
+    """Report this rank's failure, ask all ranks to respond, and return the cause that their responses show.
+
+    Raises:
+        RuntimeError: the store is closed.
+    """
     store = _get_default_store().clone()
-    store.set(_key("fails", here), stage)
-    number = store.add(_CALLS, 1)
+    store.set(_key(_REPORT, rank), stage)
+    number = store.add(_CHECKS, 1)
 
-    def said(rank: int) -> str | None:
-        """What a rank communicates in; None where it does not answer."""
-        if failed := _read(store, "fails", rank):
-            return failed
-        answered, _, now = (_read(store, "answers", rank) or "0").partition(" ")
-        return now if int(answered) >= number else None
+    def stages_of(other: int) -> str | None:
+        """Return the stages of a rank; None if it has not responded."""
+        if reported := _read(store, _REPORT, other):
+            return reported
+        answered, _, stages = (_read(store, _RESPONSE, other) or "0").partition(" ")
+        return stages if int(answered) >= number else None
 
-    attending = {rank for rank in range(dist.get_world_size()) if _read(store, "answers", rank) is not None}
-    missing, deadline = set(members) | attending, time.monotonic() + RESPONSE_SECONDS
+    with_heartbeat = {other for other in range(dist.get_world_size()) if _read(store, _RESPONSE, other) is not None}
+    missing, deadline = set(members) | with_heartbeat, time.monotonic() + RESPONSE_SECONDS
     while missing and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        missing = {rank for rank in missing if said(rank) is None}
+        missing = {other for other in missing if stages_of(other) is None}
     if missing:
-        return f"{_ranks(missing)} lost or unresponsive"
-    if absent := {rank for rank in members if not said(rank)}:
-        return f"{_ranks(absent)} alive but did not call it"
+        return f"{_ranks_are(missing)} lost or unresponsive"
+    if absent := {other for other in members if not stages_of(other)}:
+        return f"{_ranks_are(absent)} alive but did not call it"
     return "all of its ranks are alive and called it: a link between them failed, or one of them is too slow"
 
 
 def _read(store: dist.Store, kind: str, rank: int) -> str | None:
-    """Read what a rank has said, if it has."""
+    """Return the value of a rank's key; None if it is not set."""
     key = _key(kind, rank)
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _key(kind: str, number: int) -> str:
-    return f"cocodiff/roll_call/{kind}/{number}"
+def _key(kind: str, rank: int) -> str:
+    return f"cocodiff/failure_detection/{kind}/{rank}"
 
 
-def _ranks(numbers: set[int]) -> str:
-    listed = ", ".join(map(str, sorted(numbers)))
-    return f"rank {listed} is" if len(numbers) == 1 else f"ranks {listed} are"
+def _ranks_are(ranks: set[int]) -> str:
+    listed = ", ".join(map(str, sorted(ranks)))
+    return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"

@@ -1,4 +1,4 @@
-"""A group of heads: what travels and attends as one."""
+"""A head group: heads that are sent and attended to together."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import torch
 
 
 class HeadGroup(NamedTuple):
-    """One of several equal parts of the heads that each rank holds between two exchanges."""
+    """One of several equal parts of the heads that a rank attends to."""
 
-    index: int = 0  # type: ignore[assignment]  # a tuple's own index and count are of no use here
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index and tuple.count, which are not needed
     count: int = 1  # type: ignore[assignment]
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The group's share of a dim, as a view."""
+        """Return the part of a dim that belongs to this group, as a view."""
         size = tensor.shape[dim] // self.count
         return tensor.narrow(dim, self.index * size, size)
 

@@ -1,4 +1,4 @@
-"""By which plan each message goes, and what is sent ahead: decisions that all ranks of a group take alike."""
+"""Plan policy: the plan of each message, and whether a tensor is sent early; the same on all ranks of a group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,24 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 
 @dataclass(frozen=True)
 class PlanPolicy:
-    """What exchanges go by; everything in it is the same on every rank."""
+    """Rules that choose plans and early sends by size; identical on every rank."""
 
     choose: Callable[[int], Plan]
-    """The plan for a message of so many bytes."""
+    """Plan of an all-to-all, given the message size in bytes."""
     graph_plans: tuple[tuple[int, Plan], ...] = ()
-    """Plans for graphs, each with the size below which it is used, ascending, the last one for all that is larger: as
-    comparisons of sizes, they can be traced for sizes that are not known yet. Where there are none, `choose` is asked,
-    which must then not look at the size."""
-    sends_early: Callable[[int, int], bool] = lambda ahead_bytes, all_bytes: True
-    """Whether a tensor of so many bytes is better sent ahead than in one message with others, of so many together."""
+    """Plans for compiled graphs: pairs of an upper size limit and a plan, ascending; the last plan is used for all
+    larger sizes. Comparisons with these limits can be traced for symbolic sizes. If empty, `choose` is called, which
+    must then not depend on the size."""
+    sends_early: Callable[[int, int], bool] = lambda early_bytes, all_bytes: True
+    """Whether a tensor is sent early, in a message of its own, given its size and that of all tensors of the message
+    that would contain it, in bytes."""
     choose_gather: Callable[[int], Plan | None] = lambda block_bytes: None
-    """The plan of an all-gather of blocks of so many bytes; where there is none, the mesh's own is taken."""
+    """Plan of an all-gather, given the block size in bytes; None stands for the default of the mesh."""
     graph_early_bytes: int | None = 0
-    """The same for graphs: bytes of a tensor from which it is sent ahead; None where it never is."""
+    """Smallest size in bytes of a tensor that compiled graphs send early; None if they never do."""
 
     def plan_for(self, message_bytes: int) -> Plan:
-        """The plan for a message of so many bytes, here or in the graph that is traced."""
+        """Return the plan of an all-to-all of this message size, in eager code or in the graph that is being traced."""
         if not (self.graph_plans and torch.compiler.is_compiling()):
             return self.choose(message_bytes)
         for limit, plan in self.graph_plans[:-1]:
@@ -34,6 +35,6 @@ class PlanPolicy:
                 return plan
         return self.graph_plans[-1][1]
 
-    def sends_early_in_graph(self, ahead_bytes: int) -> bool:
-        """Whether a tensor of so many bytes is sent ahead in the graph that is traced."""
-        return self.graph_early_bytes is not None and ahead_bytes >= self.graph_early_bytes
+    def sends_early_in_graph(self, early_bytes: int) -> bool:
+        """Return whether the graph that is being traced sends a tensor of this size early."""
+        return self.graph_early_bytes is not None and early_bytes >= self.graph_early_bytes

@@ -1,6 +1,6 @@
-"""Stages of plans: one collective, or direct sends, among the ranks that a rank meets in it.
+"""Execution of a plan's stages: one collective, or direct sends, among the ranks of the stage.
 
-In an all-to-all each of them gets another share of what a rank holds, in an all-gather all of it.
+In an all-to-all each of these ranks receives another block of a rank's buffer, in an all-gather all of it.
 """
 
 import functools
@@ -21,32 +21,32 @@ from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import FLAT
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The name that PyTorch has for it."""
+"""All-gather into one tensor, under the name that this PyTorch has for it."""
 _TAG = 0
-"""Of direct sends. All ranks start the stages of a group in the same order, a stage posts its receives when it starts,
-and messages between two ranks keep their order: one tag serves all."""
+"""Tag of direct sends. One is enough: all ranks start the stages of a group in the same order, a stage posts its
+receives when it starts, and messages between two ranks keep their order."""
 
 
 PendingStage = Callable[[], torch.Tensor]
-"""A stage that has been started: waits for it, and returns what arrived, indexed by source."""
+"""A started stage: waits for its end and returns what was received, indexed by source."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages that this rank can take part in."""
+    """The stages that this rank takes part in, and their process groups."""
 
     groups: dict[Stage, dist.ProcessGroup]
-    """For each stage the group of ranks that this rank meets in it."""
+    """Process group of each stage: the ranks that exchange messages in it."""
     device: torch.device = CPU
-    """Where messages lie."""
+    """Device of the messages."""
     staged: bool = False
-    """Whether they go through the host's memory, where they lie on an accelerator."""
+    """Whether messages on an accelerator go through host memory."""
     timeout: timedelta | None = None
-    """How long a stage may take, as the groups know it; None where they have the backend's default."""
+    """Timeout of a stage, as set in its group; None stands for the backend's default."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
-    """Where all that moves is counted."""
+    """Statistics of all messages."""
     flat_name: str = FLAT
-    """What the account calls all axes at once: the name of these where a larger topology has more."""
+    """Name of a stage over all axes in the statistics: of these axes, where the mesh is part of a larger one."""
 
     @functools.cached_property
     def _host_waits(self) -> bool:
@@ -54,74 +54,84 @@ class Stages:
         return self.staged or not devices.capabilities(self.device.type).is_asynchronous
 
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
-        """Begin a stage with a buffer (*plan.shape, payload)."""
+        """Start a stage of an all-to-all.
+
+        Args:
+            buffer: shape (*plan.shape, payload).
+            plan: plan of the all-to-all.
+            number: index of the stage in the plan.
+        """
         dim = plan.dims[number]
         sent = (buffer.movedim(dim, 0) if dim else buffer).contiguous()
-        if torch.compiler.is_compiling():  # a traced graph runs later: nothing to count then, and only collectives
-            received = _functional(sent, self.groups[plan.stages[number]])
+        if torch.compiler.is_compiling():  # traced graphs run later and contain collectives only: no statistics
+            received = _traceable_all_to_all(sent, self.groups[plan.stages[number]])
             return lambda: _wait(received).view(sent.shape).movedim(0, dim)
-        arrive = self._begun(sent, sent.shape, plan, number)
-        return (lambda: arrive().movedim(0, dim)) if dim else arrive
+        wait = self._start(sent, sent.shape, plan, number)
+        return (lambda: wait().movedim(0, dim)) if dim else wait
 
     def start_gather(self, block: torch.Tensor, plan: Plan, number: int) -> PendingStage:
-        """Begin a stage of an all-gather with what this rank holds; (ranks, *block.shape) arrives."""
+        """Start a stage of an all-gather of `block`; it returns shape (ranks, *block.shape)."""
         shape = self.groups[plan.stages[number]].size(), *block.shape
-        return self._begun(block.contiguous(), shape, plan, number, gathers=True)
+        return self._start(block.contiguous(), shape, plan, number, gathers=True)
 
-    def _begun(
+    def _start(
         self, sent: torch.Tensor, shape: tuple[int, ...], plan: Plan, number: int, gathers: bool = False
     ) -> PendingStage:
         group = self.groups[plan.stages[number]]
         label = self.flat_name if plan.labels[number] == FLAT else plan.labels[number]
         with self.traffic.time_stage(label, sent.device), failure_detection.report_failed_ranks(group, label):
-            outgoing = _on_host(sent) if self.staged else sent
+            outgoing = _to_host(sent) if self.staged else sent
             self.traffic.count_bytes(label, shape[0], outgoing.nbytes // (1 if gathers else shape[0]))
-            began = self.traffic.record_start(sent.device)
-            begin = _swap if plan.direct[number] else _collective
-            received, works = begin(outgoing, self._empty(shape, outgoing), group, gathers)
+            start_event = self.traffic.record_start(sent.device)
+            run = _send_directly if plan.direct[number] else _run_collective
+            received, works = run(outgoing, self._empty(shape, outgoing), group, gathers)
 
         def wait() -> torch.Tensor:
             with self.traffic.time_stage(label, outgoing.device), failure_detection.report_failed_ranks(group, label):
-                for work in works:  # as long as its group's timeout; on a device, one given here stops the host
+                for work in works:  # without a timeout: one given here would block the host of an accelerator
                     work.wait()
                 arrived = _wait(received)
             if self.staged:
                 arrived = arrived.to(self.device, non_blocking=True)
-            self.traffic.record_end(label, began)
+            self.traffic.record_end(label, start_event)
             if not self._host_waits and failure_detection.is_heartbeat_running():
-                self._watch(label, group)
+                self._set_deadline(label, group)
             return arrived.view(shape)
 
         return wait
 
     def _empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        pins = self.staged and devices.capabilities(self.device.type).is_asynchronous
-        return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=pins)
+        is_pinned = self.staged and devices.capabilities(self.device.type).is_asynchronous
+        return torch.empty(shape, dtype=like.dtype, device=like.device, pin_memory=is_pinned)
 
-    def _watch(self, label: str, group: dist.ProcessGroup) -> None:
-        """Have somebody see that a stage comes to its end for which the host does not wait: else the backend would end
-        the process without naming who is missing."""
+    def _set_deadline(self, label: str, group: dist.ProcessGroup) -> None:
+        """Set a deadline for a stage that the host does not wait for.
+
+        Without it, the backend would end the process and not name the unresponsive rank.
+        """
         if not is_captured(self.device):
-            ended = torch.Event(self.device.type)  # which holds nothing, where the collective's work holds its tensors
-            ended.record()
+            end = torch.Event(self.device.type)  # keeps no tensors alive, which the collective's work would
+            end.record()
             timeout = self.timeout or (self.device.type == "cuda" and default_pg_nccl_timeout) or default_pg_timeout
-            failure_detection.set_deadline(ended.query, group, label, timeout.total_seconds())
+            failure_detection.set_deadline(end.query, group, label, timeout.total_seconds())
 
 
-_Begun = tuple[torch.Tensor, tuple[dist.Work, ...]]
-"""Where what a stage brings arrives, and what to wait for."""
+_Started = tuple[torch.Tensor, tuple[dist.Work, ...]]
+"""The receive buffer of a stage, and the work to wait for."""
 
 
-def _collective(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Begun:
+def _run_collective(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Started:
     if devices.capabilities(sent.device.type).functional_only:
-        return functional.all_gather_tensor(sent.flatten(), 0, group) if gathers else _functional(sent, group), ()
+        if gathers:
+            return functional.all_gather_tensor(sent.flatten(), 0, group), ()
+        return _traceable_all_to_all(sent, group), ()
     if gathers:
         return received, (_all_gather(received.view(-1), sent.view(-1), group=group, async_op=True),)
     return received, (dist.all_to_all_single(received, sent, group=group, async_op=True),)
 
 
-def _on_host(sent: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of the host that the device reads and writes by itself, once it is there."""
+def _to_host(sent: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned host memory, after the copy has completed."""
     if not devices.capabilities(sent.device.type).is_asynchronous:
         return sent.clone()
     copy = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
@@ -130,8 +140,8 @@ def _on_host(sent: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _functional(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The collective that torch.compile can trace; outside of it a call costs ten times as much from Python."""
+def _traceable_all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start the collective that torch.compile can trace; in eager code it costs ten times as much host time."""
     return functional.all_to_all_single(sent.flatten(), None, None, group)
 
 
@@ -139,14 +149,16 @@ def _wait(received: torch.Tensor) -> torch.Tensor:
     return received.wait() if isinstance(received, functional.AsyncCollectiveTensor) else received
 
 
-def _swap(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Begun:
-    """Send to every rank of a group its share, or all, once the receives are posted (see :mod:`plan`)."""
-    size, here = group.size(), group.rank()
-    places = received.view(size, -1).unbind()
-    shares = [sent.view(-1)] * size if gathers else sent.view(size, -1).unbind()
-    # By their distance, so that not all turn to one first.
-    receives = [group.recv([places[rank]], rank, _TAG) for rank in ((here - away) % size for away in range(1, size))]
-    sends = [group.send([shares[rank]], rank, _TAG) for rank in ((here + away) % size for away in range(1, size))]
-    places[here].copy_(shares[here])
-    # The share that comes last is waited for first: a thread that sleeps once for all is woken once.
+def _send_directly(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, gathers: bool) -> _Started:
+    """Send each rank of a group its block, or the whole buffer, after all receives are posted (see :mod:`plans`)."""
+    size, rank = group.size(), group.rank()
+    targets = received.view(size, -1).unbind()
+    sources = [sent.view(-1)] * size if gathers else sent.view(size, -1).unbind()
+    # Peers in the order of their distance, so that ranks do not all send to the same one first.
+    receive_from = [(rank - distance) % size for distance in range(1, size)]
+    send_to = [(rank + distance) % size for distance in range(1, size)]
+    receives = [group.recv([targets[peer]], peer, _TAG) for peer in receive_from]
+    sends = [group.send([sources[peer]], peer, _TAG) for peer in send_to]
+    targets[rank].copy_(sources[rank])
+    # The block that arrives last is waited for first, so that the thread sleeps and wakes only once.
     return received, (*receives[::-1], *sends)

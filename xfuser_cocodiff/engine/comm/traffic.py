@@ -1,4 +1,4 @@
-"""Accounting: what moved along which axes, and how long it took."""
+"""Traffic statistics: bytes sent and seconds spent per axis, and how much communication was hidden."""
 
 import time
 from collections import Counter, defaultdict
@@ -11,35 +11,37 @@ import torch
 
 from xfuser_cocodiff.engine.topology import devices as devices
 
-_UNTIMED = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class Label(NamedTuple):
-    """What an exchange brings, and for which layer."""
+    """Tensors and layer of an operation."""
 
     tensors: str
+    """A letter for each tensor, as "qkv"."""
     layer: str = ""
 
     def __str__(self) -> str:
-        return f"the exchange of {self.tensors}" + (f" in {self.layer}" if self.layer else "")
+        return f"communication of {self.tensors}" + (f" in {self.layer}" if self.layer else "")
 
 
 @dataclass
 class Span:
-    """When an exchange was under way, in seconds of the host's clock, and how long its caller was held up by it."""
+    """Start and end of an operation, in seconds of the host's clock, and the time for which its caller was blocked."""
 
     label: Label
     is_timed: bool = True
-    """Whether anybody wants to know; on an accelerator the host does not see when it ends."""
+    """Whether the times are recorded; on an accelerator the host does not see when an operation ends."""
     is_profiled: bool = True
-    """Whether a profiler may, who does."""
+    """Whether the operation appears as a range in profiler traces."""
     begin: float = field(default_factory=time.perf_counter)
     end: float = 0.0
     exposed_seconds: float = 0.0
+    """Time that the caller waited for the operation."""
 
     def record_transfer(self) -> AbstractContextManager[None]:
-        """Around the exchange, where it runs; it may have begun before."""
-        return self._record_transfer() if self.is_profiled else _UNTIMED
+        """Return the context manager around the operation itself, which may have begun before."""
+        return self._record_transfer() if self.is_profiled else _NO_CONTEXT
 
     @contextmanager
     def _record_transfer(self) -> Iterator[None]:
@@ -48,8 +50,8 @@ class Span:
         self.end = time.perf_counter()
 
     def record_wait(self) -> AbstractContextManager[None]:
-        """Around the wait for it, where the caller is."""
-        return self._record_wait() if self.is_profiled else _UNTIMED
+        """Return the context manager around the caller's wait."""
+        return self._record_wait() if self.is_profiled else _NO_CONTEXT
 
     @contextmanager
     def _record_wait(self) -> Iterator[None]:
@@ -59,14 +61,14 @@ class Span:
         self.exposed_seconds = time.perf_counter() - started
 
 
-_UNSEEN = Span(Label(""), is_timed=False, is_profiled=False)
+_UNRECORDED = Span(Label(""), is_timed=False, is_profiled=False)
 
 
 class Traffic:
-    """Bytes that this rank sent and seconds it spent in collectives, per stage: an axis, several merged ones, or flat.
+    """Bytes that this rank sent and seconds it spent in collectives, per stage: an axis, several merged axes, or flat.
 
-    Bytes are always counted: that is two additions. Seconds are taken only while `timed`; on an accelerator they come
-    from events in the stream, which are read when asked for, so that timing adds no synchronisation to a step.
+    Bytes are always counted, which costs two additions. Seconds are recorded only while `timed`; on an accelerator they
+    come from events in the stream that are read on demand, so that timing adds no synchronization to a step.
     """
 
     def __init__(self, timed: bool = False) -> None:
@@ -74,25 +76,25 @@ class Traffic:
         self.sent_bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.spans: list[Span] = []
-        """Of each exchange, in the order of their starts, while `timed` and on a CPU."""
+        """Operations in the order of their starts; recorded while `timed`, on CPUs only."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._pending: list[tuple[str, torch.Event, torch.Event]] = []
 
     def count(self, stage: str, ranks: int, buffer: torch.Tensor) -> None:
-        """Count an all-to-all of `buffer` among so many ranks."""
+        """Count an all-to-all of `buffer` among a number of ranks."""
         self.count_bytes(stage, ranks, buffer.nbytes // ranks)
 
     def count_bytes(self, stage: str, ranks: int, nbytes: int) -> None:
-        """Count so many bytes that go to each of the other ranks."""
+        """Count a collective that sends `nbytes` to each of the other ranks."""
         self.sent_bytes[stage] += nbytes * (ranks - 1)
         self.calls[stage] += 1
 
     def span(self, label: Label, device: torch.device) -> Span:
-        """Take the times of an exchange."""
+        """Return the span of an operation that starts now."""
         if devices.capabilities(device.type).is_asynchronous:
-            return Span(label, is_timed=False) if _profiled() else _UNSEEN
-        if not (self.timed or _profiled()):
-            return _UNSEEN
+            return Span(label, is_timed=False) if _is_profiling() else _UNRECORDED
+        if not (self.timed or _is_profiling()):
+            return _UNRECORDED
         span = Span(label)
         if self.timed:
             self.spans.append(span)
@@ -104,21 +106,24 @@ class Traffic:
         return sum(hidden for _, hidden in self.hidden_by_layer().values())
 
     def hidden_by_layer(self) -> dict[str, tuple[float, float]]:
-        """Return for each layer the seconds in which exchanges were in flight, however many at once, and those of them
-        that were hidden: in which the caller did not wait. The rest is exposed."""
-        found: dict[str, tuple[float, float]] = {}
+        """Return the seconds of communication and of hidden communication, by layer.
+
+        Communication is the time during which at least one operation was in flight. It is exposed while the caller
+        waits, and hidden otherwise.
+        """
+        by_layer: dict[str, tuple[float, float]] = {}
         for layer in dict.fromkeys(span.label.layer for span in self.spans):
             spans = [span for span in self.spans if span.label.layer == layer]
             seconds, until = 0.0, 0.0
             for begin, end in sorted((span.begin, span.end) for span in spans):
                 seconds += max(0.0, end - max(begin, until))
                 until = max(until, end)
-            found[layer] = seconds, max(0.0, seconds - sum(span.exposed_seconds for span in spans))
-        return found
+            by_layer[layer] = seconds, max(0.0, seconds - sum(span.exposed_seconds for span in spans))
+        return by_layer
 
     def time_stage(self, stage: str, device: torch.device) -> AbstractContextManager[None]:
-        """Take the time of a collective on the host, around its start and around its wait."""
-        return self._time_stage(stage, device) if self.timed or _profiled() else _UNTIMED
+        """Return the context manager that times a collective on the host; used around its start and around its wait."""
+        return self._time_stage(stage, device) if self.timed or _is_profiling() else _NO_CONTEXT
 
     @contextmanager
     def _time_stage(self, stage: str, device: torch.device) -> Iterator[None]:
@@ -129,25 +134,26 @@ class Traffic:
                 self._seconds[stage] += time.perf_counter() - started
 
     def record_start(self, device: torch.device) -> torch.Event | None:
-        """Mark that a collective may begin on an accelerator, in the stream that waits for it in the end; None where
-        nobody wants to know when."""
+        """Record the start of a collective in the accelerator stream that will wait for it; None if not timed."""
         if not (self.timed and devices.capabilities(device.type).is_asynchronous):
             return None
         event = torch.Event(device.type, enable_timing=True)
         event.record()
         return event
 
-    def record_end(self, stage: str, began: torch.Event | None) -> None:
-        """Mark that a collective has ended which was marked when it began. So its time is all of it, as that of a
-        collective that nothing overlaps, however long its caller computed meanwhile."""
-        if began is not None:
-            end = torch.Event(began.device.type, enable_timing=True)
+    def record_end(self, stage: str, start: torch.Event | None) -> None:
+        """Record the end of a collective whose start was recorded.
+
+        Its time is the whole duration, as if nothing overlapped with it, however long its caller computed meanwhile.
+        """
+        if start is not None:
+            end = torch.Event(start.device.type, enable_timing=True)
             end.record()
-            self._pending.append((stage, began, end))
+            self._pending.append((stage, start, end))
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per stage so far; waits for collectives that are still under way."""
+        """Seconds by stage so far; reading it waits for collectives in flight."""
         for stage, start, end in self._pending:
             end.synchronize()
             self._seconds[stage] += start.elapsed_time(end) / 1000
@@ -155,9 +161,9 @@ class Traffic:
         return dict(self._seconds)
 
     def reset(self) -> None:
-        """Forget everything counted."""
+        """Reset all statistics."""
         vars(self).update(vars(type(self)(self.timed)))
 
 
-def _profiled() -> bool:
+def _is_profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
