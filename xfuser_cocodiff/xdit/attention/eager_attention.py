@@ -1,4 +1,7 @@
-"""Attention of the layer that runs, in eager mode: its exchanges, what is learned of them, and what they try."""
+"""Ulysses attention of the running layer in eager mode, by its overlap schedule.
+
+Sizes in shapes: P ranks of a Ulysses group, B batch, H heads, S sequence, D head dim.
+"""
 
 from collections.abc import Callable
 
@@ -15,13 +18,15 @@ from xfuser_cocodiff.xdit.attention.schedule_choice import HeadGroupCheck, choos
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def started_value(value: torch.Tensor, session: Session) -> Handle | None:
-    """The exchange of V that the layer that runs has begun, if it has; the layer abandons it at the end of its call
-    if nobody has waited for it. Every rank of the group must call this.
+def early_value(value: torch.Tensor, session: Session) -> Handle | None:
+    """Return the handle of V if the running layer has started its all-to-all before USP was called.
+
+    The layer drains the handle at the end of its call if it has not been waited for. Every rank of the group must call
+    this.
 
     Args:
-        value: V as its attention was given it, shape (B, H, S/P, D).
-        session: in force.
+        value: V as USP is given it, shape (B, H, S/P, D).
+        session: active session.
     """
     session.select_kernels()
     layer = session.layers.current
@@ -34,21 +39,23 @@ def scheduled_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attend_by: Callable[[LayerCodecs | None, str], Attend],
-    under_way: Handle | None,
+    attend_with: Callable[[LayerCodecs | None, str], Attend],
+    in_flight: Handle | None,
     session: Session,
-    cuts_heads: bool = False,
+    can_split_heads: bool = False,
 ) -> torch.Tensor:
-    """Ulysses attention by the schedule of the layer that runs, with its codecs.
+    """Compute Ulysses attention by the schedule of the running layer, with its codecs.
+
+    The first call of a layer signature decides on the schedules that its layers may use.
 
     Args:
         query: shape (B, H, S/P, D).
-        key: the same, perhaps with fewer heads or of other tokens.
+        key: as `query`, possibly with fewer heads or another number of tokens.
         value: as `key`.
-        attend_by: what attention is, given how a ring's K and V are encoded and the name of the layer.
-        under_way: see :func:`started_value`.
-        session: in force.
-        cuts_heads: whether attention may be called for some of the heads.
+        attend_with: returns the attention, given the codecs of a ring and the name of the layer.
+        in_flight: handle of V, see :func:`early_value`.
+        session: active session.
+        can_split_heads: whether attention may be computed for some of the heads at a time.
 
     Returns:
         O, shape (B, H, S/P, D).
@@ -58,19 +65,19 @@ def scheduled_attention(
     sizes = LayerSizes.of(query, key, value)
     if signature:
         signature.sizes = sizes
-    running = layer or session.layers.running_layer()
-    layer_codecs = session.layer_codecs(running, sizes)
+    place = layer or session.layers.running_layer()
+    layer_codecs = session.layer_codecs(place, sizes)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
-    attend = attend_by(session.ring_codecs(running, sizes) if session.ring else None, name)
+    attend = attend_with(session.ring_codecs(place, sizes) if session.ring else None, name)
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
         heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-        groups = usable_head_groups(session, *heads) if cuts_heads else 1
-        comparing = HeadGroupCheck(attend, groups)
-        result = ulysses_attention(query, key, value, comparing, mesh, 1, name, under_way, layer_codecs)
-        choose_schedules(signature, session, query, key, value, groups, comparing.is_same)
-        return result
+        groups = usable_head_groups(session, *heads) if can_split_heads else 1
+        check = HeadGroupCheck(attend, groups)
+        output = ulysses_attention(query, key, value, check, mesh, 1, name, in_flight, layer_codecs)
+        choose_schedules(signature, session, query, key, value, groups, check.is_same)
+        return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh = session.mesh_of(schedule)
-    return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, under_way, layer_codecs, beside)
+    return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, in_flight, layer_codecs, beside)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
-from xfuser_cocodiff.xdit.attention.eager_attention import scheduled_attention, started_value
+from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
 from xfuser_cocodiff.xdit.attention.patch_points import fits
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
@@ -120,7 +120,7 @@ class _Exchange:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
-            under_way = started_value(as_given, session)
+            under_way = early_value(as_given, session)
             attended = scheduled_attention(query, key, value, lambda *_: attend, under_way, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()

@@ -1,4 +1,7 @@
-"""xDiT's USP over exchanges that overlap: V first, and heads in groups."""
+"""Replacement of xDiT's USP whose all-to-alls overlap with computation: V-First, and heads in groups.
+
+Sizes in shapes: P ranks of a Ulysses group, B batch, H heads, h heads of a head group, S sequence, D head dim.
+"""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
-from xfuser_cocodiff.xdit.attention.eager_attention import scheduled_attention, started_value
+from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -25,14 +28,14 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def patches() -> list[Patch]:
-    """Return the row that puts the attention in place of the one that is known."""
-    row = Patch(usp_versions.MODULE, "USP", "V goes first, heads go in groups", _usp)
-    return [row] if usp_versions.is_known() else []
+    """Return the patch of USP; none if the installed USP is unknown."""
+    patch = Patch(usp_versions.MODULE, "USP", "V-First and head groups", _with_overlap)
+    return [patch] if usp_versions.is_known() else []
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What USP was called with, beside Q, K and V."""
+class _USPArguments:
+    """Arguments of a USP call besides Q, K and V."""
 
     dropout_p: float = 0.0
     is_causal: bool = False
@@ -48,44 +51,51 @@ class _Given:
     kv_head_repeat: int = 1
 
 
-def _usp(original: Callable) -> Callable:
+def _with_overlap(original: Callable) -> Callable:
     @functools.wraps(original)
     def USP(  # noqa: N802 (xDiT's name)
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         session = active()
-        if session.mesh is None and (session.virtual is None or torch.compiler.is_compiling()):
+        is_compiling = torch.compiler.is_compiling()
+        if session.mesh is None and (session.virtual is None or is_compiling):
             return original(query, key, value, *args, **kwargs)
-        given = _Given(*args, **kwargs)
+        arguments = _USPArguments(*args, **kwargs)
         if session.mesh is None:
             session.select_kernels()
-            return _virtually(original, query, key, value, given, session)
-        is_traced = torch.compiler.is_compiling()
-        under_way = None if is_traced else started_value(value, session)
-        if not _ours(query, key, value, given, session):
-            if under_way:
-                under_way.drain()
+            return _virtual_attention(original, query, key, value, arguments, session)
+        in_flight = None if is_compiling else early_value(value, session)
+        if not _is_supported(query, key, value, arguments, session):
+            if in_flight:
+                in_flight.drain()
             return original(query, key, value, *args, **kwargs)
-        heads = query.shape[HEADS]
-        if any(tensor.shape[HEADS] % session.mesh.topology.size for tensor in (query, key)):
-            (query, key, value), given = pad_to_divisible([query, key, value], given, session.mesh.topology.size)
-        if is_traced:
-            result = _traced(original, query, key, value, given, session)
+        heads, degree = query.shape[HEADS], session.mesh.topology.size
+        if any(tensor.shape[HEADS] % degree for tensor in (query, key)):
+            (query, key, value), arguments = pad_to_divisible([query, key, value], arguments, degree)
+        if is_compiling:
+            output = _compiled_attention(original, query, key, value, arguments, session)
         else:
-            result = _attention(query, key, value, under_way, given, session)
-        return result if result.shape[HEADS] == heads else result[:, :heads]
+            output = _eager_attention(query, key, value, in_flight, arguments, session)
+        return output if output.shape[HEADS] == heads else output[:, :heads]
 
     return USP
 
 
-def _traced(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session
+def _compiled_attention(
+    original: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: _USPArguments,
+    session: Session,
 ) -> torch.Tensor:
-    """Attention in a graph, of operators; of what PyTorch can trace where a device's graphs would be the poorer."""
+    """Compute attention in a compiled graph: by custom operators, or by functional collectives on devices whose graphs
+    are faster with those."""
     mesh = session.mesh
     if mesh.topology.size == 1 or not order_exchanges():
-        return original(query, key, value, **vars(given))
-    query, attend = _prepared(query, key, value, given), _attend(given, padding=session.padding)
+        return original(query, key, value, **vars(arguments))
+    query = _join_query(query, key, value, arguments)
+    attend = _attention_function(arguments, padding=session.padding)
     if session.uses_custom_ops:
         return custom_ops.attention(query, key, value, attend, mesh.topology.size)
     if session.sends_v_first(value):
@@ -96,52 +106,63 @@ def _traced(
     return reshard([attend(query, key, value, ALL_HEADS)], SEQUENCE, HEADS, mesh)[0]
 
 
-def _virtually(
-    original: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session
+def _virtual_attention(
+    original: Callable,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: _USPArguments,
+    session: Session,
 ) -> torch.Tensor:
-    """Attention of one rank, with what codecs would leave of its tensors among many."""
+    """Compute attention on one rank, on tensors with the compression error of many virtual ranks."""
     session.layers.discover()
     virtual, layer = session.virtual, session.layers.running_layer()
     layer_codecs = None
-    if layer and not given.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
+    if layer and not arguments.joint_strategy and not query.shape[2] == key.shape[2] == value.shape[2]:
         session.runtime.disable("K and V have other tokens than Q, and their distribution over ranks is unknown")
-    elif layer and not given.joint_strategy:
+    elif layer and not arguments.joint_strategy:
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
         sizes = LayerSizes.of(query, key, value, fraction=virtual.shard_fraction(query.shape, parts))
         layer_codecs = session.layer_codecs(layer, sizes)
     if layer_codecs is None:
-        return original(query, key, value, **vars(given))
-    attention = functools.partial(original, **vars(given))
+        return original(query, key, value, **vars(arguments))
+    attention = functools.partial(original, **vars(arguments))
     return virtual.attend([query, key, value], parts, layer_codecs, attention)
 
 
-def _ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given, session: Session) -> bool:
-    """Whether this call is one that is understood here; by what is the same on every rank. xDiT does the others, whose
-    exchanges run along the topology all the same."""
+def _is_supported(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: _USPArguments, session: Session
+) -> bool:
+    """Return whether this module can compute the call; xDiT computes others, over the plugin's all-to-all.
+
+    Depends only on values that are equal on every rank.
+    """
     from xfuser.model_executor.layers import usp
 
     mesh, tensors = session.mesh, [query, key, value]
-    if given.joint_strategy:
-        tensors.append(given.joint_query)
+    if arguments.joint_strategy:
+        tensors.append(arguments.joint_query)
     return (
         all(tensor.ndim == 4 and tensor.dtype == query.dtype for tensor in tensors)
         and (can_pad(query, key) or all(tensor.shape[HEADS] % mesh.topology.size == 0 for tensor in tensors))
-        and given.joint_strategy in (None, "front", "rear")
-        and not usp._ulysses_extra_inputs(given.attention_kwargs, query)
-        and not _in_fp8(given, session)
-        and not _permutes_heads(given, session)
+        and arguments.joint_strategy in (None, "front", "rear")
+        and not usp._ulysses_extra_inputs(arguments.attention_kwargs, query)
+        and not _communicates_in_fp8(arguments, session)
+        and not _balances_heads(arguments, session)
     )
 
 
-def _in_fp8(given: _Given, session: Session) -> bool:
-    """Whether this call's exchanges are in 8 bits by xDiT. A mode that approximates has codecs in their place, once
-    xDiT has seen in a run of its own how large values are."""
+def _communicates_in_fp8(arguments: _USPArguments, session: Session) -> bool:
+    """Return whether xDiT communicates in FP8 in this call.
+
+    The codecs of a lossy mode replace that once xDiT has measured the scales in a lossless run of its own.
+    """
     from xfuser.core.distributed import get_runtime_state
 
     state = get_runtime_state().fp8_comms
-    module = given.head_balance_layer if given.attn_layer is None else given.attn_layer
-    if state is None or module is None or given.joint_strategy:
+    module = arguments.head_balance_layer if arguments.attn_layer is None else arguments.attn_layer
+    if state is None or module is None or arguments.joint_strategy:
         return False
     if session.runtime is None:
         return True
@@ -149,113 +170,136 @@ def _in_fp8(given: _Given, session: Session) -> bool:
     return model is not None and not model.synced
 
 
-def _permutes_heads(given: _Given, session: Session) -> bool:
-    """Whether xDiT gives each rank other heads at every step, so that all have as much to do."""
+def _balances_heads(arguments: _USPArguments, session: Session) -> bool:
+    """Return whether xDiT moves heads between ranks at each step to balance sparse attention."""
     from xfuser.core.distributed import get_runtime_state
     from xfuser.model_executor.layers import usp
 
     state = get_runtime_state()
-    backend = state.attention_backend if given.backend is None else given.backend
-    permutes = (
+    backend = state.attention_backend if arguments.backend is None else arguments.backend
+    balances = (
         state.runtime_config.use_spargeattn_head_balance
         and backend in usp._HEAD_BALANCE_BACKENDS
-        and getattr(given.head_balance_layer, "head_perm", None) is not None
-        and given.joint_strategy is None
+        and getattr(arguments.head_balance_layer, "head_perm", None) is not None
+        and arguments.joint_strategy is None
     )
-    if permutes and session.runtime:
+    if balances and session.runtime:
         session.runtime.disable(
             "--use_spargeattn_head_balance moves heads between ranks at each step; leave it out to compress"
         )
-    return permutes
+    return balances
 
 
-def _attention(
+def _eager_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    under_way: Handle | None,
-    given: _Given,
+    in_flight: Handle | None,
+    arguments: _USPArguments,
     session: Session,
 ) -> torch.Tensor:
+    """Compute attention in eager mode, by the schedule of the layer.
+
+    Args:
+        query: shape (B, H, S/P, D).
+        key: as `query`, possibly with fewer heads.
+        value: as `key`.
+        in_flight: handle of V if its all-to-all is in flight already.
+        arguments: other arguments of USP.
+        session: active session.
+
+    Returns:
+        O, shape (B, H, S/P, D).
+    """
     from xfuser.model_executor.layers import usp
 
-    query = _prepared(query, key, value, given)
-    cuts_heads = not usp._has_kv_cache(given.attn_layer)  # which holds all heads of the layer
-    attend_by = functools.partial(_attend, given, None if given.is_causal else session.ring, session.padding)
-    return scheduled_attention(query, key, value, attend_by, under_way, session, cuts_heads)
+    query = _join_query(query, key, value, arguments)
+    can_split_heads = not usp._has_kv_cache(arguments.attn_layer)  # which holds all heads of the layer
+    ring = None if arguments.is_causal else session.ring
+    attend_with = functools.partial(_attention_function, arguments, ring, session.padding)
+    return scheduled_attention(query, key, value, attend_with, in_flight, session, can_split_heads)
 
 
-def _prepared(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: _Given) -> torch.Tensor:
-    """Q as USP sends it."""
+def _join_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: _USPArguments) -> torch.Tensor:
+    """Return Q as USP sends it: together with the joint query, if there is one."""
     from xfuser.model_executor.layers import usp
 
-    usp._validate_gqa_params(query, key, value, given.kv_head_repeat, given.joint_strategy)
-    if given.joint_strategy:
-        query = usp._concat_joint_tensor(query, given.joint_query, given.joint_strategy, dim=2)
+    usp._validate_gqa_params(query, key, value, arguments.kv_head_repeat, arguments.joint_strategy)
+    if arguments.joint_strategy:
+        query = usp._concat_joint_tensor(query, arguments.joint_query, arguments.joint_strategy, dim=2)
     return query
 
 
-def _attend(
-    given: _Given,
-    around: Ring | None = None,
+def _attention_function(
+    arguments: _USPArguments,
+    ring: Ring | None = None,
     padding: int = 0,
     ring_codecs: LayerCodecs | None = None,
     layer: str = "",
 ) -> Attend:
-    """Attention as USP has it between its exchanges.
+    """Return the attention that USP computes between its all-to-alls.
 
     Args:
-        given: what USP was called with.
-        around: the ranks of a ring, by which K and V come along the topology; by xDiT's own where there are none.
-        padding: tokens at the end of the sequence that are not to be seen.
-        ring_codecs: how they are encoded.
-        layer: its name.
+        arguments: arguments of USP besides Q, K and V.
+        ring: ranks of a ring, over which K and V move along the topology; None leaves a ring to xDiT.
+        padding: number of tokens at the end of the sequence that attention has to leave out.
+        ring_codecs: codecs of K and V in the ring; lossless when not given.
+        layer: name of the layer.
     """
     from xfuser.core.distributed import get_ring_parallel_world_size
     from xfuser.model_executor.layers import usp
 
-    function = usp._get_attention_function(backend=given.backend)
-    ring = get_ring_parallel_world_size()
-    joint = usp._preprocess_joint_tensors(given.joint_key, given.joint_value) if given.joint_strategy else (None, None)
+    function = usp._get_attention_function(backend=arguments.backend)
+    ring_degree = get_ring_parallel_world_size()
+    joint: tuple[Any, Any] = (None, None)
+    if arguments.joint_strategy:
+        joint = usp._preprocess_joint_tensors(arguments.joint_key, arguments.joint_value)
+
+    def repeat_heads(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if arguments.kv_head_repeat == 1:
+            return key, value
+        return usp._repeat_kv_heads(key, value, arguments.kv_head_repeat)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
-        if usp._has_kv_cache(given.attn_layer):
-            key, value = usp._update_and_get_kv_cache(key, value, given.attn_layer)
-        key, value = usp._trim_trailing_kv_padding(key, value, given.attention_kwargs)
+        if usp._has_kv_cache(arguments.attn_layer):
+            key, value = usp._update_and_get_kv_cache(key, value, arguments.attn_layer)
+        key, value = usp._trim_trailing_kv_padding(key, value, arguments.attention_kwargs)
 
-        def options(place: int) -> dict[str, Any]:
-            return {
-                "dropout_p": given.dropout_p,
-                "is_causal": given.is_causal,
-                "attention_kwargs": given.attention_kwargs,
-                "joint_attn_kwargs": given.joint_strategy
-                and {
-                    "joint_key": head_group.of(joint[0], HEADS),
-                    "joint_value": head_group.of(joint[1], HEADS),
-                    "joint_strategy": given.joint_strategy,
-                    "step": place,
-                    "total_steps": ring,
-                },
-            }
+        def options(step: int) -> dict[str, Any]:
+            return _function_options(arguments, joint, head_group, ring_degree, step)
 
         def attend_block(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: int
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            is_last = around.order[place] == ring - 1  # of the sequence
+            is_last = ring.order[step] == ring_degree - 1  # of the sequence
             key, value = drop_padding(key, value, padding if is_last else 0)
-            output, lse, *_ = function(query, *repeated(key, value), **options(place))
+            output, lse, *_ = function(query, *repeat_heads(key, value), **options(step))
             return output, lse
 
-        if around:
-            return ring_attention(query, key, value, attend_block, around, layer, head_group, ring_codecs)
-        if ring > 1:  # of which xDiT's wants blocks that are alike
-            return usp.ring_attn(function, query, *repeated(key, value), **options(0))
+        if ring:
+            return ring_attention(query, key, value, attend_block, ring, layer, head_group, ring_codecs)
+        if ring_degree > 1:  # xDiT's ring attention needs blocks of equal size, so padding remains
+            return usp.ring_attn(function, query, *repeat_heads(key, value), **options(0))
         key, value = drop_padding(key, value, padding)
-        return function(query, *repeated(key, value), **options(0))[0]
-
-    def repeated(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if given.kv_head_repeat == 1:
-            return key, value
-        return usp._repeat_kv_heads(key, value, given.kv_head_repeat)
+        return function(query, *repeat_heads(key, value), **options(0))[0]
 
     return attend
+
+
+def _function_options(
+    arguments: _USPArguments, joint: tuple[Any, Any], head_group: HeadGroup, ring_degree: int, step: int
+) -> dict[str, Any]:
+    """Return the keyword arguments of xDiT's attention function at one step of a ring."""
+    return {
+        "dropout_p": arguments.dropout_p,
+        "is_causal": arguments.is_causal,
+        "attention_kwargs": arguments.attention_kwargs,
+        "joint_attn_kwargs": arguments.joint_strategy
+        and {
+            "joint_key": head_group.of(joint[0], HEADS),
+            "joint_value": head_group.of(joint[1], HEADS),
+            "joint_strategy": arguments.joint_strategy,
+            "step": step,
+            "total_steps": ring_degree,
+        },
+    }
