@@ -3,9 +3,6 @@
 import copy
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,19 +138,3 @@ def test_what_stocks_ring_sends_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     attend = stock_traffic.watch_ring(lambda function, query, key, value, dropout_p: (query, dropout_p))
     assert attend(None, *tensors, dropout_p=0.5) == (tensors[0], 0.5)
     assert dict(session.traffic.sent_bytes) == {"ring": 3 * 2 * 2 * 6 * 4 * 4}
-
-
-@pytest.mark.parametrize("record", ["", "folder"])
-def test_only_a_process_that_is_to_record_imports_the_recorder(record: str, tmp_path: Path) -> None:
-    code = """
-import json, sys
-import xfuser_cocodiff
-assert xfuser_cocodiff.install()
-from xfuser_cocodiff.xdit.integration import activation
-ours = [name for name in sys.modules if name.startswith("xfuser_cocodiff.lab.comparison")]
-rows = {row.why for row in activation._installed.patches}
-print(json.dumps([bool(ours), len(activation._clock.listeners), "stock's traffic" in rows]))
-"""
-    environment = {**os.environ, "COCODIFF_RECORD": str(tmp_path / record) if record else ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [bool(record), int(bool(record)), bool(record)]

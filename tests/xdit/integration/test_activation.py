@@ -1,5 +1,6 @@
-"""How the plugin gets into xDiT and out again; each case in a fresh interpreter, as it depends on import order."""
+"""How the plugin gets into xDiT and out again, in a fresh interpreter where that depends on import order."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -11,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import slow, slow_but
+import xfuser_cocodiff
+from tests.quick import slow_but
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 
 # Where the plugin stays out, something else must make xDiT importable on a machine without an accelerator.
 STOCK = {"PYTHONPATH": str(Path(__file__).parent.parent.parent / "stock")}
-ROOT = str(Path(__file__).parent.parent.parent.parent)
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -38,14 +40,18 @@ def answer(code: str, **environment: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_torch_only_leaves_a_finder() -> None:
-    loaded, watching = answer("""
+def test_importing_torch_only_leaves_a_finder_and_codecs_load_no_compiler() -> None:
+    loaded, watching, compilers = answer("""
         import json, sys, torch
         ours = sorted(name for name in sys.modules if name.startswith("xfuser"))
-        print(json.dumps([ours, [type(finder).__name__ for finder in sys.meta_path].count("XDiTWatch")]))
+        watching = [type(finder).__name__ for finder in sys.meta_path].count("XDiTWatch")
+        import xfuser_cocodiff.engine.compression.codecs, xfuser_cocodiff.engine.attention.reshard
+        compilers = {"xfuser_cocodiff.engine.kernels.triton_kernels", "numba"}
+        print(json.dumps([ours, watching, sorted(compilers & {*sys.modules})]))
     """)
     assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]
     assert watching == 1
+    assert compilers == []  # a CPU needs no Triton: importing the plugin must not ask for it
 
 
 SITE = """
@@ -60,26 +66,37 @@ SITE = """
 """
 
 
+@pytest.mark.slow  # the entry point is quick, where an error of options is one line
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("import torch", ""),
-        slow("import xfuser_cocodiff.auto", ""),
-        slow("import torch", "import xfuser_cocodiff.auto"),
-    ],
-    ids=["entry point", "auto", "twice"],
+    [("import xfuser_cocodiff.auto", ""), ("import torch", "import xfuser_cocodiff.auto")],
+    ids=["auto", "twice"],
 )
 def test_doors(before: str, after: str) -> None:
     assert answer(SITE.format(before=before, after=after)) == [True, True]
 
 
-@pytest.mark.slow  # the entry point is disabled below, in this process
-def test_disabled_by_variable() -> None:
-    assert answer(SITE.format(before="", after=""), COCODIFF_DISABLE="1", **STOCK) == [False, False]
+ERROR = """
+    import torch.distributed as dist
+    from xfuser_cocodiff.xdit.integration import flags
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which shows errors its own way
+    flags.settings({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
+"""
 
 
-def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None:
-    states = answer(
+@pytest.mark.parametrize("rank", slow_but(["0"], ["0", "1"]))
+def test_the_entry_point_installs_and_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
+    done = python(SITE.format(before="import torch", after="") + ERROR, RANK=rank)
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, True]
+    assert done.returncode == 2
+    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
+    assert [line for line in done.stderr.splitlines() if "cocodiff" in line] == [said] * (rank == "0")
+    assert "Traceback" not in done.stderr
+
+
+def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path: Path) -> None:
+    """Until it is called a process that disables the plugin has stock; only one that is to record has the recorder."""
+    *states, recording = answer(
         """
         import json, logging, os, sys
         import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
@@ -111,12 +128,20 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
         from xfuser_cocodiff.xdit.integration import activation
         from xfuser_cocodiff.xdit.session import graph_order
         from xfuser_cocodiff.xdit.patching import log
+
+        def recorded():
+            loaded = any(name.startswith("xfuser_cocodiff.lab.comparison") for name in sys.modules)
+            rows = {row.why for row in activation._installed.rows}
+            return [loaded, len(activation._tracker.listeners), "stock's traffic" in rows]
+
+        assert "site-packages" in xfuser.model_executor.layers.usp._ft_c_input_all_to_all.__code__.co_filename
+        assert not hasattr(xfuser.xFuserArgs(), "use_cocodiff")
         before = everything()
         assert xfuser_cocodiff.install()
         activation.activate()
         assert graph_order.order_exchanges()
         log.warn_once("said")
-        during = everything()
+        during, without = everything(), recorded()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
         states = {state.state for state in activation.patch_states()}
         xfuser_cocodiff.uninstall()
@@ -124,49 +149,53 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything() -> None
         changed = [key for key in before if during[key] != before[key]]
         left = [key for key in before if after[key] != before[key]]
         assert {"logging", "process", "inductor"} <= set(changed)
-        print(json.dumps([sorted(states), "xfuser_cocodiff" in copy, len(changed) > 20, left, activation._installed]))
-        """,
+        installed = activation._installed
+        os.environ["COCODIFF_RECORD"] = FOLDER
+        assert xfuser_cocodiff.install()
+        recording = [without, recorded()]
+        print(json.dumps([sorted(states), "xfuser_cocodiff" in copy, len(changed) > 20, left, installed, recording]))
+        """.replace("FOLDER", repr(str(tmp_path))),
         COCODIFF_DISABLE="1",
+        COCODIFF_RECORD="",
         **STOCK,
     )
     assert states == [["applied", "ready", "used"], True, True, [], None]
+    assert recording == [[False, 0, False], [True, 1, True]]
 
 
-@pytest.mark.slow  # a private name that has moved keeps the plugin out in the same way
+@pytest.fixture
+def warned(uninstalled: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of this process, which has imported no xDiT and looks at its files anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(symbol_lookup, "_tree", functools.cache(symbol_lookup._tree.__wrapped__))
+    warnings: list[str] = []
+    monkeypatch.setattr(activation, "warn_once", warnings.append)
+    return warnings
+
+
 @pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
-def test_unsupported_version_is_one_warning_and_stock(version: str) -> None:
-    done = python(
-        f"""
-        import importlib.metadata as metadata
-        real = metadata.version
-        metadata.version = lambda name: {version!r} if name == "xfuser" else real(name)
-        import xfuser.model_executor.layers.usp as usp
-        import xfuser_cocodiff
-        assert not xfuser_cocodiff.install()
-        from xfuser_cocodiff.xdit.integration import activation
-        activation.activate()
-        assert "site-packages" in usp._ft_c_input_all_to_all.__code__.co_filename
-        """,
-        **STOCK,
-    )
-    assert done.returncode == 0, done.stderr
-    warnings = [line for line in done.stderr.splitlines() if line.startswith("cocodiff:")]
-    assert len(warnings) == 1
-    assert version in warnings[0]
-    assert "<0.8" in warnings[0]
+def test_an_unsupported_version_keeps_the_plugin_out(
+    version: str, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "xdit_version", lambda: version)
+    assert not xfuser_cocodiff.install()
+    assert warned == [f"xDiT stays as it is: xfuser {version} is not supported, only {activation.SUPPORTED}"]
+    assert "<0.8" in warned[0]
 
 
-def test_a_private_name_that_has_moved_keeps_the_plugin_out(tmp_path: Path) -> None:
+def test_a_private_name_that_has_moved_keeps_the_plugin_out(
+    tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Found when the plugin is installed, though it is only called in the middle of a run."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "xfuser/core/distributed/parallel_state.py"
     file.write_text(file.read_text().replace("_SP", "_SEQUENCE"))
-    done = python(
-        "import xfuser_cocodiff; assert not xfuser_cocodiff.install()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "xfuser.core.distributed.parallel_state._SP does not exist" in done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not xfuser_cocodiff.install()
+    [warning] = warned
+    assert "xfuser.core.distributed.parallel_state._SP does not exist" in warning
 
 
 @pytest.mark.slow  # a name that has moved keeps it out in the same way
@@ -258,24 +287,6 @@ def test_the_entry_point_that_xdit_calls(
 
 def test_the_table_fits_the_installed_xdit() -> None:
     assert [state for state in activation.patch_states() if state.state not in ("applied", "ready", "used")] == []
-
-
-@pytest.mark.parametrize("rank", slow_but(["1"], ["0", "1"]))
-def test_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
-    done = python(
-        """
-        import torch.distributed as dist
-        import xfuser
-        from xfuser_cocodiff.xdit.integration import flags
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which shows errors its own way
-        flags.agree_on_config({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
-        """,
-        RANK=rank,
-    )
-    assert done.returncode == 2
-    said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
-    assert [line for line in done.stderr.splitlines() if "cocodiff" in line] == [said] * (rank == "0")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow  # settings are checked in the same way

@@ -4,11 +4,13 @@ import ast
 import importlib.util
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import xfuser_cocodiff
 from tests import ranks
 from tests.quick import slow
 from xfuser_cocodiff.xdit.integration import activation, required_internals
@@ -92,8 +94,15 @@ def test_a_digest_is_of_what_a_function_does(
     assert symbol_lookup.source_digest("one.usp", ("USP", "ring_attn")) is None
 
 
-def changed(rank: int) -> tuple[bool, bool, list[str]]:
-    """Attention by the plugin against stock's, and whether its exchanges went by the plugin."""
+def changed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
+    """Attention by the plugin against stock's, and whether its exchanges went by the plugin, with the xfuser of a
+    folder."""
+    xfuser_cocodiff.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    symbol_lookup._tree.cache_clear()
+    assert xfuser_cocodiff.install()
     from xfuser.model_executor.layers import usp
 
     from tests.xdit.attention import test_patch_points
@@ -122,15 +131,14 @@ def changed(rank: int) -> tuple[bool, bool, list[str]]:
 STEP = "    if combine_qkv_a2a is None:\n"
 
 
-def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """Have an xfuser imported in whose USP a text is another one."""
+def other_xfuser(folder: Path, old: str, new: str) -> None:
+    """Write an xfuser in whose USP a text is another one."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "xfuser/model_executor/layers/usp.py"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-    monkeypatch.syspath_prepend(folder)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +152,9 @@ def other_xfuser(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: s
         slow(".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
     ],
 )
-def test_another_usp_runs_as_it_is_over_exact_exchanges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None
-) -> None:
-    other_xfuser(tmp_path, monkeypatch, old, new or old.replace("\n", " * 2\n"))
-    results = ranks.run(changed, 2, anew=True)
+def test_another_usp_runs_as_it_is_over_exact_exchanges(tmp_path: Path, old: str, new: str | None) -> None:
+    other_xfuser(tmp_path, old, new or old.replace("\n", " * 2\n"))
+    results = ranks.run(changed, 2, str(tmp_path))
     moved_by_us = old != "_sdpa_all_to_all_single"  # which all four exchanges call
     assert [(same, moved) for same, moved, _ in results] == [(True, moved_by_us)] * 2
     [line] = results[0][2]
