@@ -18,6 +18,9 @@ for name in (
     *(f"xfuser_cocodiff.lab.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
+# Links within one machine tell nothing; to look for a message that takes long on them takes most of a session's start.
+importlib.import_module("xfuser_cocodiff.engine.autotune.link_probe")._LAST_BYTES = 2**15
+importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # which is kept
 if importlib.util.find_spec("numba"):
     importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
 with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port

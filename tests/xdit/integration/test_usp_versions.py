@@ -68,6 +68,12 @@ def test_every_private_name_of_a_host_is_a_row() -> None:
 USP = "def USP(x):\n    '''Attention.'''\n    return x  # as it is\n"
 
 
+def forget() -> None:
+    """Have files looked at anew."""
+    symbol_lookup._tree.cache_clear()
+    symbol_lookup.source_digest.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("text", "same"),
     [
@@ -88,7 +94,7 @@ def test_a_digest_is_of_what_a_function_does(
         (tmp_path / name / "usp.py").write_text(content)
         (tmp_path / name / "__init__.py").touch()
         monkeypatch.syspath_prepend(tmp_path)
-        symbol_lookup._tree.cache_clear()
+        forget()
         digests.append(symbol_lookup.source_digest(f"{name}.usp", ("USP",)))
     assert (digests[0] == digests[1]) is same
     assert symbol_lookup.source_digest("one.usp", ("USP", "ring_attn")) is None
@@ -101,7 +107,7 @@ def changed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
         del sys.modules[name]
     sys.path.insert(0, folder)
-    symbol_lookup._tree.cache_clear()
+    forget()
     assert xfuser_cocodiff.install()
     from xfuser.model_executor.layers import usp
 

@@ -66,6 +66,10 @@ class _AppliedPatch:
     replacement: Any
 
 
+_WITHOUT_COPIES = sys.stdlib_module_names | {"torch", "transformers", "numpy", "scipy", "sympy"}
+"""Large packages that never import the host, and are not searched for copies of its functions."""
+
+
 @dataclass
 class PatchSet:
     """Patches that are applied all or none, each once its module has been executed; those with `on_activation` wait
@@ -129,26 +133,31 @@ class PatchSet:
                 setattr(holder, name, done.original)
         self.held_copies.clear()
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        while self.applied:
-            done = self.applied.pop()
+        undone = self.applied[::-1]
+        self.applied.clear()
+        for done in undone:
             setattr(done.owner, done.attribute, done.original)
-            self._replace_copies(done, done.replacement, done.original)
+        self._replace_copies([(done, done.replacement, done.original) for done in undone])
 
     def _apply_to_loaded(self) -> None:
-        for name in dict.fromkeys(patch.module for patch in self.needed):
-            if name in sys.modules:
-                self.apply(sys.modules[name])
+        self._apply_to([sys.modules[patch.module] for patch in self.needed if patch.module in sys.modules])
 
     def apply(self, module: ModuleType) -> None:
         """Apply the patches of a module that has been executed.
 
         An error removes the whole set. It is logged rather than raised, since it must not break the host's import.
         """
+        self._apply_to([module])
+
+    def _apply_to(self, modules: list[ModuleType]) -> None:
+        applied_before = len(self.applied)
         try:
-            for patch in self.needed:
-                is_due = (self.is_active or not patch.on_activation) and not self.is_removed
-                if patch.module == module.__name__ and is_due and not self.is_applied(patch):
-                    self._apply(patch, module)
+            for module in modules:
+                for patch in [patch for patch in self.needed if patch.module == module.__name__]:
+                    is_due = (self.is_active or not patch.on_activation) and not self.is_removed
+                    if is_due and not self.is_applied(patch):
+                        self._apply(patch, module)
+            self._replace_copies([(done, done.original, done.replacement) for done in self.applied[applied_before:]])
         except Exception as error:
             self.uninstall()
             warn_once(f"the plugin is not installed, and xDiT runs unchanged: {type(error).__name__}: {error}")
@@ -166,18 +175,34 @@ class PatchSet:
         original = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
         replacement = patch.replace(original) if patch.replace else original
         setattr(owner, attribute, replacement)
-        self.applied.append(done := _AppliedPatch(patch, owner, attribute, original, replacement))
-        self._replace_copies(done, original, replacement)
+        self.applied.append(_AppliedPatch(patch, owner, attribute, original, replacement))
 
-    def _replace_copies(self, done: _AppliedPatch, old: Any, new: Any) -> None:
+    def _replace_copies(self, changes: list[tuple[_AppliedPatch, Any, Any]]) -> None:
         """Replace copies that modules made by ``from ... import``: modules of the host, and for patches with
-        `on_activation` any module, since scripts may have been executed before."""
-        if isinstance(done.owner, type) or not callable(old):
-            return  # None and other shared values appear in modules without being copies
-        for name, module in list(sys.modules.items()):
-            is_hosts = name == "__main__" or name.partition(".")[0] == self.package
-            if is_hosts or (done.patch.on_activation and isinstance(module, ModuleType)):
-                _replace_attributes(module, old, new)
+        `on_activation` any module, since scripts may have been executed before.
+
+        Args:
+            changes: applied patches, each with the function to replace and the function that replaces it.
+        """
+        in_host: dict[int, Any] = {}
+        elsewhere: dict[int, Any] = {}
+        for done, old, new in changes:
+            if isinstance(done.owner, type) or not callable(old) or old is new:
+                continue  # None and other shared values appear in modules without being copies
+            in_host[id(old)] = new
+            if done.patch.on_activation:
+                elsewhere[id(old)] = new
+        for name, module in list(sys.modules.items()) if in_host else ():
+            package = name.partition(".")[0]
+            replacements = in_host if package in ("__main__", self.package) else elsewhere
+            if not replacements or package in _WITHOUT_COPIES or not isinstance(module, ModuleType):
+                continue
+            for key, value in list(vars(module).items()):
+                new = value
+                while id(new) in replacements:  # a later patch may replace the replacement
+                    new = replacements[id(new)]
+                if new is not value:
+                    setattr(module, key, new)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find a module as part of the import system, and have its patches applied once it has been executed."""

@@ -44,6 +44,7 @@ def source_parameters(module: str, symbol: str) -> tuple[str, ...] | None:
     return ()
 
 
+@cache
 def source_digest(module: str, symbols: tuple[str, ...]) -> str | None:
     """Return a hash of functions of a module by their source, without comments, docstrings and formatting.
 
