@@ -1,5 +1,6 @@
 """What ranks are forked with: imported once, by the server that they come from, since it takes seconds."""
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -21,6 +22,8 @@ for name in (
 # Links within one machine tell nothing; to look for a message that takes long on them takes most of a session's start.
 importlib.import_module("xfuser_cocodiff.engine.autotune.link_probe")._LAST_BYTES = 2**15
 importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # which is kept
+with contextlib.suppress(ImportError, AttributeError):  # patterns of names of weights, which take a fifth of a second
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
 if importlib.util.find_spec("numba"):
     importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
 with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port

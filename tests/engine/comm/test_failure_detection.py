@@ -32,14 +32,14 @@ ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
 
 def start(rank: int, what: str) -> Callable[[], object]:
     """Something that all ranks communicate in: a plan's exchange, the engine's probe, a survey, or one of xDiT's."""
-    failure_detection.RESPONSE_SECONDS = 5.0
+    failure_detection.RESPONSE_SECONDS = 2.5
     group, cpu, topology = dist.group.WORLD, torch.device("cpu"), Topology.parse("2x2", 4)
     if what == "survey":
         return lambda: link_survey.measure(group, None, cpu, timeout=20)
     if what in XDITS:
         return of_xdit(rank, what)
     plans = None if what == "probe" else [Plan.parse(what, topology)]
-    mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=4))
+    mesh = Mesh.over(group, topology, plans, timeout=timedelta(seconds=3))
     if what == "probe":
         return lambda: link_probe.measure(mesh, cpu)
     return lambda: reshard([torch.randn(1, 4, 512, 8)], 1, 2, mesh)
@@ -55,7 +55,7 @@ def of_xdit(rank: int, method: str) -> Callable[[], object]:
 
     world = dist.get_world_size()
     init_distributed_environment(rank=rank, world_size=world)
-    told = {"use_cocodiff": True, "cocodiff_timeout": 4, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
+    told = {"use_cocodiff": True, "cocodiff_timeout": 3, "cocodiff_a2a": "flat", "cocodiff_mode": "exact"}
     config = xFuserArgs(model="tiny", ulysses_degree=world, **told).create_config()[0]
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=8))
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
@@ -109,13 +109,13 @@ def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
 
 def come_late_then_never(rank: int, text: str) -> str:
     """One rank comes late to an exchange of shares that no buffer holds, which all wait for, and not to the next."""
-    failure_detection.RESPONSE_SECONDS = 5.0
+    failure_detection.RESPONSE_SECONDS = 2.5
     topology = Topology.parse("flat", 3)
     plan = Plan.parse(text, topology)
-    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=6))
+    mesh = Mesh.over(dist.group.WORLD, topology, [plan], timeout=timedelta(seconds=3))
     sent = torch.arange(3.0)[:, None] + torch.full((3, 1 << 20), 10.0 * rank)
     if rank == CULPRIT:
-        time.sleep(1)
+        time.sleep(0.5)
     received = mesh.all_to_all(sent, plan)
     assert torch.equal(received, 10 * torch.arange(3.0)[:, None] + torch.full((3, 1 << 20), float(rank)))
     if rank == CULPRIT:
@@ -257,7 +257,7 @@ def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> N
 def recover(rank: int) -> tuple[str, list[str | None]]:
     """What a caller says after another one that was lost within its call; and what is known of its own failure after
     a stage in another group, and after one in the same."""
-    failure_detection.RESPONSE_SECONDS = 3.0
+    failure_detection.RESPONSE_SECONDS = 2.0
     failure_detection.start_heartbeat()
     dist.barrier()
     world, other, said, known = dist.group.WORLD, [0, 1], "", []

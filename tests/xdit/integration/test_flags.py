@@ -55,6 +55,16 @@ def config_of(rank: int, arguments: list[str], environments: list[dict[str, str]
     return "none" if config is None else f"{config.topology}|{config.plan}|{config.mode}|{config.detected}"
 
 
+def errors_in_turn(rank: int, arguments: list[str], cases: list[list[dict[str, str]]]) -> list[ValueError]:
+    """Return the error of each case, each with its own variables on every rank."""
+    found = []
+    for environments in cases:
+        with mock.patch.dict(os.environ), pytest.raises(ValueError) as raised:
+            config_of(rank, arguments, environments, False)
+        found.append(raised.value)
+    return found
+
+
 def configs_in_turn(rank: int, cases: list[tuple], runner: bool) -> list[str]:
     """Return the config of each case, each with its own variables."""
     found = []
@@ -218,9 +228,9 @@ def report_on_rank_0(rank: int) -> str:
 
     from xfuser_cocodiff.xdit.integration import agreement
 
-    agreement.TIMEOUT = timedelta(seconds=3)
+    agreement.TIMEOUT = timedelta(seconds=1)
     if rank == 1:
-        time.sleep(8)
+        time.sleep(2.5)
         return "no report"
     return str(agreement.gather_proposals(lambda: {"mode": "exact"}))
 
@@ -237,7 +247,7 @@ def check_on_rank_0(rank: int) -> str:
 
     from xfuser_cocodiff.xdit.integration import agreement
 
-    agreement.DISABLED_RANK_TIMEOUT = timedelta(seconds=2)
+    agreement.DISABLED_RANK_TIMEOUT = timedelta(seconds=1)
     if rank == 0:  # rank 1 lacks the plugin
         agreement.check_all(is_enabled=False)
     return "continued"
@@ -263,16 +273,16 @@ def test_variables_reach_entry_points_with_other_parsers() -> None:
 def test_options_that_differ_between_ranks_are_an_error_on_all() -> None:
     environments = [{"COCODIFF_A2A": "flat"}, {"COCODIFF_A2A": "hierarchical"}]
     arguments = ["--ulysses_degree", "2", "--use_cocodiff", "--cocodiff_topology", "2x1x1"]
-    for name, one, other in (
-        ("A2A", "flat", "flat*"),
-        ("SCHEDULE", "bits=4", "bits=2"),
-        ("SLOW_AXES", "node", "gpu"),
-        ("MEMORY_BUDGET", "1", "2"),
-        ("HEAD_GROUPS", "1", "2"),
-        ("RING", "outer", "inner"),
-    ):
-        environments = [{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in (one, other)]
-        results = ranks.outcomes(config_of, 2, arguments, environments, False)
+    values = {
+        "A2A": ("flat", "flat*"),
+        "SCHEDULE": ("bits=4", "bits=2"),
+        "SLOW_AXES": ("node", "gpu"),
+        "MEMORY_BUDGET": ("1", "2"),
+        "HEAD_GROUPS": ("1", "2"),
+        "RING": ("outer", "inner"),
+    }
+    cases = [[{"COCODIFF_MODE": "fast", f"COCODIFF_{name}": value} for value in pair] for name, pair in values.items()]
+    for name, *results in zip(values, *ranks.run(errors_in_turn, 2, arguments, cases), strict=True):
         flag = f"--cocodiff_{name.lower()}"
         assert_all_raise(results, f"differ between ranks: {flag}: rank 0: ", "; rank 1: ")
         assert str(results[0]).count("--cocodiff_") == 1
