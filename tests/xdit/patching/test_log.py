@@ -1,9 +1,11 @@
 """Messages are logged once per session and by level, and the logger is restored; each test in its own process."""
 
-import subprocess
-import sys
+import os
+from pathlib import Path
 
 import pytest
+
+from tests import ranks
 
 SAY = """
 import logging, os
@@ -21,6 +23,14 @@ log.info_once("late")
 log.close()
 assert not logger.handlers and logger.level == level
 """
+
+
+def run(code: str, file: Path) -> None:
+    """Run code in this process, whose standard error is a file from now on."""
+    os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), 2)
+    exec(code, {})
+
+
 ONCE = ["normal", "act", "act", "late"]
 
 
@@ -43,8 +53,11 @@ ONCE = ["normal", "act", "act", "late"]
         *("variable: warning", "variable: error", "variable: debug, configured", "variable: not valid"),
     ],
 )
-def test_message_is_logged_once_per_session_by_level(before: str, after: str, seen: list[str]) -> None:
-    code = SAY.format(before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = [line for line in done.stderr.splitlines() if "cocodiff: " in line]
+def test_message_is_logged_once_per_session_by_level(before: str, after: str, seen: list[str], tmp_path: Path) -> None:
+    code, file = SAY.format(before=before, after=after), tmp_path / "stderr"
+    process = ranks.context.Process(target=run, args=(code, file))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, file.read_text()
+    lines = [line for line in file.read_text().splitlines() if "cocodiff: " in line]
     assert [line.partition("cocodiff: ")[2] for line in lines] == seen
