@@ -131,7 +131,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path:
 
         def recorded():
             loaded = any(name.startswith("xfuser_cocodiff.lab.comparison") for name in sys.modules)
-            rows = {row.why for row in activation._installed.rows}
+            rows = {row.why for row in activation._installed.patches}
             return [loaded, len(activation._tracker.listeners), "stock's traffic" in rows]
 
         assert "site-packages" in xfuser.model_executor.layers.usp._ft_c_input_all_to_all.__code__.co_filename
