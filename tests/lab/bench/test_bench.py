@@ -1,4 +1,4 @@
-"""`cocodiff plan`, and `probe` and `bench` on real ranks: records as documented, figures that fit together."""
+"""`cocodiff plan`, `probe` and `bench` on real ranks: documented records with consistent figures."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_plan_prints_and_records_the_choice_of_each_size(capsys: pytest.CaptureF
         (["simulate", "--cluster", "moon"], ["moon", "aurora"]),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_bad_options_are_reported(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -70,18 +70,18 @@ def test_what_cannot_be_done_is_said(
     assert all(word in said for word in words)
 
 
-def test_sizes() -> None:
+def test_sizes_are_parsed() -> None:
     assert on_ranks.parse_sizes("4KB, 1mb,500,2B") == [4096, 2**20, 500, 2]
     for text in ("", "4GB", "0KB", "1KB;2KB", "-4"):
         with pytest.raises(ValueError, match="--sizes"):
             on_ranks.parse_sizes(text)
 
 
-def test_scales_and_shapes() -> None:
-    assert model.scales("2, 0.25") == [2, 0.25]
+def test_scales_and_shapes_are_parsed() -> None:
+    assert model.parse_scales("2, 0.25") == [2, 0.25]
     for text in ("0", "half", "0.5,", "-1", "inf", "nan"):
         with pytest.raises(ValueError, match="--scale"):
-            model.scales(text)
+            model.parse_scales(text)
     assert Shape.named("high-resolution", 8) == Shape(512, 3, 4096, 32)
     large = Shape.named("low-resolution", 24)
     assert (large.heads, large.tokens % 24, large.width % large.heads) == (24, 0, 0)
@@ -90,7 +90,7 @@ def test_scales_and_shapes() -> None:
 
 
 def stock(tensor: torch.Tensor) -> torch.Tensor:
-    """A slow exchange to compare with: everybody's tensors, and my heads of each."""
+    """Reference all-to-all: gather all tensors and take this rank's heads of each."""
     world, here = dist.get_world_size(), dist.get_rank()
     everybody = [torch.empty_like(tensor) for _ in range(world)]
     dist.all_gather(everybody, tensor)
@@ -101,7 +101,7 @@ def bench_a2a(rank: int) -> dict:
     return a2a.measure(dist.group.WORLD, Topology.parse("2x2", 4), CPU, stock, [1000, 2**16], 3)
 
 
-def test_bench_a2a_leaves_a_record() -> None:
+def test_bench_a2a_returns_a_record() -> None:
     records = ranks.run(bench_a2a, 4)
     for row in zip(*(record["rows"] for record in records), strict=True):
         assert all(other == row[0] for other in row)
@@ -129,15 +129,15 @@ def bench_a_wrong_plan(rank: int) -> str:
     return "no error"
 
 
-def test_bench_a2a_notices_a_plan_that_brings_something_else() -> None:
-    assert all("'flat' does not bring what stock brings" in said for said in ranks.run(bench_a_wrong_plan, 4))
+def test_bench_a2a_detects_a_wrong_plan() -> None:
+    assert all("the output of plan 'flat' differs from stock's" in said for said in ranks.run(bench_a_wrong_plan, 4))
 
 
 def probe(rank: int) -> dict:
     return link_survey.measure(dist.group.WORLD, None, CPU)
 
 
-def test_probe_leaves_a_record_that_the_planner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planner_reads_the_record_of_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = ranks.run(probe, 4)[0]
     file = tmp_path / "probe.json"
     file.write_text(json.dumps(record))
@@ -153,7 +153,7 @@ def test_probe_leaves_a_record_that_the_planner_reads(tmp_path: Path, capsys: py
     assert record["topology_inferred"] in capsys.readouterr().out
 
 
-def test_slow_axes_send_at_less_than_a_fifth_of_the_speed_of_codecs() -> None:
+def test_axes_below_a_fifth_of_codec_throughput_are_slow() -> None:
     def slow(codec: float, **sizes: int) -> tuple[str, ...]:
         profile = profile_of([2, 3, 2], [1e6, 2.1e6, 4e6], 0, 0)
         return dataclasses.replace(profile, topology=Topology.named(**sizes), codec_bytes_per_second=codec).slow_axes

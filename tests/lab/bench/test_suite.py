@@ -1,4 +1,4 @@
-"""`cocodiff bench all`: which commands it runs, and what it does with those that fail or are done."""
+"""`cocodiff bench all`: its commands are valid, failed ones are reported, finished ones are skipped."""
 
 import signal
 import subprocess
@@ -10,11 +10,11 @@ import pytest
 
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.bench import suite
-from xfuser_cocodiff.lab.bench.suite import Run
+from xfuser_cocodiff.lab.bench.suite import BenchRun
 
 
 @pytest.mark.parametrize("run", suite.RUNS, ids=lambda run: run.name)
-def test_commands_are_such_as_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> None:
+def test_every_command_parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: BenchRun) -> None:
     seen = []
     commands = {cli.bench: ("_model", "_a2a", "_kernels"), cli.quality: ("run",), cli.compare: ("run",)}
     for module, names in commands.items():
@@ -26,24 +26,24 @@ def test_commands_are_such_as_there_are(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert seen[0].xdit_arguments == run.compared.split()
 
 
-def test_runs_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_and_unknown_names_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "all", "--list", "--only", "kernels,equal"]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "equal"]
     assert cli.main(["bench", "all", "--list", "--only", "kernels,colour"]) == 2
-    assert "--only 'colour' is not known; valid are speed, first-1, " in capsys.readouterr().err
+    assert "--only 'colour' is not valid; valid are speed, first-1, " in capsys.readouterr().err
 
 
-def test_what_failed_is_said_and_made_the_next_time(
+def test_a_failed_run_is_reported_and_retried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two runs, of which one fails as long as there is no file that it waits for."""
+    """Two runs, of which one fails until a file exists."""
     code = (
         "import pathlib, sys; file = pathlib.Path(sys.argv[1]); print('the table of', file.stem);"
         "is_there = file.stem == 'first' or (file.parent / 'waited-for').exists();"
         "is_there and file.write_text('{}'); sys.exit(not is_there)"
     )
-    monkeypatch.setattr(Run, "arguments", lambda self, out: [sys.executable, "-c", code, str(self.record(out))])
-    monkeypatch.setattr(suite, "RUNS", tuple(Run(name, "bench kernels") for name in ("first", "second")))
+    monkeypatch.setattr(BenchRun, "arguments", lambda self, out: [sys.executable, "-c", code, str(self.record(out))])
+    monkeypatch.setattr(suite, "RUNS", tuple(BenchRun(name, "bench kernels") for name in ("first", "second")))
     command, out = ["bench", "all", "--out", str(tmp_path / "out")], tmp_path / "out"
     assert cli.main(command) == 1
     said = capsys.readouterr().out
@@ -56,8 +56,8 @@ def test_what_failed_is_said_and_made_the_next_time(
     assert (out / "second.txt").read_text() == "the table of second\n"
 
 
-def test_a_run_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
-    """Else an emulated cluster would go on without anybody who waits for it."""
+def test_a_run_stops_with_its_command(tmp_path: Path) -> None:
+    """Otherwise an emulated cluster would keep running."""
     inner = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
     outer = (
         "import sys; from pathlib import Path; from xfuser_cocodiff.lab.bench import suite;"

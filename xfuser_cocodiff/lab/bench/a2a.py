@@ -1,4 +1,4 @@
-"""`cocodiff bench a2a`: the all-to-all alone, stock's call against every plan, over a range of sizes."""
+"""`cocodiff bench a2a`: latency of the all-to-all alone by message size, stock's call against every plan."""
 
 import functools
 import sys
@@ -39,15 +39,15 @@ def measure(
     sizes: Sequence[int],
     repeats: int,
 ) -> dict[str, Any]:
-    """Time the exchange of a tensor from sequence to heads, by stock, :func:`fixed_plans` and the planner's choice.
+    """Time the sequence-to-heads all-to-all of stock, of :func:`fixed_plans` and of the planner's choice.
 
     Args:
         group: all ranks.
-        topology: how they nest.
-        device: where the tensor lies.
-        stock: xDiT's own exchange of a tensor (B, H, S/P, D).
-        sizes: bytes of that tensor on a rank; rounded to what divides.
-        repeats: times that each is measured, taking turns.
+        topology: their topology.
+        device: device of the tensor.
+        stock: xDiT's own all-to-all of a tensor (B, H, S/P, D).
+        sizes: bytes of that tensor on a rank, rounded to a divisible size.
+        repeats: number of interleaved measurements of each.
 
     Returns:
         The record, the same on every rank.
@@ -64,13 +64,13 @@ def measure(
     for size in sizes:
         tensor = _tensor(size, topology, device)
         progress.report(f"{_bytes(tensor.nbytes)} per rank")
-        contenders = plans | {"auto": planner.choose_plan(profile, tensor.nbytes)}
-        works: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
-        works |= {name: _by_plan(tensor, mesh, plan) for name, plan in contenders.items()}
-        _check_bits(works, tensor.nbytes)
-        times = time_interleaved(works, repeats, device)
+        candidate_plans = plans | {"auto": planner.choose_plan(profile, tensor.nbytes)}
+        calls: dict[str, Callable] = {"stock": functools.partial(stock, tensor)}
+        calls |= {name: _by_plan(tensor, mesh, plan) for name, plan in candidate_plans.items()}
+        _check_bits(calls, tensor.nbytes)
+        times = time_interleaved(calls, repeats, device)
         for name, seconds in times.items():
-            its = contenders.get(name)  # stock has none
+            plan = candidate_plans.get(name)  # None for stock
             rows.append(
                 {
                     "bytes_per_rank": tensor.nbytes,
@@ -78,8 +78,8 @@ def measure(
                     "seconds": seconds,
                     "ratio_to_stock": median(a / b for a, b in zip(seconds, times["stock"], strict=True)),
                     "bound_seconds": _bound(tensor.nbytes, cluster, profile),
-                    "predicted_seconds": its and planner.all_to_all_seconds(profile, its, tensor.nbytes),
-                    "plan": its and str(its),
+                    "predicted_seconds": plan and planner.all_to_all_seconds(profile, plan, tensor.nbytes),
+                    "plan": plan and str(plan),
                 }
             )
     progress.close()
@@ -93,18 +93,18 @@ def measure(
     }
 
 
-def _check_bits(works: dict[str, Callable], size: int) -> None:
-    """Raise RuntimeError where a plan does not bring what stock brings."""
-    expected = works["stock"]()
-    for name, work in works.items():
-        if name != "stock" and not torch.equal(expected, work()[0]):
-            raise RuntimeError(f"the plan {name!r} does not bring what stock brings, at {size} bytes per rank")
+def _check_bits(calls: dict[str, Callable], size: int) -> None:
+    """Raise RuntimeError if the output of a plan differs from stock's."""
+    expected = calls["stock"]()
+    for name, call in calls.items():
+        if name != "stock" and not torch.equal(expected, call()[0]):
+            raise RuntimeError(f"the output of plan {name!r} differs from stock's, at {size} bytes per rank")
 
 
 def fixed_plans(topology: Topology, profile: Profile) -> list[Plan]:
-    """Plans that are worth a look: flat and every set of stages, innermost first and outermost first.
+    """Return the flat plan and every set of stages, innermost first and outermost first.
 
-    Those innermost first also by direct sends where these were probed.
+    Innermost-first plans also with point-to-point sends, if the profile has these.
     """
     plans: list[Plan] = []
     for plan in candidates(topology):
@@ -122,7 +122,7 @@ def _by_plan(tensor: torch.Tensor, mesh: Mesh, plan: Plan) -> Any:
 
 
 def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor:
-    """A rank's share (B, H, S/P, D) of a tensor, of about so many bytes."""
+    """Return a rank's random shard (B, H, S/P, D) of about `size` bytes."""
     ranks = topology.size
     tokens = max(1, round(size / (ranks * _HEAD_DIM * _DTYPE.itemsize)))
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -130,7 +130,7 @@ def _tensor(size: int, topology: Topology, device: torch.device) -> torch.Tensor
 
 
 def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
-    """Seconds that the busiest link needs for what must cross it: at the rate asked of it, else as it was probed."""
+    """Return the transfer time of the busiest link, at its emulated rate, else at its probed bandwidth; seconds."""
     if cluster is None:
         return planner.lower_bound_seconds(profile, size)
     share = size / cluster.size
@@ -142,14 +142,14 @@ def _bound(size: int, cluster: links.Cluster | None, profile: Profile) -> float:
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print a table: one row per size, and per algorithm its time over stock's."""
+    """Print a table of one row per size, with each algorithm's time relative to stock's."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
     table = Table(box=None)
-    for column in ("per rank", "stock ms", "bound ms", "auto", "auto is", "best fixed", "it is", "flat"):
-        table.add_column(column, justify="right" if column != "auto is" else "left")
+    for column in ("bytes per rank", "stock ms", "bound ms", "auto", "plan", "best fixed", "plan", "flat"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
     for size in dict.fromkeys(row["bytes_per_rank"] for row in record["rows"]):
         rows = {row["algorithm"]: row for row in record["rows"] if row["bytes_per_rank"] == size}
         stock, auto = rows.pop("stock"), rows.pop("auto")
@@ -164,7 +164,7 @@ def show(record: dict[str, Any]) -> None:
             best["algorithm"],
             f"{rows['flat']['ratio_to_stock']:.2f}" if "flat" in rows else "-",
         )
-    console.print(f"{record['topology']}, ratios are to stock's time in the same round (median of rounds)", table)
+    console.print(f"{record['topology']}, time relative to stock's (median of rounds)", table)
 
 
 def _bytes(count: int) -> str:

@@ -1,5 +1,7 @@
-"""Kernels against a copy on the same device: how near they come to its bandwidth, what they are beside a layer, and
-what a layer's exchanges take of the host, which does nothing but call where values are few."""
+"""`cocodiff bench kernels`: kernels of the codecs relative to a copy on the same device and to a transformer layer.
+
+Also measures the host time per layer: at very few tokens, all-to-alls take nothing but launches.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,56 +29,55 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
 CASES = (("flux.1-dev", 1024), ("qwen-image", 2304))
-"""Models and pixels."""
+"""Models and image sizes in pixels."""
 DEGREES = (2, 4, 6, 8, 12, 24)
-"""That divide the heads of both, on two nodes."""
-PLACES = 2
-"""On slow axes: nodes."""
+"""Ulysses degrees that divide the heads of both models, on two nodes."""
+NODES = 2
+"""Size of the slow axis."""
 BITS, SHARE = 2, 0.6
-"""As in the modes."""
+"""Bits per value, and fraction of tokens sent, as in the lossy modes."""
 CODED = ("balanced", "fast")
 """Modes whose codecs are timed."""
 STEPS = 50
-"""Of the run that layers are taken from."""
+"""Number of steps of the run whose later layers are timed."""
 SEED = 0
 HOST_TOKENS = 2
-"""Of a rank: so few that exchanges take what the host takes to call for them."""
+"""Tokens per rank for host time: so few that launches dominate."""
 
 
 @dataclass(frozen=True)
-class _Work:
-    """A kernel at one size."""
+class _Timed:
+    """A call to time."""
 
     name: str
     call: Callable[[], object]
     nbytes: int
-    """Read and written, each tensor once."""
+    """Minimum memory traffic: each tensor read or written once."""
 
 
 def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tuple[str, int]] = CASES) -> dict:
-    """Time each kernel, a copy of as many bytes, and the layer that it belongs to.
+    """Time each kernel, a copy of as many bytes, and the transformer layer around them.
 
     Args:
-        device: where.
-        degree: ranks on PLACES nodes.
-        repeats: measurements of each, taking turns.
-        cases: workloads by name, and pixels.
+        device: device to measure.
+        degree: Ulysses degree, on NODES nodes.
+        repeats: number of interleaved measurements of each.
+        cases: names of workloads and image sizes in pixels.
 
     Returns:
-        The record: for each row `seconds`, `bytes_per_second` and their ratio to the copy's, each a list of repeats;
-        for each case and mode what encoding Q, K, V and O adds to attention and projections of the layer: all that the
-        device does in exchanges by codecs, less the same in exact ones; and for each mode what the exchanges of a layer
-        take of the host.
+        The record. `rows`: seconds, bandwidth and its ratio to the copy's by kernel, each a list of repeats. `layers`:
+        for each case and mode the device time that compression adds to the projections and attention of a layer.
+        `host_calls`: for each mode the host time of a layer's all-to-alls.
     """
     rows, layers = [], []
     for name, resolution in cases:
         workload = WORKLOADS[name]
-        works = _works(workload, resolution, degree, device)
-        copy = _copy(works[-1].nbytes, device)
-        layer = [_Work("layer", _layer(workload, resolution, degree, device), 0)]
+        timed_kernels = _kernel_calls(workload, resolution, degree, device)
+        copy = _copy(timed_kernels[-1].nbytes, device)
+        layer = [_Timed("layer", _layer(workload, resolution, degree, device), 0)]
         layer += _by_modes(workload, _tokens(workload, resolution, degree), degree, device)
-        seconds = _in_turns([copy, *works, *layer], repeats)
-        for work in works:
+        seconds = _interleaved([copy, *timed_kernels, *layer], repeats)
+        for work in timed_kernels:
             speeds = [work.nbytes / taken for taken in seconds[work.name]]
             ratios = [speed * base / copy.nbytes for speed, base in zip(speeds, seconds["copy"], strict=True)]
             row = {"model": name, "resolution": resolution, "kernel": work.name, "bytes": work.nbytes}
@@ -87,7 +88,7 @@ def measure(device: torch.device, degree: int, repeats: int, cases: Sequence[tup
             known = {"model": name, "resolution": resolution, "mode": mode}
             layers.append({**known, "layer_seconds": seconds["layer"], "share": shares})
     first = cases[0][0]
-    calls = _in_turns(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats)
+    calls = _interleaved(_by_modes(WORKLOADS[first], HOST_TOKENS, degree, device), repeats)
     record = {**host.header(), "device": _name(device), "kernels": kernels.backend_for(device), "degree": degree}
     on_host = [{"model": first, "mode": mode, "seconds": taken} for mode, taken in calls.items()]
     return {**record, "rows": rows, "layers": layers, "host_calls": on_host}
@@ -99,7 +100,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"kernels ({record['kernels']}) on {record['device']}, degree {record['degree']}")
-    for column in ("model", "pixels", "kernel", "MB", "us", "GB/s", "of a copy"):
+    for column in ("model", "pixels", "kernel", "MB", "us", "GB/s", "relative to copy"):
         table.add_column(column)
     for row in record["rows"]:
         seconds, speed, ratio = (median(row[key]) for key in ("seconds", "bytes_per_second", "ratio_to_copy"))
@@ -112,26 +113,26 @@ def show(record: dict[str, Any]) -> None:
     console.print(table)
     for layer in record["layers"]:
         console.print(
-            f"{layer['model']} at {layer['resolution']}: coding as in {layer['mode']} adds "
+            f"{layer['model']} at {layer['resolution']}: compression in mode {layer['mode']} adds "
             f"{median(layer['share']):.1%} ({min(layer['share']):.1%} to {max(layer['share']):.1%}) to a layer's "
             f"projections and attention ({1e3 * median(layer['layer_seconds']):.2f} ms)"
         )
     for calls in record["host_calls"]:
         low, middle, high = (1e3 * pick(calls["seconds"]) for pick in (min, median, max))
         console.print(
-            f"{calls['model']}: the exchanges of a layer take the host {middle:.2f} ms ({low:.2f} to {high:.2f}) in "
-            f"mode {calls['mode']}, with {HOST_TOKENS} tokens a rank and nobody to wait for"
+            f"{calls['model']}: host time of a layer's all-to-alls in mode {calls['mode']}: {middle:.2f} ms "
+            f"({low:.2f} to {high:.2f}), with {HOST_TOKENS} tokens per rank and no communication"
         )
 
 
-def _works(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Work]:
-    """The kernels on what a rank puts on slow axes of one of Q, K, V and O."""
+def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torch.device) -> list[_Timed]:
+    """Return the kernel calls for the part of one of Q, K, V and O that a rank sends along the slow axis."""
     torch.manual_seed(SEED)
-    groups, heads = degree // PLACES, workload.heads // degree
+    groups, heads = degree // NODES, workload.heads // degree
     tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
-    # Tokens outside of heads, as exchanges along fast axes leave them.
-    values = torch.randn(PLACES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
-    held = torch.randn(PLACES - 1, groups, heads, tokens, dim, device=device).bfloat16()
+    # Strides as after the all-to-all along fast axes: tokens outside of heads.
+    values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
+    held = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
     shares = torch.full((len(held),), SHARES // 2, dtype=torch.uint8, device=device)
     known = Prediction(held, held + 0.1 * torch.randn_like(held), shares)
     target, here = torch.empty_like(values), range(1)
@@ -141,33 +142,33 @@ def _works(workload: Workload, resolution: int, degree: int, device: torch.devic
         mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count
     )
     sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
-    payload, some = (torch.zeros(PLACES, size, dtype=torch.uint8, device=device) for size in sizes)
-    full, encoded = held.nbytes, (PLACES - 1) * sizes[0]
+    payload, some = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
+    full, encoded = held.nbytes, (NODES - 1) * sizes[0]
     return [
-        _Work("scores", lambda: kernels.scores(values, known, here), 3 * full),
-        _Work("encode", lambda: kernels.encode(values, known, BITS, None, payload, here), 4 * full + encoded),
-        _Work(
+        _Timed("scores", lambda: kernels.scores(values, known, here), 3 * full),
+        _Timed("encode", lambda: kernels.encode(values, known, BITS, None, payload, here), 4 * full + encoded),
+        _Timed(
             "encode, chosen tokens",
             lambda: kernels.encode(values, known, BITS, active, some, here),
-            4 * full + (PLACES - 1) * sizes[1],
+            4 * full + (NODES - 1) * sizes[1],
         ),
-        _Work("decode", lambda: kernels.decode(payload, known, BITS, None, target, here), 4 * full + encoded),
+        _Timed("decode", lambda: kernels.decode(payload, known, BITS, None, target, here), 4 * full + encoded),
     ]
 
 
 def _tokens(workload: Workload, resolution: int, degree: int) -> int:
-    """Of a rank."""
+    """Return the tokens per rank."""
     return -(-workload.tokens(resolution) // degree)
 
 
-def _copy(nbytes: int, device: torch.device) -> _Work:
+def _copy(nbytes: int, device: torch.device) -> _Timed:
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _Work("copy", lambda: target.copy_(source), nbytes)
+    return _Timed("copy", lambda: target.copy_(source), nbytes)
 
 
 def _layer(workload: Workload, resolution: int, degree: int, device: torch.device) -> Callable[[], object]:
-    """Attention over all tokens of a rank's heads, and the projections of a rank's tokens."""
+    """Return a call of a layer's compute: projections of the rank's tokens, attention of its heads over all tokens."""
     tokens = workload.tokens(resolution)
     own, heads = _tokens(workload, resolution, degree), workload.heads // degree
     q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
@@ -183,8 +184,8 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
     return layer
 
 
-class _Still(Stages):
-    """Messages arrive at once, as they were sent: what is left of an exchange is what the device does."""
+class _NoCommunication(Stages):
+    """Stages that return what was sent, so that only device and host work is timed."""
 
     def start(self, buffer: torch.Tensor, plan: Plan, number: int) -> PendingStage:
         dim = plan.dims[number]
@@ -192,44 +193,49 @@ class _Still(Stages):
         return lambda: sent.movedim(0, dim)
 
 
-def _still(comm_stream: CommStream, **axes: int) -> Mesh:
-    """A mesh over some axes."""
+def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
+    """Return a mesh over some axes that does not communicate."""
     topology = Topology.named(**axes)
     plan = Plan.hierarchical(topology)
     return Mesh(
-        topology, _Still(dict.fromkeys(plan.stages), comm_stream.device), PlanPolicy(lambda nbytes: plan), comm_stream
+        topology,
+        _NoCommunication(dict.fromkeys(plan.stages), comm_stream.device),
+        PlanPolicy(lambda nbytes: plan),
+        comm_stream,
     )
 
 
-def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Work]:
-    """The exchanges of a layer, in each mode."""
-    return [_Work(mode, _exchanges(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Timed]:
+    """Return the all-to-alls of a layer, in each mode."""
+    return [_Timed(mode, _layer_exchanges(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
 
 
-def _exchanges(workload: Workload, tokens: int, degree: int, device: torch.device, mode: str) -> Callable[[], object]:
-    """All exchanges of a layer of which a rank has so many tokens, as in the later steps of a long run in a mode."""
+def _layer_exchanges(
+    workload: Workload, tokens: int, degree: int, device: torch.device, mode: str
+) -> Callable[[], object]:
+    """Return a call of all all-to-alls of a layer, as in the later steps of a long run in a mode."""
     torch.manual_seed(SEED)
-    comm_stream, near = CommStream(device), {"gpu": degree // PLACES} if degree > PLACES else {}
-    mesh, fast = _still(comm_stream, node=PLACES, **near), _still(comm_stream, **near) if near else None
-    partition = AxisPartition((0,), mesh.topology.shape, 0, _still(comm_stream, node=PLACES), fast)
+    comm_stream, near = CommStream(device), {"gpu": degree // NODES} if degree > NODES else {}
+    mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None
+    partition = AxisPartition((0,), mesh.topology.shape, 0, _local_mesh(comm_stream, node=NODES), fast)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )
     link_states: dict = {}
-    preset = modes.preset(mode, STEPS)
-    codecs = preset.codecs(STEPS - 1, STEPS) if preset else None
+    schedule = modes.preset(mode, STEPS)
+    codecs = schedule.codecs(STEPS - 1, STEPS) if schedule else None
 
     def call() -> None:
         layer_codecs = LayerCodecs(partition, codecs, link_states, CodecStats(), seed=0) if codecs else None
         ulysses_attention(query, key, value, lambda query, key, value, part: query, mesh, layer_codecs=layer_codecs)
 
-    call()  # which finds no references, and sends all
+    call()  # the keyframe that creates the references
     return call
 
 
-def _in_turns(works: Sequence[_Work], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, as PyTorch's timer has them: with the device in step, and as many calls as it takes."""
-    timers = {work.name: benchmark.Timer("call()", globals={"call": work.call}) for work in works}
+def _interleaved(calls: Sequence[_Timed], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each call by `torch.utils.benchmark`, which synchronizes the device."""
+    timers = {work.name: benchmark.Timer("call()", globals={"call": work.call}) for work in calls}
     seconds: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(repeats):
         for name, timer in timers.items():

@@ -1,8 +1,8 @@
 """`cocodiff bench model`: steps of a FLUX transformer, stock against the plugin's modes, on links of several speeds.
 
-The links of an emulated cluster are scaled, so that the result is about the ratio of computation to communication, and
-not about one machine. Stock's communication share is what its all-to-alls add to a step that does not communicate: how
-long a rank is in them says less, since ranks that share a processor wait in them for each other's computation.
+The links of an emulated cluster are scaled to vary the ratio of computation to communication. Stock's communication
+share is the time that its all-to-alls add to a step without communication. (Time spent inside the calls is no measure:
+ranks on oversubscribed cores wait in them for each other's computation.)
 """
 
 import sys
@@ -22,7 +22,7 @@ from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer, variant
 from xfuser_cocodiff.lab.bench.transformer import Shape, Step
-from xfuser_cocodiff.lab.bench.variant import Variant, without_sending
+from xfuser_cocodiff.lab.bench.variant import Variant, without_communication
 from xfuser_cocodiff.lab.emulation import links
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_median_range
@@ -30,65 +30,68 @@ from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 TIMED_STEPS = 3
-"""Steps of each variant in which its all-to-alls are timed."""
+"""Steps of each variant in which its all-to-alls are timed, after the steps that measure step time."""
 _MOST_STEPS = 80
 _PACKET_SECONDS = 2e-3
-"""Messages are long, and packets of a quarter of a millisecond would take a fifth of the processor from the ranks."""
+"""Longer than the default, since messages are long here and small packets would take a fifth of the CPU time."""
 _CPU = torch.device("cpu")
 
 
-def scales(text: str) -> list[float]:
-    """Read '1,0.25'.
+def parse_scales(text: str) -> list[float]:
+    """Parse a list such as '1,0.25'.
 
     Raises:
-        ValueError: not numbers above 0.
+        ValueError: an item is not a number above 0.
     """
     try:
-        found = [float(part) for part in text.split(",")]
+        scales = [float(part) for part in text.split(",")]
     except ValueError:
-        found = [0.0]
-    if not all(0 < scale < float("inf") for scale in found):
+        scales = [0.0]
+    if not all(0 < scale < float("inf") for scale in scales):
         raise ValueError(f"--scale {text!r} is not valid; valid are numbers above 0, separated by commas")
-    return found
+    return scales
 
 
 def measure(
     group: dist.ProcessGroup,
     topology: Topology,
     shape: Shape,
-    asked_scales: Sequence[float],
+    link_scales: Sequence[float],
     modes: Sequence[str],
     repeats: int,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Time steps of stock and of each mode at each speed of the links.
+    """Time denoising steps of stock and of each mode at each scale of the links.
 
     Args:
         group: all ranks, on an emulated cluster.
-        topology: how they nest.
-        shape: of the transformer.
-        asked_scales: of the rates of the cluster's links.
-        modes: each MODE[/PLAN] and options of the plugin, such as 'exact/flat@head_groups=2@v_first=on'.
-        repeats: steps of each, in turns.
-        compiled: whether the transformer is, in all variants.
+        topology: their topology.
+        shape: sizes of the transformer.
+        link_scales: factors on the rates of the cluster's links.
+        modes: each MODE[/PLAN] with options of the plugin, such as 'exact/flat@head_groups=2@v_first=on'.
+        repeats: number of interleaved steps of each variant.
+        compiled: whether all variants run a compiled transformer.
+
+    Returns:
+        The record, the same on every rank.
 
     Raises:
-        ValueError: unknown modes, or no emulated cluster.
+        ValueError: a mode is not valid, or this is not an emulated cluster.
     """
     split = UlyssesRingSplit(*(part.size() for part in bare_runtime.process_groups()))
-    settings = {mode: variant.settings_of(mode, topology, split) for mode in modes}
+    settings = {mode: variant.parse_mode(mode, topology, split) for mode in modes}
     cluster = links.from_environment()
     if cluster is None:
         raise ValueError("`bench model` changes the speed of its links: run it on scripts/emulated_cluster.sh")
     step = transformer.step(shape, compiled)
     progress = ProgressReporter(sys.stderr if dist.get_rank() == 0 else None)
     rows = []
-    for scale in asked_scales:
+    for scale in link_scales:
         progress.report(f"scale {scale:g}: probing the links")
         cluster = links.shape(scale, _PACKET_SECONDS)
         dist.barrier()
         profile = link_probe.measure(Mesh.over(group, topology), _CPU)
-        variants = {"stock": Variant(), **{mode: variant.over(config, profile) for mode, config in settings.items()}}
+        variants = {"stock": Variant(), **{mode: variant.of_mode(config, profile) for mode, config in settings.items()}}
         known = {"scale": scale, "compiled": compiled, "ring": split.ring}
         of_group = profile if split.ring == 1 else None
         progress.report(f"scale {scale:g}: measuring {', '.join(variants)}")
@@ -101,8 +104,8 @@ def measure(
     return {**host.header(), **ranks, "shape": sizes, "rates": dict(cluster.rates), "rows": rows}
 
 
-def _settled(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
-    """Run steps until nothing is tried any more; return whether all of them had the bits that are expected."""
+def _warm_up(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
+    """Run steps until schedule trials have ended; return whether all outputs were bit-identical to `expected`."""
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(tried.run(step), expected)
@@ -115,17 +118,17 @@ def _compare(
     variants: dict[str, Variant], profile: Profile | None, step: Step, repeats: int, exact_bytes: Sequence[int]
 ) -> list[dict[str, Any]]:
     expected = variants["stock"].run(step)
-    equal = {mode: _settled(step, each, expected) for mode, each in variants.items()}
+    equal = {mode: _warm_up(step, each, expected) for mode, each in variants.items()}
     runs = {mode: lambda each=each: each.run(step) for mode, each in variants.items()}
     # Keyframes are timed as the first step of a run, which drops all references.
-    first = {mode: lambda each=each: each.run(step, keyframe=True) for mode, each in variants.items() if each.runtime}
-    # A machine changes its pace: what computation takes is of the same minutes.
-    times = time_interleaved({**runs, "alone": without_sending(step)}, repeats, _CPU)
+    first = {mode: lambda each=each: each.run(step, first=True) for mode, each in variants.items() if each.runtime}
+    # Computation is timed in the same rounds, since the speed of a machine drifts.
+    times = time_interleaved({**runs, "alone": without_communication(step)}, repeats, _CPU)
     alone = median(times.pop("alone"))
     keyframes = {**times, **(time_interleaved(first, repeats, _CPU) if first else {})}
     for each in variants.values():
         each.session.traffic.timed = True
-    time_interleaved(runs, TIMED_STEPS, _CPU)  # timing costs time, so that these steps are not timed themselves
+    time_interleaved(runs, TIMED_STEPS, _CPU)  # separate steps: timing the collectives costs time
     rows = []
     for mode, each in variants.items():
         each.session.traffic.timed = False
@@ -141,7 +144,7 @@ def _compare(
                 "step_seconds": seconds,
                 "alone_seconds": alone,
                 "speedup": median(a / b for a, b in zip(times["stock"], seconds, strict=True)),
-                "a2a_seconds": a2a or None,  # stock's in a graph are not seen
+                "a2a_seconds": a2a or None,  # stock's collectives in a compiled graph are not visible
                 "hidden_share": min(1.0, hidden / a2a) if a2a else None,
                 "bit_equal": equal[mode],
                 "bytes_slow_fraction": each.bytes_slow_fraction,
@@ -158,21 +161,24 @@ def _compare(
 
 
 def _bound(exact_bytes: Sequence[int], profile: Profile | None, each: Variant, alone: float) -> float | None:
-    """Seconds of a step if calls and coding cost nothing: the longer of computation and the busiest link, or where
-    something is coded, computation and then what is left of its bytes. None where a ring is sent along too."""
+    """Return a lower bound of the step time without launch and codec overhead, in seconds.
+
+    Exact modes: the longer of computation and the busiest link. Lossy modes: computation plus the compressed transfer.
+    None with a ring, whose transfers are not modelled.
+    """
     if profile is None:
         return None
-    moving = sum(planner.lower_bound_seconds(profile, size) for size in exact_bytes)
-    return alone + each.bytes_slow_fraction * moving if each.runtime else max(alone, moving)
+    transfer = sum(planner.lower_bound_seconds(profile, size) for size in exact_bytes)
+    return alone + each.bytes_slow_fraction * transfer if each.runtime else max(alone, transfer)
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print a table: one row per scale and mode."""
+    """Print a table of one row per scale and mode."""
     from rich.console import Console
     from rich.table import Table
 
     table, left = Table(box=None), ("mode", "bits", "schedules", "plans")
-    columns = ("scale", "share", "mode", "step", "speedup", "bound", "a2a ms", "hidden", "bytes", *left[1:])
+    columns = ("scale", "comm share", "mode", "step time", "speedup", "bound", "a2a ms", "hidden", "bytes", *left[1:])
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     stock: list[float] = []

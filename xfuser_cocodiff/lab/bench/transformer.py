@@ -1,4 +1,4 @@
-"""The FLUX transformer that `bench model` takes steps of: its sizes, and a step on inputs of its own."""
+"""The FLUX transformer of `bench model`: its sizes, and a denoising step on generated inputs."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 Step = Callable[..., torch.Tensor]
-"""Given its place in a run, from 0 to 1, what the transformer makes of the latents there."""
+"""A denoising step: takes the position in the run, 0 to 1, and returns the transformer's output."""
 SHAPES = {
     "high-resolution": {"tokens": 4096, "heads": 32, "head": 16, "depth": 3},
     "low-resolution": {"tokens": 1024, "heads": 16, "head": 32, "depth": 6},
 }
-"""At the first, attention is more than half of the computation, as at the paper's 2304 pixels; at the second, 15 %."""
+"""Attention is more than half of the computation at high resolution (as at the paper's 2304 px), and 15 % at low."""
 _TEXT_TOKENS, _TEXT_WIDTH = 64, 64
 
 
@@ -36,25 +36,27 @@ class Shape:
             ValueError: an unknown name.
         """
         if name not in SHAPES:
-            raise ValueError(f"--shape {name!r} is not known; valid are {', '.join(SHAPES)}")
-        usual = SHAPES[name]
-        heads, tokens = (math.ceil(usual[part] / ranks) * ranks for part in ("heads", "tokens"))
-        return cls(heads * usual["head"], usual["depth"], tokens, heads)
+            raise ValueError(f"--shape {name!r} is not valid; valid are {', '.join(SHAPES)}")
+        sizes = SHAPES[name]
+        heads, tokens = (math.ceil(sizes[part] / ranks) * ranks for part in ("heads", "tokens"))
+        return cls(heads * sizes["head"], sizes["depth"], tokens, heads)
 
     def message_bytes(self, ranks: int) -> list[int]:
-        """Of each exchange of a step, what a rank holds before it: Q, K and V of a layer in one, and O."""
+        """Return the bytes per rank of each all-to-all of a step: Q, K and V of a layer together, then O."""
         tokens = (self.tokens + text_tokens(ranks)) // ranks
         return [tensors * tokens * self.width * torch.float32.itemsize for tensors in (3, 1)] * self.depth
 
 
 def text_tokens(ranks: int) -> int:
-    """So many that they divide."""
+    """Return the number of text tokens, rounded up to a multiple of the ranks."""
     return math.ceil(_TEXT_TOKENS / ranks) * ranks
 
 
 def step(shape: Shape, compiled: bool = False) -> Step:
-    """One denoising step: what a call of the transformer does, on inputs that are the same on every rank. From step to
-    step they change as a run's latents and times do: from noise to something else on a straight line."""
+    """Return a denoising step on inputs that are equal on every rank.
+
+    Over a run the latents move on a straight line from noise to a fixed target, as in flow matching.
+    """
     text = text_tokens(dist.get_world_size())
     bare_runtime.init_runtime_state(shape.heads, text)
     bare_runtime.count_stock_traffic()
@@ -62,19 +64,19 @@ def step(shape: Shape, compiled: bool = False) -> Step:
     if compiled:
         model = bare_runtime.compile_transformer(model)
     side = math.ceil(math.sqrt(shape.tokens))
-    places = torch.stack([torch.zeros(side * side), *torch.cartesian_prod(*[torch.arange(side)] * 2).T], -1)
+    positions = torch.stack([torch.zeros(side * side), *torch.cartesian_prod(*[torch.arange(side)] * 2).T], -1)
     generator = torch.Generator().manual_seed(1)
-    noise, picture = (torch.randn(1, shape.tokens, 64, generator=generator) for _ in range(2))
+    noise, target = (torch.randn(1, shape.tokens, 64, generator=generator) for _ in range(2))
     inputs = {
         "encoder_hidden_states": torch.randn(1, text, _TEXT_WIDTH, generator=generator),
         "pooled_projections": torch.randn(1, _TEXT_WIDTH, generator=generator),
-        "img_ids": places[: shape.tokens].float(),
+        "img_ids": positions[: shape.tokens].float(),
         "txt_ids": torch.zeros(text, 3),
     }
 
     @torch.inference_mode()
     def call(position: float = 0.5) -> torch.Tensor:
-        latents = torch.lerp(noise, picture, position)
+        latents = torch.lerp(noise, target, position)
         return model(hidden_states=latents, timestep=torch.tensor([1 - position]), **inputs, return_dict=False)[0]
 
     return call

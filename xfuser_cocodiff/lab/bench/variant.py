@@ -1,4 +1,4 @@
-"""The variants that `bench model` compares: stock, and modes of the plugin, each within a run of its own."""
+"""The variants that `bench model` compares: stock and modes of the plugin, each with its own run state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,54 +19,54 @@ from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
 
 _RUN_STEPS = 50
-"""Of the runs that modes with a schedule are judged by."""
+"""Number of steps of the run that lossy modes are timed in."""
 _OPTIONS = {"v_first", "head_groups", "schedule", "slow_axes"}
 _GOLDEN = 0.618
-"""Steps this share of a run apart cover it evenly, however many there are."""
+"""Golden-ratio stride: positions this fraction of a run apart cover it evenly, for any number of them."""
 
 
 @dataclass
 class Variant:
-    """Stock, or a mode of the plugin."""
+    """Stock or a mode of the plugin."""
 
     session: Session = field(default_factory=Session)
-    """Stock's when not given."""
+    """The plugin's state; an inactive session for stock."""
     plans: dict[str, None] = field(default_factory=dict)
-    """Plans of the latest step's all-to-alls."""
+    """Plans of the last step's all-to-alls."""
     a2a_seconds: list[float] = field(default_factory=list)
-    """Of each step so far."""
+    """All-to-all time of each step so far."""
     hidden_seconds: list[float] = field(default_factory=list)
-    """Of these, those behind which the rank computed."""
+    """Hidden communication of each step so far: all-to-all time during which the rank computed."""
     done: int = 0
-    """Steps so far."""
+    """Number of steps so far."""
 
     @property
     def runtime(self) -> CodecRuntime | None:
-        """What codecs know of the run that its steps make."""
+        """Compression state; None if nothing is compressed."""
         return self.session.runtime
 
-    def run(self, step: Step, keyframe: bool = False) -> torch.Tensor:
-        """Run a step; if `keyframe`, the first one of a run."""
+    def run(self, step: Step, first: bool = False) -> torch.Tensor:
+        """Run a denoising step: the first one of a new run if `first`, else the next position of the current run."""
         bare_runtime.use_session(self.session)
         self.plans.clear()
         self.session.traffic.reset()
         if self.runtime:
-            self._begin() if keyframe else self._go_on()
+            self._begin_run() if first else self._advance()
         result = step(self.position)
         self.session.runs.end_step()
         self.a2a_seconds.append(sum(self.session.traffic.seconds.values()))
         self.hidden_seconds.append(self.session.traffic.hidden_seconds)
         return result
 
-    def _begin(self) -> None:
-        """Stand at the first step of a new run."""
+    def _begin_run(self) -> None:
+        """Move to the first step of a new run."""
         self.session.runs.begin(_RUN_STEPS)
         self.runtime.step, self.done = 0, 1
 
-    def _go_on(self) -> None:
-        """Stand at another step of a run: first at those that refresh, then all over the others."""
+    def _advance(self) -> None:
+        """Move to another step of the run: first through its keyframes, then evenly over all other steps."""
         if self.done == 0:
-            self._begin()
+            self._begin_run()
             return
         encoded = [step for step in range(_RUN_STEPS - 1) if not self.runtime.schedule.is_keyframe_step(step)] or [0]
         past = self.done - encoded[0]
@@ -75,28 +75,34 @@ class Variant:
 
     @property
     def position(self) -> float:
-        """Where in a run it stands, from 0 to 1; somewhere in the middle where nothing depends on it."""
+        """Position in the run, 0 to 1; 0.5 if nothing depends on it."""
         return self.runtime.step / _RUN_STEPS if self.runtime else 0.5
 
     @property
     def refresh_share(self) -> float:
-        """Of the steps of a run."""
+        """Fraction of a run's steps that are keyframes."""
         if self.runtime is None:
             return 0.0
         return sum(map(self.runtime.schedule.is_keyframe_step, range(_RUN_STEPS))) / _RUN_STEPS
 
     @property
     def bytes_slow_fraction(self) -> float:
-        """Of what a run would send on slow axes without codecs."""
+        """Bytes that a run sends on slow axes, relative to sending them exactly."""
         refreshed, encoded = (
-            _sent_share([one for one in self.runtime.reports if one.was_keyframe == refreshed] if self.runtime else [])
+            _sent_fraction(
+                [one for one in self.runtime.reports if one.was_keyframe == refreshed] if self.runtime else []
+            )
             for refreshed in (True, False)
         )
         return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
 
 
-def settings_of(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDiffConfig:
-    """Settings of a mode in the notation of the command line, where a semicolon stands for a comma inside a value."""
+def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDiffConfig:
+    """Parse a mode in the notation of `--mode`, in which a semicolon stands for a comma inside a value.
+
+    Raises:
+        ValueError: the mode or one of its options is not valid.
+    """
     main, *fixed = mode.split("@")
     name, _, plan = main.partition("/")
     options = dict(option.partition("=")[::2] for option in fixed)
@@ -110,8 +116,8 @@ def settings_of(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoD
         raise ValueError(f"--mode {mode!r}: {error}") from None
 
 
-def over(config: CocoDiffConfig, profile: Profile) -> Variant:
-    """Return a variant of the plugin, which notes its plans."""
+def of_mode(config: CocoDiffConfig, profile: Profile) -> Variant:
+    """Return a variant of the plugin that records the plans it uses."""
     group, around = bare_runtime.process_groups()
     if around.size() > 1:
         config = replace(config, ring_profile=profile.restrict_to(config.ring_topology))
@@ -120,17 +126,17 @@ def over(config: CocoDiffConfig, profile: Profile) -> Variant:
     session = startup.create_session(group, config, known, around=around if around.size() > 1 else None)
     choose, plans = session.mesh.policy.choose, dict[str, None]()
 
-    def noted(message_bytes: int) -> Plan:
+    def choose_and_record(message_bytes: int) -> Plan:
         plan = choose(message_bytes)
         plans[str(plan)] = None
         return plan
 
-    session.mesh = replace(session.mesh, policy=replace(session.mesh.policy, choose=noted))
+    session.mesh = replace(session.mesh, policy=replace(session.mesh.policy, choose=choose_and_record))
     return Variant(session, plans)
 
 
-def without_sending(step: Step) -> Callable[[], object]:
-    """Return a step of stock without communication, on all ranks at once."""
+def without_communication(step: Step) -> Callable[[], object]:
+    """Return stock's step with all communication replaced by local copies."""
     stock = Variant()
 
     def run() -> None:
@@ -140,7 +146,7 @@ def without_sending(step: Step) -> Callable[[], object]:
     return run
 
 
-def _sent_share(reports: Sequence[StepReport]) -> float:
-    """Of what would be sent without codecs; all of it where nothing is known."""
+def _sent_fraction(reports: Sequence[StepReport]) -> float:
+    """Return sent bytes relative to exact ones; 1 without reports."""
     exact = sum(report.exact_bytes for report in reports)
     return sum(report.sent_bytes for report in reports) / exact if exact else 1.0
