@@ -205,5 +205,5 @@ sys.exit(cluster.main(sys.argv[1:]))
     launcher = ordinary([PYTHON, "-c", program, *LAUNCHER[3:], "--", "echo", "ran"])
     output, error = launcher.communicate(timeout=DEADLINE)
     assert (launcher.returncode, output) == (2, "")
-    assert error.endswith("user namespaces, which are not permitted here: [Errno 1] mount: no\n")
+    assert error.endswith("and neither is permitted here: [Errno 1] mount: no\n")
     assert error.count("\n") == 1
