@@ -16,7 +16,7 @@ from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.xdit.attention import ring_attention
+from xfuser_cocodiff.xdit.attention import attention_kernels
 from xfuser_cocodiff.xdit.session.session import active, all_reduce
 
 PLACEMENTS = ("outer", "inner")
@@ -86,7 +86,7 @@ def test_attention_in_a_ring(placement: str) -> None:
 
 def attend_beside(rank: int, placement: str) -> tuple[list[int], list[int]]:
     """As on an XPU whose PyTorch has no flash attention for it."""
-    ring_attention.attention_for = lambda device_type: ring_attention.fused
+    attention_kernels.kernel_for = lambda device_type: attention_kernels.sdpa_with_lse
     return attend(rank, placement)
 
 
@@ -100,7 +100,7 @@ def test_a_log_sum_exp_beside_attention(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.dtype | None
 ) -> None:
     """Against flash attention's for CPUs, and against the definition."""
-    monkeypatch.setattr(ring_attention, "SCORES", 2 * 3 * 17 * 5)  # five queries at a time
+    monkeypatch.setattr(attention_kernels, "MAX_SCORES", 2 * 3 * 17 * 5)  # five queries at a time
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 16, generator=generator).to(dtype) for size in (23, 17, 17))
     given = None
@@ -108,8 +108,8 @@ def test_a_log_sum_exp_beside_attention(
         given = torch.rand(2, 1, 23, 17, generator=generator)
         given = given < 0.7 if mask is torch.bool else given.to(dtype)
     options = {"attn_mask": given}
-    output, found = ring_attention.fused(query, key, value, 0.0, False, options)
-    other, expected = ring_attention.flash(query, key, value, 0.0, False, options)
+    output, found = attention_kernels.sdpa_with_lse(query, key, value, 0.0, False, options)
+    other, expected = attention_kernels.flash_attention(query, key, value, 0.0, False, options)
     tolerance, lse_tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-2, 1e-3)
     assert torch.allclose(output.float(), other.float(), atol=tolerance)
     assert torch.allclose(found, expected, atol=lse_tolerance)
@@ -122,10 +122,10 @@ def test_a_log_sum_exp_beside_attention(
 
 
 def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ring_attention.attention_for("cpu") is ring_attention.flash
-    for has_flash, expected in ((False, ring_attention.fused), (True, None)):
+    assert attention_kernels.kernel_for("cpu") is attention_kernels.flash_attention
+    for has_flash, expected in ((False, attention_kernels.sdpa_with_lse), (True, None)):
         monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
-        assert ring_attention.attention_for("xpu") is expected
+        assert attention_kernels.kernel_for("xpu") is expected
 
 
 def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tuple[list[int], str]:
@@ -350,4 +350,4 @@ def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> No
     """A CUDA build of PyTorch has cuDNN on a machine without a GPU too."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
-    assert ring_attention._returning_lse_in_a_ring(lambda *_: None)(state).name == "SDPA"
+    assert attention_kernels._select_with_lse(lambda *_: None)(state).name == "SDPA"

@@ -1,5 +1,6 @@
-"""The sites of xDiT where Q, K, V and O travel, and outputs come together, over the plugin's exchanges.
-Input: what xDiT's USP and its exchanges are given.
+"""Patches of xDiT's attention: its all-to-alls, USP, all-gather and long-context attention.
+Input: Q, K and V as xDiT's functions take them.
+Output: the results of these functions, computed over the plugin's collectives.
 Public: `usp.patches`, `patch_points.patches`, `output_gather.patches`, `long_context.patches`,
-`ring_attention.patches`.
+`attention_kernels.patches`.
 """

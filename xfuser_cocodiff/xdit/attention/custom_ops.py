@@ -1,9 +1,9 @@
-"""The exchanges of an attention layer as operators, of which a compiled graph is made.
+"""All-to-alls of attention as custom operators for compiled graphs.
 
-A graph calls them when it runs: there they are the exchanges of eager mode, with their plans, trials, codecs and
-accounts. Their effects, and a ticket that leads from one to the next, keep them in one order, which all ranks share: so
-one call is under way at a time. Tensors that an operator is given once more have to live until they are sent, and tell
-it of what shape the answer is.
+When a graph runs, the operators do what eager mode does, with plans, schedules, codecs and statistics. Ordered effects
+and a ticket, a tensor that each operator passes to the next, keep them in one order, the same on all ranks, so that one
+attention call is in flight at a time. An operator takes tensors that were sent before once more, to keep them alive
+until then and to tell the shape of its result.
 
 Sizes in shapes: P ranks, B batch, H heads, S sequence, D head dim.
 """
@@ -19,14 +19,14 @@ from xfuser_cocodiff.engine.attention.ulysses import Attend, AttentionAllToAlls,
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
-from xfuser_cocodiff.xdit.attention.tracing import path
+from xfuser_cocodiff.xdit.attention.tracing import traced_path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, active
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
-"""A CUDA graph would repeat what they did at one step."""
+"""Operators stay out of CUDA graphs, which would repeat the messages of one step."""
 
 
 def attention(
@@ -36,32 +36,32 @@ def attention(
     attend: Attend,
     num_ranks: int,
 ) -> torch.Tensor:
-    """Bring Q, K and V to the heads of this rank, attend, and bring O back, in a graph.
+    """Compute Ulysses attention in a compiled graph.
 
     Args:
         query: shape (B, H, S/P, D).
-        key: the same, perhaps with fewer heads.
+        key: as `query`, possibly with fewer heads.
         value: as `key`.
-        attend: what attention is.
-        num_ranks: P.
+        attend: attention of a head group.
+        num_ranks: number of ranks P.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    called = torch.ops.cocodiff
-    ticket = called.send_value(value, path())
-    ticket = called.send_query_key(ticket, query, key, value)
-    q, k, v = called.receive_heads(ticket, query, key, value, num_ranks)
+    ops = torch.ops.cocodiff
+    ticket = ops.send_value(value, traced_path())
+    ticket = ops.send_query_key(ticket, query, key, value)
+    q, k, v = ops.receive_heads(ticket, query, key, value, num_ranks)
     output = attend(q, k, v, ALL_HEADS)
-    ticket = called.send_output(ticket, output)
-    return called.receive_sequence(ticket, output, num_ranks)
+    ticket = ops.send_output(ticket, output)
+    return ops.receive_sequence(ticket, output, num_ranks)
 
 
-# What they do when a graph runs.
+# Implementations, which run when a graph runs.
 
 
 def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
-    """V of a layer is there. Where that is to go first it is sent now, else with Q and K: the graph is the same."""
+    """Start the all-to-all of V if the schedule sends V first; otherwise it follows with Q and K, in the same graph."""
     session = active()
     session.select_kernels()
     if (session.overlap.head_groups or 1) > 1:
@@ -69,16 +69,16 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     layer = session.layers.traced_layer(path)
     signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
     schedule = signature.candidates.schedule if signature and signature.candidates else OverlapSchedule()
-    exchanges = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
-    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, exchanges=exchanges))
+    all_to_alls = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
+    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, exchanges=all_to_alls))
     if schedule.v_first:
-        exchanges.layer_codecs = session.layer_codecs(layer, signature.sizes)
-        exchanges.start_value(value)
-    return _a_ticket()
+        all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes)
+        all_to_alls.start_value(value)
+    return _new_ticket()
 
 
 def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Q and K are there too."""
+    """Start the all-to-all of Q and K, and of V if it has not been sent."""
     session = active()
     call, sizes = session.traced_call, LayerSizes.of(query, key, value)
     if call.signature:
@@ -87,7 +87,7 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
             choose_schedules(call.signature, session, query, key, value)
     call.exchanges.layer_codecs = session.layer_codecs(call.layer, sizes)
     call.exchanges.start_inputs(query, key, value)
-    return _a_ticket()
+    return _new_ticket()
 
 
 def _receive_heads(
@@ -102,17 +102,17 @@ def _receive_heads(
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     active().traced_call.exchanges.start_output(output, 0)
-    return _a_ticket()
+    return _new_ticket()
 
 
 def _receive_sequence(ticket: torch.Tensor, output: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return active().end_traced_call()
 
 
-# What Dynamo is told of them.
+# Fake implementations, which Dynamo traces for shapes.
 
 
-def _a_ticket(*_: Any) -> torch.Tensor:
+def _new_ticket(*_: Any) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
@@ -123,7 +123,7 @@ def _heads_like(
     value: torch.Tensor,
     num_ranks: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors (B, H/P, S, D) for those (B, H, S/P, D)."""
+    """Return tensors (B, H/P, S, D) for Q, K and V (B, H, S/P, D)."""
     sizes = ((each, *each.shape) for each in (query, key, value))
     return tuple(
         each.new_empty(batch, heads // num_ranks, tokens * num_ranks, head_dim)
@@ -139,14 +139,14 @@ def _define(schema: str, run: Callable, fake: Callable) -> None:
     _register_effectful_op(getattr(torch.ops.cocodiff, name).default, _EffectType.ORDERED)
 
 
-_define("send_value(Tensor value, str path) -> Tensor", _send_value, _a_ticket)
-_define("send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value) -> Tensor", _send_query_key, _a_ticket)
+_define("send_value(Tensor value, str path) -> Tensor", _send_value, _new_ticket)
+_define("send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value) -> Tensor", _send_query_key, _new_ticket)
 _define(
     "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks) -> (Tensor, Tensor, Tensor)",
     _receive_heads,
     _heads_like,
 )
-_define("send_output(Tensor ticket, Tensor output) -> Tensor", _send_output, _a_ticket)
+_define("send_output(Tensor ticket, Tensor output) -> Tensor", _send_output, _new_ticket)
 _define(
     "receive_sequence(Tensor ticket, Tensor output, int num_ranks) -> Tensor",
     _receive_sequence,

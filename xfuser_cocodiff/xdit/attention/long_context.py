@@ -1,4 +1,7 @@
-"""xDiT's long-context attention, which is built on yunchang (StepVideo, Sana): as USP, with V first and codecs."""
+"""Patches of xDiT's long-context attention, built on yunchang (StepVideo, Sana): V-First and codecs, as in USP.
+
+Sizes in shapes: B batch, S sequence, H heads, D head dim.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,55 +14,57 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
-from xfuser_cocodiff.xdit.attention.patch_points import fits
+from xfuser_cocodiff.xdit.attention.patch_points import is_supported
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 _MODULE = "xfuser.core.long_ctx_attention.hybrid.attn_layer"
 _TO_HEADS = 2, 1
-"""Dims of (B, S, H, D) that its first exchange scatters and gathers."""
+"""Dims of (B, S, H, D) that its first all-to-all scatters and gathers."""
 _HEADS = _TO_HEADS[0]
-_TEXTS = ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value")
+_JOINT = ("joint_tensor_query", "joint_tensor_key", "joint_tensor_value")
 
 
 def patches() -> list[Patch]:
-    """Rows that put the exchange, and the attention around it, in place."""
-    exchange = _Exchange()
+    """Return the patches of the all-to-all, and of the attention around it."""
+    all_to_all = _AllToAll()
     return [
         Patch(
             "yunchang.comm.all_to_all",
             "all_to_all_4D",
-            "xDiT's long-context attention (StepVideo, Sana)",
-            exchange.in_place_of,
+            "all-to-all of long-context attention (StepVideo, Sana)",
+            all_to_all.replace,
             ("input", "scatter_idx", "gather_idx", "group", "use_sync"),
         ),
         *(
-            Patch(_MODULE, f"{name}.forward", "V goes first, and codecs know the layer", around)
-            for name, around in (
-                ("xFuserLongContextAttention", exchange.around),
-                ("xFuserSanaLinearLongContextAttention", functools.partial(exchange.around, is_flat=True)),
+            Patch(_MODULE, f"{name}.forward", "V-First, and codecs by layer", replace)
+            for name, replace in (
+                ("xFuserLongContextAttention", all_to_all.replace_forward),
+                ("xFuserSanaLinearLongContextAttention", functools.partial(all_to_all.replace_forward, is_flat=True)),
             )
         ),
     ]
 
 
-class _Exchange:
-    """Yunchang's exchange, which a forward of the attention calls for Q, K, V and O. Where the plugin moves these
-    around the forward, there is nothing left to move in it."""
+class _AllToAll:
+    """All-to-all of yunchang, which the forward of the attention calls for Q, K, V and O.
+
+    While the plugin runs the all-to-alls around a forward, the calls inside of it return their input.
+    """
 
     def __init__(self) -> None:
-        self._is_done = False
+        self._is_disabled = False
 
     @contextmanager
-    def _done(self) -> Iterator[None]:
-        before, self._is_done = self._is_done, True
+    def _disabled(self) -> Iterator[None]:
+        before, self._is_disabled = self._is_disabled, True
         try:
             yield
         finally:
-            self._is_done = before
+            self._is_disabled = before
 
-    def in_place_of(self, original: Callable) -> Callable:
-        """The exchange of one tensor."""
+    def replace(self, original: Callable) -> Callable:
+        """Return the replacement of yunchang's all-to-all of one tensor."""
 
         @functools.wraps(original)
         def all_to_all_4D(  # noqa: N802 (yunchang's name)
@@ -69,24 +74,24 @@ class _Exchange:
             group: dist.ProcessGroup | None = None,
             use_sync: bool = False,
         ) -> torch.Tensor:
-            if self._is_done:
+            if self._is_disabled:
                 return input
             mesh = active().mesh if _is_ulysses(group) else None
-            if {scatter_idx, gather_idx} != {1, 2} or use_sync or not fits((input,), scatter_idx, mesh):
+            if {scatter_idx, gather_idx} != {1, 2} or use_sync or not is_supported((input,), scatter_idx, mesh):
                 return original(input, scatter_idx, gather_idx, group, use_sync)
             return reshard([input], scatter_idx, gather_idx, mesh)[0]
 
         return all_to_all_4D
 
-    def around(self, original: Callable, is_flat: bool = False) -> Callable:
-        """The attention of a layer.
+    def replace_forward(self, original: Callable, is_flat: bool = False) -> Callable:
+        """Return the replacement of a forward of the attention.
 
         Args:
-            original: its forward.
-            is_flat: whether that returns (B, S, H * D), rather than (B, S, H, D).
+            original: forward of the attention.
+            is_flat: whether it returns (B, S, H * D), rather than (B, S, H, D).
         """
 
-        # Without what torch.compile has noted of it: PyTorch 2.8 would find its way to the original by that.
+        # Without the attributes that torch.compile sets: PyTorch 2.8 would find the original by them.
         @functools.wraps(original, updated=())
         def forward(
             module: Any,
@@ -97,31 +102,31 @@ class _Exchange:
             **options: Any,
         ) -> torch.Tensor:
             session = active()
-            if torch.compiler.is_compiling() or not _is_ours(module, query, key, value, session):
+            if torch.compiler.is_compiling() or not _is_call_supported(module, query, key, value, session):
                 return original(module, attn, query, key, value, **options)
-            heads, degree, as_given = query.shape[_HEADS], session.mesh.topology.size, value.transpose(1, 2)
+            heads, degree, original_value = query.shape[_HEADS], session.mesh.topology.size, value.transpose(1, 2)
             query, key, value = (pad_heads(tensor, degree, _HEADS) for tensor in (query, key, value))
             options |= {
                 name: pad_heads(text, degree, _HEADS)
                 for name, text in options.items()
-                if name in _TEXTS and text is not None
+                if name in _JOINT and text is not None
             }
             if (joint := options.get("joint_tensor_query")) is not None:
                 query = torch.cat([query, joint] if options["joint_strategy"] == "rear" else [joint, query], 1)
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
 
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: HeadGroup) -> torch.Tensor:
-                at_heads = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
-                if joint is not None:  # K and V are still to be joined
-                    options["joint_tensor_query"] = at_heads[0][:, :0]
-                with self._done():
-                    attended = original(module, attn, *at_heads, **options)
+                head_sharded = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+                if joint is not None:  # the joint Q is in Q already, joint K and V are not
+                    options["joint_tensor_query"] = head_sharded[0][:, :0]
+                with self._disabled():
+                    attended = original(module, attn, *head_sharded, **options)
                 if is_flat:
                     attended = attended.unflatten(-1, (q.shape[1], -1))
                 return attended.transpose(1, 2)
 
-            under_way = early_value(as_given, session)
-            attended = scheduled_attention(query, key, value, lambda *_: attend, under_way, session).transpose(1, 2)
+            in_flight = early_value(original_value, session)
+            attended = scheduled_attention(query, key, value, lambda *_: attend, in_flight, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 
@@ -135,8 +140,10 @@ def _is_ulysses(group: dist.ProcessGroup | None) -> bool:
     return group is PROCESS_GROUP.ULYSSES_PG
 
 
-def _is_ours(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, session: Session) -> bool:
-    """Whether this call is one that is understood here; by what is the same on every rank."""
+def _is_call_supported(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, session: Session
+) -> bool:
+    """Return whether this module can compute the call, by values that are equal on every rank."""
     return (
         session.mesh is not None
         and _is_ulysses(module.ulysses_pg)

@@ -1,5 +1,7 @@
-"""The site of xDiT where what ranks have of a sequence comes together, such as the output of a transformer: each block
-crosses a slow link once, and not once for every rank behind it."""
+"""Patch of xDiT's all-gather over the ranks of a sequence, such as that of a transformer's output.
+
+Along the topology each block crosses a slow link once, rather than once for every rank behind it.
+"""
 
 import functools
 import math
@@ -17,27 +19,29 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def patches() -> list[Patch]:
-    """The row that puts the gather in place."""
+    """Return the patch of the all-gather."""
     return [
         Patch(
             "xfuser.core.distributed.group_coordinator",
             "GroupCoordinator.all_gather",
-            "tokens of all ranks",
-            _along_the_topology,
+            "all-gather of a sequence along the topology",
+            _with_topology,
             ("self", "input_", "dim", "separate_tensors"),
         ),
     ]
 
 
-def _along_the_topology(original: Callable) -> Callable:
+def _with_topology(original: Callable) -> Callable:
     @functools.wraps(original)
     def all_gather(
         self: Any, input_: torch.Tensor, dim: int = 0, separate_tensors: bool = False
     ) -> torch.Tensor | list[torch.Tensor]:
-        is_traced = torch.compiler.is_compiling()  # graphs have stock's
-        is_piecemeal = separate_tensors and dim != 0  # stock's tensors are pieces of several ranks' then
-        takes = not (is_traced or is_piecemeal) and _is_of_a_sequence(self) and dim in range(-input_.ndim, input_.ndim)
-        blocks = gather_along_topology(active(), input_, self.world_size) if takes else None
+        is_traced = torch.compiler.is_compiling()  # compiled graphs use stock's
+        mixes_ranks = separate_tensors and dim != 0  # each of stock's tensors then has pieces of several ranks
+        is_ours = (
+            not (is_traced or mixes_ranks) and _is_sequence_group(self) and dim in range(-input_.ndim, input_.ndim)
+        )
+        blocks = gather_along_topology(active(), input_, self.world_size) if is_ours else None
         if blocks is None:
             return original(self, input_, dim, separate_tensors)
         return list(blocks) if separate_tensors else torch.cat(list(blocks), dim)
@@ -45,30 +49,29 @@ def _along_the_topology(original: Callable) -> Callable:
     return all_gather
 
 
-def _is_of_a_sequence(group: object) -> bool:
-    """Whether a group of xDiT's is that of all ranks that share a sequence."""
+def _is_sequence_group(group: object) -> bool:
+    """Return whether a group of xDiT's is that of all ranks that share a sequence."""
     from xfuser.core.distributed import parallel_state
 
     return group is parallel_state._SP and not is_captured()
 
 
 def gather_along_topology(session: Session, block: torch.Tensor, ranks: int) -> torch.Tensor | None:
-    """What each of so many ranks has, which all of them must call for.
+    """Gather the blocks of all ranks along the topology. All of them must call this.
 
     Args:
-        session: its Ulysses group, and its ring, are those that are gathered along.
-        block: as large on every rank.
-        ranks: that share a sequence.
+        session: session whose Ulysses group and ring the ranks form.
+        block: block of this rank, of the same size on every rank.
+        ranks: number of ranks that share a sequence.
 
     Returns:
-        Shape (ranks, *block.shape), in their order; None where nothing is known of the links yet, or one collective is
-        the fastest way.
+        Shape (ranks, *block.shape), by rank; None if links are not measured yet, or one flat collective is fastest.
     """
-    every = (session.ring and session.ring.mesh, session.mesh)  # the outer one first
-    meshes = [mesh for mesh in every if mesh and mesh.topology.size > 1]
+    both = (session.ring and session.ring.mesh, session.mesh)  # outer one first
+    meshes = [mesh for mesh in both if mesh and mesh.topology.size > 1]
     if session.config and session.config.ring == INNER:
         meshes.reverse()
-    # Where a ring is xDiT's own, the plugin knows but a part of the ranks; and not every backend knows types of 8 bits.
+    # If the ring is xDiT's own, the plugin has a mesh of some ranks only. Not every backend supports 8-bit types.
     if not meshes or math.prod(mesh.topology.size for mesh in meshes) != ranks or block.element_size() == 1:
         return None
     plans, size = [], block.nbytes
@@ -79,12 +82,12 @@ def gather_along_topology(session: Session, block: torch.Tensor, ranks: int) -> 
         return None
     shape = block.shape
     for mesh, plan in zip(meshes, plans, strict=True):
-        block = _come(block, mesh, plan)
-    # Of two meshes, what has come along the inner one has come to be outermost.
+        block = _gather(block, mesh, plan)
+    # Of two meshes, the inner one was gathered last, and its dim is the outermost.
     return (block.transpose(0, 1) if len(meshes) > 1 else block).reshape(ranks, *shape)
 
 
-def _come(block: torch.Tensor, mesh: Mesh, plan: Plan) -> torch.Tensor:
-    """(ranks of the mesh, *block.shape). It is no all-to-all, of which accounts are kept."""
-    found = mesh.comm_stream.run(lambda: mesh.with_separate_traffic().all_gather(block, plan))
-    return found.reshape(mesh.topology.size, *block.shape)
+def _gather(block: torch.Tensor, mesh: Mesh, plan: Plan) -> torch.Tensor:
+    """Gather the blocks of a mesh, shape (ranks of the mesh, *block.shape), without statistics of all-to-alls."""
+    gathered = mesh.comm_stream.run(lambda: mesh.with_separate_traffic().all_gather(block, plan))
+    return gathered.reshape(mesh.topology.size, *block.shape)

@@ -1,4 +1,4 @@
-"""Schedules that the layers of a kind may run by: what the user has fixed, what changes no bit, what may be faster."""
+"""Choice of overlap schedules for the layers of a signature: set by the user, bit-identical, and possibly faster."""
 
 import torch
 
@@ -13,11 +13,11 @@ from xfuser_cocodiff.xdit.session.session import Session
 
 
 def usable_head_groups(session: Session, *heads: int) -> int:
-    """Return the number of head groups that the user wants, where whole tensors are sent that it divides, else 1.
+    """Return the number of head groups set by the user; 1 if the mode is lossy or it does not divide the heads.
 
     Args:
-        session: with the settings.
-        heads: of Q, K and V on a rank.
+        session: active session.
+        heads: numbers of heads of Q and of K and V on a rank.
     """
     groups = session.overlap.head_groups or 1
     if groups == 1:
@@ -35,29 +35,30 @@ def usable_head_groups(session: Session, *heads: int) -> int:
 
 
 class HeadGroupCheck:
-    """Attention that also finds out whether cutting its heads into groups changes a bit of it.
+    """Attention that also checks whether it is bit-identical in groups of heads.
 
     Args:
-        attend: the attention.
-        groups: their number.
+        attend: attention of a head group.
+        groups: number of head groups.
     """
 
     def __init__(self, attend: Attend, groups: int) -> None:
         self._attend, self._groups = attend, groups
         self.is_same = True
-        """Whether no bit changes, on this rank."""
+        """Whether it is bit-identical on this rank."""
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup
     ) -> torch.Tensor:
-        result = self._attend(query, key, value, ALL_HEADS)
+        output = self._attend(query, key, value, ALL_HEADS)
         if self._groups > 1:
-            parts = [HeadGroup(index, self._groups) for index in range(self._groups)]
-            cut = [
-                self._attend(part.of(query, HEADS), part.of(key, HEADS), part.of(value, HEADS), part) for part in parts
+            head_groups = [HeadGroup(index, self._groups) for index in range(self._groups)]
+            outputs = [
+                self._attend(group.of(query, HEADS), group.of(key, HEADS), group.of(value, HEADS), group)
+                for group in head_groups
             ]
-            self.is_same = torch.equal(torch.cat(cut, HEADS), result)
-        return result
+            self.is_same = torch.equal(torch.cat(outputs, HEADS), output)
+        return output
 
 
 def choose_schedules(
@@ -69,26 +70,26 @@ def choose_schedules(
     groups: int = 1,
     is_same: bool = True,
 ) -> None:
-    """Settle by which schedules a kind of layer may run. All ranks that share a sequence call this.
+    """Set the candidate schedules of a layer signature. All ranks that share a sequence must call this.
 
     Args:
-        kind: of layer, whose V may be able to go first.
-        session: whose ranks agree.
-        query: Q of a call, as it is sent; its size counts.
-        key: K.
-        value: V.
-        groups: of heads.
-        is_same: whether that many groups change no bit on this rank.
+        signature: layer signature.
+        session: active session.
+        query: Q of a call as it is sent; only its size matters.
+        key: K, likewise.
+        value: V, likewise.
+        groups: number of head groups.
+        is_same: whether attention in that many groups is bit-identical on this rank.
     """
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     whole = query.nbytes + key.nbytes + value.nbytes
-    pays = fixed is None and signature.ready and policy.sends_early(value.nbytes, whole)
+    pays_off = fixed is None and signature.ready and policy.sends_early(value.nbytes, whole)
     has_mlp = signature.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
-    sizes = [value.nbytes, query.nbytes + key.nbytes] if pays else [whole]
+    sizes = [value.nbytes, query.nbytes + key.nbytes] if pays_off else [whole]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
-    # Links differ from one Ulysses group of a ring to another, and the MLP's hooks from rank to rank.
-    answers = session.all_reduce([float(each) for each in (pays, has_mlp, is_flat, is_same)], "min")
-    pays, has_mlp, is_flat, is_same = map(bool, answers)
+    # Links differ between the Ulysses groups of a ring, and hooks of the MLP between ranks.
+    answers = session.all_reduce([float(each) for each in (pays_off, has_mlp, is_flat, is_same)], "min")
+    pays_off, has_mlp, is_flat, is_same = map(bool, answers)
     if not is_same:
         signature.unequal = (groups,)
         warn_once(
@@ -96,10 +97,10 @@ def choose_schedules(
             "leave it out"
         )
         groups = 1
-    known = session.cached_schedule(signature)
-    ours = OverlapSchedule(signature.ready if fixed else pays, groups, has_mlp)
-    stocks = OverlapSchedule(groups=groups, flat=session.runtime is None and not is_flat)
-    if known:
-        signature.candidates = ScheduleCandidates([known])
+    cached = session.cached_schedule(signature)
+    overlapped = OverlapSchedule(signature.ready if fixed else pays_off, groups, has_mlp)
+    sequential = OverlapSchedule(groups=groups, flat=session.runtime is None and not is_flat)
+    if cached:
+        signature.candidates = ScheduleCandidates([cached])
     else:
-        signature.candidates = ScheduleCandidates([stocks, ours] if fixed is None else [ours])
+        signature.candidates = ScheduleCandidates([sequential, overlapped] if fixed is None else [overlapped])

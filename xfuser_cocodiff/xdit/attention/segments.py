@@ -1,6 +1,6 @@
-"""Where text and image lie in the tokens of an attention layer, by what its transformer was given.
+"""Text and image segments among the tokens of an attention layer, by the arguments of its transformer.
 
-Ranks of a Ulysses group have their share of each, one behind the other. One rank that stands for many sees both whole.
+A rank of a Ulysses group holds a part of each segment. One rank with virtual ranks holds both whole.
 """
 
 import math
@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 _IMAGE_FIRST = ("SD3", "HunyuanVideo", "ZImage", "LingBot")
-"""Beginnings of the names of transformers that put the image before the text; with the others it is the other way
-round."""
+"""Prefixes of the names of transformers that put the image before the text; the others put the text first."""
 
 
 def segments(transformer: nn.Module, shapes: Mapping[str, torch.Size], tokens: int) -> list[int]:
-    """Tokens of each segment, in their order.
+    """Return the number of tokens of each segment, in their order.
 
     Args:
-        transformer: as diffusers has it, or in xDiT's wrapper.
-        shapes: of what it was called with, by name.
-        tokens: of the attention layer.
+        transformer: transformer of diffusers, or xDiT's wrapper of it.
+        shapes: shapes of its arguments by name.
+        tokens: number of tokens of the attention layer.
     """
     text, image = shapes.get("encoder_hidden_states"), shapes.get("hidden_states")
     if text is None or image is None or len(text) != 3 or tokens - text[1] not in _image_tokens(transformer, image):
@@ -31,7 +30,12 @@ def segments(transformer: nn.Module, shapes: Mapping[str, torch.Size], tokens: i
 
 
 def _image_tokens(transformer: nn.Module, image: torch.Size) -> set[int]:
-    """How many tokens an image (B, N, C), (B, C, H, W) or a video (B, C, F, H, W) or (B, F, C, H, W) may come to."""
+    """Return the possible numbers of tokens of an image or video.
+
+    Args:
+        transformer: transformer, whose config has the patch size.
+        image: shape (B, N, C) or (B, C, H, W) of an image, (B, C, F, H, W) or (B, F, C, H, W) of a video.
+    """
     if len(image) == 3:
         return {image[1]}
     config = getattr(transformer, "config", None)

@@ -1,24 +1,23 @@
-"""Where in a model a graph is being traced."""
+"""Path of the module that Dynamo is tracing."""
 
 import re
 
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)")
-"""A step from a module to a part of it, as PyTorch's versions write that."""
-_NO_NAMES = ("_modules", "__dict__", "_orig_mod", "_module")
-"""Attributes on the way that are no submodules: PyTorch's, and the one by which `ForwardWrapper` holds its module."""
+"""Step from a module to a submodule, in the notations of PyTorch's versions."""
+_NO_SUBMODULES = ("_modules", "__dict__", "_orig_mod", "_module")
+"""Attributes in a path that are not submodules: PyTorch's own, and that of `ForwardWrapper` for its module."""
 
 
-def path() -> str:
-    """Of the module whose code is traced, from the one that is compiled; nothing where that is not known. A graph holds
-    it as it is."""
+def traced_path() -> str:
+    """Return the path from the compiled module to the traced one; '' if it is unknown. It is a constant of a graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     for node in reversed(InstructionTranslator.current_tx().output.graph.nodes):
         if stack := node.meta.get("nn_module_stack"):
-            _, *parts = ("".join(found) for found in _PART.findall(list(stack.values())[-1][0]))
-            return ".".join(part for part in parts if part not in _NO_NAMES)
+            _, *parts = ("".join(match) for match in _PART.findall(list(stack.values())[-1][0]))
+            return ".".join(part for part in parts if part not in _NO_SUBMODULES)
     return ""
 
 
 # See :func:`order_exchanges`.
-path._dynamo_marked_constant = True  # type: ignore[attr-defined]
+traced_path._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,5 +1,7 @@
-"""Heads and tokens that ranks cannot share alike. xDiT refuses them, or fails; here they are padded with zeros, which
-nobody sees: heads attend by themselves, and attention leaves tokens out that were added behind all others."""
+"""Zero-padding of heads and tokens that are not divisible by the ranks, which xDiT rejects or fails on.
+
+Padding does not change results: heads attend independently, and attention leaves out tokens added at the end.
+"""
 
 import dataclasses
 import functools
@@ -16,40 +18,40 @@ from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.session import active
 
 _FLUX, _WRAPPER = "xfuser.model_executor.models.transformers.transformer_flux", "xFuserFlux1Transformer2DWrapper"
-_THEIRS = _FLUX, f"{_WRAPPER}._pad_to_sp_divisible"
-"""What it calls, of an xDiT that has it: whose bits are then those to have."""
+_XDITS_PADDING = _FLUX, f"{_WRAPPER}._pad_to_sp_divisible"
+"""Function with which a newer xDiT pads tokens itself; then its results count."""
 _JOINT = ("joint_query", "joint_key", "joint_value")
 
 
 def patches() -> list[Patch]:
-    """Rows in the place of refusals."""
+    """Return the patches of xDiT's checks, and of a forward without padding."""
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "DiTRuntimeState._check_model_and_parallel_config",
-            "heads that do not divide are padded",
-            _with_any_heads,
+            "zero-padded heads",
+            _allow_any_heads,
             ("self", "pipeline", "parallel_config"),
         ),
         Patch(
             "xfuser.core.distributed.runtime_state",
             "DiTRuntimeState._calc_patches_metadata",
-            "rows that do not divide, of which PipeFusion alone wants to know",
-            _with_any_rows,
+            "rows that are not divisible, which matter to PipeFusion only",
+            _allow_any_rows,
             ("self",),
-            unless_present=_THEIRS,
+            unless_present=_XDITS_PADDING,
         ),
         Patch(
             _FLUX,
             f"{_WRAPPER}.forward",
-            "tokens that do not divide are padded, where xDiT calls what is not there",
-            _with_any_tokens,
-            unless_present=_THEIRS,
+            "zero-padded tokens; xDiT calls a function that does not exist",
+            _pad_tokens,
+            unless_present=_XDITS_PADDING,
         ),
     ]
 
 
-def _with_any_heads(original: Callable) -> Callable:
+def _allow_any_heads(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_model_and_parallel_config(self: Any, pipeline: Any, parallel_config: Any) -> None:
         degree, heads = parallel_config.sp_config.ulysses_degree, self._get_model_attention_heads(pipeline)
@@ -64,7 +66,7 @@ def _with_any_heads(original: Callable) -> Callable:
     return _check_model_and_parallel_config
 
 
-def _with_any_rows(original: Callable) -> Callable:
+def _allow_any_rows(original: Callable) -> Callable:
     @functools.wraps(original)
     def _calc_patches_metadata(self: Any) -> None:
         session, height = getattr(self, "cocodiff", None), self.input_config.height
@@ -81,7 +83,7 @@ def _with_any_rows(original: Callable) -> Callable:
     return _calc_patches_metadata
 
 
-def _with_any_tokens(original: Callable) -> Callable:
+def _pad_tokens(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(
         self: Any, hidden_states: torch.Tensor, *args: Any, img_ids: torch.Tensor | None = None, **kwargs: Any
@@ -104,33 +106,33 @@ def _with_any_tokens(original: Callable) -> Callable:
 
 
 def can_pad(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether the heads of Q can be padded as those of K and V are."""
+    """Return whether the heads of Q can be padded together with those of K and V."""
     return query.shape[HEADS] % key.shape[HEADS] == 0
 
 
-def pad_to_divisible(tensors: list[torch.Tensor], given: Any, degree: int) -> tuple[list[torch.Tensor], Any]:
-    """Q, K and V, and what USP was given beside them, with heads that a degree divides.
+def pad_to_divisible(tensors: list[torch.Tensor], arguments: Any, degree: int) -> tuple[list[torch.Tensor], Any]:
+    """Return Q, K and V and the other arguments of USP with heads zero-padded to a multiple of the degree.
 
     Args:
-        tensors: (B, H, S, D) each; K and V may have fewer heads, each for several of Q.
-        given: a dataclass with tensors of text among its fields.
-        degree: of Ulysses.
+        tensors: Q, K and V, shape (B, H, S, D) each; K and V may have fewer heads, each for several of Q.
+        arguments: dataclass of USP's other arguments, with the joint tensors among its fields.
+        degree: Ulysses degree.
     """
     query, key, value = tensors
-    together = query.shape[HEADS] // key.shape[HEADS]
-    multiples = degree * together, degree, degree
-    texts = {
-        name: pad_heads(getattr(given, name), multiple)
+    heads_per_group = query.shape[HEADS] // key.shape[HEADS]
+    multiples = degree * heads_per_group, degree, degree
+    joint = {
+        name: pad_heads(getattr(arguments, name), multiple)
         for name, multiple in zip(_JOINT, multiples, strict=True)
-        if getattr(given, name) is not None
+        if getattr(arguments, name) is not None
     }
-    even = [pad_heads(tensor, multiple) for tensor, multiple in zip((query, key, value), multiples, strict=True)]
-    return even, dataclasses.replace(given, **texts) if texts else given
+    padded = [pad_heads(tensor, multiple) for tensor, multiple in zip((query, key, value), multiples, strict=True)]
+    return padded, dataclasses.replace(arguments, **joint) if joint else arguments
 
 
 def drop_padding(key: torch.Tensor, value: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V without so many tokens at their end."""
+    """Return K and V without the last `padding` tokens."""
     if not padding:
         return key, value
-    kept = key.shape[SEQUENCE] - padding
-    return key[:, :, :kept], value[:, :, :kept]
+    count = key.shape[SEQUENCE] - padding
+    return key[:, :, :count], value[:, :, :count]

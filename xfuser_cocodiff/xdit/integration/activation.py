@@ -15,7 +15,14 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from xfuser_cocodiff import autoload
-from xfuser_cocodiff.xdit.attention import long_context, output_gather, patch_points, ring_attention, usp, zero_padding
+from xfuser_cocodiff.xdit.attention import (
+    attention_kernels,
+    long_context,
+    output_gather,
+    patch_points,
+    usp,
+    zero_padding,
+)
 from xfuser_cocodiff.xdit.integration import flags, option_errors, ray_workers, required_internals
 from xfuser_cocodiff.xdit.patching import log
 from xfuser_cocodiff.xdit.patching.log import warn_once
@@ -109,7 +116,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     ]
     return [
         *(platform.patches(machine) if machine else []),
-        *(ring_attention.patches() if machine and machine.device_type in ring_attention.DEVICES else []),
+        *(attention_kernels.patches() if machine and machine.device_type in attention_kernels.DEVICES else []),
         *flags.patches(activate),
         *option_errors.patches(),
         *ray_workers.patches(),
