@@ -70,12 +70,12 @@ def test_predicted_times_of_both_placements() -> None:
     part = {split: known.restrict_to(split.ulysses_topology(known.topology)) for split in (OUTER, INNER)}
     ring = {split: known.restrict_to(split.ring_topology(known.topology)) for split in (OUTER, INNER)}
     # Outer: half of 4 MB leaves the node, and 2 MB go to one other rank of the ring. Inner: three quarters of 4 MB.
-    assert planner.exchange_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
+    assert planner.coded_all_to_all_seconds(part[OUTER], 4e6) == pytest.approx(2, rel=1e-3)
     assert planner.gather_seconds(ring[OUTER], Plan.flat(ring[OUTER].topology), 2e6) == pytest.approx(2, rel=1e-3)
-    assert planner.exchange_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
+    assert planner.coded_all_to_all_seconds(part[INNER], 4e6) == pytest.approx(3, rel=1e-3)
     assert planner.gather_seconds(ring[INNER], Plan.flat(ring[INNER].topology), 2e6) == pytest.approx(0, abs=1e-3)
     # Coded, a quarter of what crosses nodes.
-    assert planner.exchange_seconds(part[INNER], 4e6, 1e6, slow_axes=["node"]) == pytest.approx(0.75, rel=1e-3)
+    assert planner.coded_all_to_all_seconds(part[INNER], 4e6, 1e6, slow_axes=["node"]) == pytest.approx(0.75, rel=1e-3)
 
 
 def test_predicted_times_of_a_ring() -> None:

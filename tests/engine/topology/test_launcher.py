@@ -1,4 +1,4 @@
-"""Topologies read from what launchers put into the environment."""
+"""Topologies detected from the environment variables of launchers."""
 
 import pytest
 
@@ -47,19 +47,19 @@ def test_local_rank(environment: dict[str, str], rank: int) -> None:
     assert local_rank(environment) == rank
 
 
-def test_a_local_rank_that_is_none() -> None:
+def test_invalid_local_rank() -> None:
     with pytest.raises(ValueError, match=r"PALS_LOCAL_RANKID='first' is not valid; valid are numbers from 0"):
         local_rank({"PALS_LOCAL_RANKID": "first"})
 
 
 @pytest.mark.parametrize(("mask", "index"), [(None, 7), ("", 7), ("7", 0), ("3.1", 0), ("0,1,2,3,4,5,6,7", 7)])
-def test_device_of_a_rank(mask: str | None, index: int) -> None:
+def test_device_index(mask: str | None, index: int) -> None:
     assert device_index(7, {} if mask is None else {"ZE_AFFINITY_MASK": mask}) == index
 
 
-@pytest.mark.parametrize(("value", "block"), [(None, False), ("0", False), ("1", True), ("true", True), ("", False)])
-def test_synchronous_collectives(value: str | None, block: bool) -> None:
-    assert collectives_are_synchronous({} if value is None else {"CCL_OP_SYNC": value}) == block
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True), ("true", True), ("", False)])
+def test_synchronous_collectives(value: str | None, expected: bool) -> None:
+    assert collectives_are_synchronous({} if value is None else {"CCL_OP_SYNC": value}) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_tiles(hierarchy: str | None, device: str, tiles: int) -> None:
         (8, 8, "", "flat"),
         (4, 2, "", "node=2,gpu=2"),
         (4, 1, "", "node=4"),
-        (8, 6, "", "flat"),  # groups would straddle nodes unevenly
-        (4, 6, "", "flat"),  # the second group would lie on two nodes, the first on one
-        (3, 12, PVC, "flat"),  # an odd group cannot be made of tile pairs
+        (8, 6, "", "flat"),  # nodes would divide groups unevenly
+        (4, 6, "", "flat"),  # the second group would span two nodes, the first one
+        (3, 12, PVC, "flat"),  # three ranks are not divisible into tile pairs
         (1, 8, PVC, "flat"),
     ],
 )
@@ -104,7 +104,7 @@ def test_detect(degree: int, local: int, device: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "expected"), [("1", "flat"), ("2", "flat"), ("4", "node=4"), ("5", "node=4")])
-def test_a_job_of_slurm_says_how_many_nodes_there_are_at_most(nodes: str, expected: str) -> None:
+def test_slurm_job_limits_the_number_of_nodes(nodes: str, expected: str) -> None:
     assert str(detect(4, {"SLURM_TASKS_PER_NODE": f"1(x{nodes})", "SLURM_NNODES": nodes})) == expected
 
 
@@ -119,11 +119,11 @@ def test_detect_without_a_launcher_is_flat() -> None:
         ({"LOCAL_WORLD_SIZE": "2"}, [], 2, False),
         ({}, [], 1, False),
         ({"LOCAL_WORLD_SIZE": "2"}, [], 0, False),  # no accelerator
-        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, [], 1, False),  # each rank may see another one
+        ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, [], 1, False),  # each rank may see another device
         ({"LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, ["--cocodiff_share_device"], 1, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "1"}, [], 2, True),
         ({"LOCAL_WORLD_SIZE": "2", "COCODIFF_SHARE_DEVICE": "0"}, [], 2, False),
     ],
 )
-def test_who_shares_a_device(environment: dict, arguments: list[str], devices: int, shared: bool) -> None:
+def test_shares_device(environment: dict, arguments: list[str], devices: int, shared: bool) -> None:
     assert shares_device(environment, arguments, devices) is shared

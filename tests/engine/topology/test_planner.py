@@ -1,4 +1,4 @@
-"""The cost model, against times worked out by hand and the laws that any such model keeps."""
+"""The cost model, against times computed by hand and invariants of any such model."""
 
 import dataclasses
 import json
@@ -35,11 +35,11 @@ machines = st.builds(
 message_sizes = st.integers(1, 2**30)
 
 
-def test_times_by_hand() -> None:
+def test_predictions_equal_times_computed_by_hand() -> None:
     """2 nodes x 3 GPUs x 2 tiles at 1, 2 and 4 MB/s, 12 MB: 1 MB for each rank."""
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], latency=0.1, launch=1.0)
     copy = 0.012
-    # Flat: six ranks lie behind the node link, four behind the GPU links, one behind the tile link.
+    # Flat: six peers across the node link, four across the GPU links, one across the tile link.
     assert planner.all_to_all_seconds(machine, Plan.flat(machine.topology), MESSAGE) == pytest.approx(1 + 11 * 0.1 + 6)
     # One stage per axis: 6 MB at 4 MB/s, 8 MB at 2 MB/s, 6 MB at 1 MB/s, four messages, two copies.
     by_axis = Plan.hierarchical(machine.topology)
@@ -49,19 +49,18 @@ def test_times_by_hand() -> None:
     assert planner.all_to_all_seconds(machine, merged, MESSAGE) == pytest.approx(2 + 6 * 0.1 + 4 + 6 + copy)
 
 
-def test_contention_slows_what_drives_several_axes() -> None:
-    calm, busy = (profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0, 0, contention) for contention in (1, 2))
-    flat, by_axis = Plan.flat(calm.topology), Plan.hierarchical(calm.topology)
-    assert planner.all_to_all_seconds(busy, flat, MESSAGE) == pytest.approx(
-        2 * planner.all_to_all_seconds(calm, flat, MESSAGE)
-    )
-    assert planner.all_to_all_seconds(busy, by_axis, MESSAGE) == planner.all_to_all_seconds(calm, by_axis, MESSAGE)
+def test_contention_slows_stages_over_several_axes() -> None:
+    free, contended = (profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0, 0, contention) for contention in (1, 2))
+    flat, by_axis = Plan.flat(free.topology), Plan.hierarchical(free.topology)
+    flat_seconds, by_axis_seconds = (planner.all_to_all_seconds(free, plan, MESSAGE) for plan in (flat, by_axis))
+    assert planner.all_to_all_seconds(contended, flat, MESSAGE) == pytest.approx(2 * flat_seconds)
+    assert planner.all_to_all_seconds(contended, by_axis, MESSAGE) == by_axis_seconds
 
 
 @given(machines, message_sizes)
 def test_bytes_over_the_outer_axis_are_the_same_under_every_plan(machine: Profile, message: int) -> None:
-    """Only the outer axis' link has a price, so that every plan costs what must cross it."""
-    priced = dataclasses.replace(
+    """Only the outer axis takes time, so that every plan takes the time of the bytes that cross it."""
+    outer_only = dataclasses.replace(
         machine,
         links=tuple(
             dataclasses.replace(link, latency_seconds=0, bytes_per_second=1e6 if number == 0 else math.inf)
@@ -73,26 +72,27 @@ def test_bytes_over_the_outer_axis_are_the_same_under_every_plan(machine: Profil
     )
     nodes = machine.topology.shape[0]
     for plan in candidates(machine.topology):
-        assert planner.all_to_all_seconds(priced, plan, message) == pytest.approx(message * (nodes - 1) / nodes / 1e6)
+        assert planner.all_to_all_seconds(outer_only, plan, message) == pytest.approx(
+            message * (nodes - 1) / nodes / 1e6
+        )
 
 
 @given(machines, message_sizes)
-def test_the_choice_saves_what_its_parts_must(machine: Profile, message: int) -> None:
-    def parts(plan: Plan) -> int:
+def test_chosen_plan_saves_the_margin_of_its_extra_stages(machine: Profile, message: int) -> None:
+    def extra_stages(plan: Plan) -> int:
         return len(plan.stages) - 1
 
     chosen = planner.choose_plan(machine, message)
-    mine, flat = planner.all_to_all_seconds(machine, chosen, message), Plan.flat(machine.topology)
-    assert mine <= planner.all_to_all_seconds(machine, flat, message) * (1 - planner.MARGIN * parts(chosen)) * (
-        1 + 1e-9
-    )
+    seconds = planner.all_to_all_seconds(machine, chosen, message)
+    flat_seconds = planner.all_to_all_seconds(machine, Plan.flat(machine.topology), message)
+    assert seconds <= flat_seconds * (1 - planner.MARGIN * extra_stages(chosen)) * (1 + 1e-9)
     for plan in candidates(machine.topology):
-        if parts(plan) == parts(chosen):
-            assert mine <= planner.all_to_all_seconds(machine, plan, message) * (1 + 1e-9)
+        if extra_stages(plan) == extra_stages(chosen):
+            assert seconds <= planner.all_to_all_seconds(machine, plan, message) * (1 + 1e-9)
 
 
 @given(machines, message_sizes, st.floats(0.1, 10))
-def test_no_choice_depends_on_the_unit_of_time(machine: Profile, message: int, unit: float) -> None:
+def test_choices_do_not_depend_on_the_unit_of_time(machine: Profile, message: int, unit: float) -> None:
     scaled = dataclasses.replace(
         machine,
         links=tuple(
@@ -110,42 +110,45 @@ def test_no_choice_depends_on_the_unit_of_time(machine: Profile, message: int, u
     assert planner.all_to_all_seconds(scaled, chosen, message) == pytest.approx(best)
 
 
-def test_small_messages_go_by_axis_and_large_ones_flat() -> None:
-    """24 ranks on equal links: 23 messages against 3 + 2 + 1, and less to send in one piece."""
+def test_small_messages_have_hierarchical_plans_and_large_ones_flat_plans() -> None:
+    """24 ranks on equal links: 23 messages against 3 + 2 + 1, and fewer bytes in one collective."""
     machine = profile_of([4, 3, 2], [1e7, 1e7, 1e7], latency=1e-4, launch=1e-5)
     assert str(planner.choose_plan(machine, 1000)) != "flat"
     assert str(planner.choose_plan(machine, 10_000_000)) == "flat"
 
 
-def test_coded_exchanges_take_all_axes_at_once_where_that_saves_more_than_its_messages_cost() -> None:
-    """12 MB, two nodes of two GPUs. In stages: 6 MB along the GPUs, then 0.6 MB across, two messages. At once: 0.6 MB
-    across beside 3 MB along the GPUs, four messages."""
-    for latency, at_once in ((0.0, True), (0.05, True), (0.2, False)):
+def test_coded_all_to_alls_are_single_stage_where_the_saved_bytes_cost_more_than_the_added_messages() -> None:
+    """12 MB, two nodes of two GPUs. In stages: 6 MB across GPUs, then 0.6 MB across nodes, two messages. Single-stage:
+    0.6 MB across nodes beside 3 MB across GPUs, four messages."""
+    for latency, single_stage in ((0.0, True), (0.05, True), (0.2, False)):
         machine = profile_of([2, 2], [1e6, 1e7], latency, launch=1e-3)
         machine = dataclasses.replace(machine, codec_bytes_per_second=1e7)
-        took = [planner.exchange_seconds(machine, MESSAGE, 0.1 * MESSAGE, way, ["node"]) for way in (False, True)]
+        predicted = [
+            planner.coded_all_to_all_seconds(machine, MESSAGE, 0.1 * MESSAGE, is_single, ["node"])
+            for is_single in (False, True)
+        ]
         coding = MESSAGE / 2 / 1e7
         by_hand = [0.6 + 0.6 + 2 * latency + coding, 0.6 + 0.3 + 4 * latency + coding]
-        if at_once:
-            assert took == pytest.approx(by_hand, rel=0.01)
-        else:  # where messages are dear, what is coded goes along one axis after the other, in fewer
-            assert took[0] == pytest.approx(by_hand[0], rel=0.01) and took[1] < by_hand[1]
-        assert planner.is_single_stage(machine, MESSAGE, ["node"]) == at_once
+        if single_stage:
+            assert predicted == pytest.approx(by_hand, rel=0.01)
+        else:  # with a high latency, the coded message has a hierarchical plan of fewer messages
+            assert predicted[0] == pytest.approx(by_hand[0], rel=0.01) and predicted[1] < by_hand[1]
+        assert planner.is_single_stage(machine, MESSAGE, ["node"]) == single_stage
         assert not planner.is_single_stage(machine, MESSAGE, []) and not planner.is_single_stage(machine, 0, ["node"])
-        assert not planner.is_single_stage(machine, MESSAGE, ["node", "gpu"])  # both are the same then
+        assert not planner.is_single_stage(machine, MESSAGE, ["node", "gpu"])  # no fast axis: both are the same
 
 
 @given(machines, st.integers(2**24, 2**30))
-def test_both_ways_of_a_coded_exchange_send_as_much_along_slow_axes(machine: Profile, message: int) -> None:
+def test_single_stage_sends_the_same_bytes_along_slow_axes(machine: Profile, message: int) -> None:
     *slow, fast = (axis.name for axis in machine.topology.axes)
-    ways = [planner.comm_stages(machine, message, 0.1 * message, at_once, slow) for at_once in (False, True)]
-    assume(all(leg.plan.is_flat for way in ways for leg in way))  # else axes hand on what others brought
-    in_stages, at_once = (
-        sum((Counter(leg.plan.sent_bytes(leg.message_bytes)) for leg in way), Counter()) for way in ways
+    both = [planner.comm_stages(machine, message, 0.1 * message, is_single, slow) for is_single in (False, True)]
+    assume(all(stage.plan.is_flat for stages in both for stage in stages))  # else inner axes forward blocks of others
+    staged, single = (
+        sum((Counter(stage.plan.sent_bytes(stage.message_bytes)) for stage in stages), Counter()) for stages in both
     )
-    assert [at_once[axis] for axis in slow] == pytest.approx([in_stages[axis] for axis in slow])
-    places = machine.topology.shape[0] * machine.topology.shape[1]
-    assert at_once[fast] == pytest.approx(in_stages[fast] * (1 + 0.1) / places)  # what stays, and what is coded
+    assert [single[axis] for axis in slow] == pytest.approx([staged[axis] for axis in slow])
+    num_slow = machine.topology.shape[0] * machine.topology.shape[1]
+    assert single[fast] == pytest.approx(staged[fast] * (1 + 0.1) / num_slow)  # unencoded blocks, and encoded ones
 
 
 def test_direct_sends_are_used_where_they_are_faster() -> None:
@@ -160,8 +163,8 @@ def test_direct_sends_are_used_where_they_are_faster() -> None:
     assert planner.lower_bound_seconds(machine, 2**20) == pytest.approx(2**19 / 2e6)
 
 
-def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:
-    """2 ranks, 1 MB/s, so that a message takes half of its bytes, and a call costs 10 ms."""
+def test_v_is_sent_early_where_its_bytes_cost_more_than_a_call() -> None:
+    """2 ranks at 1 MB/s; half of the bytes of a message cross the link, and a call costs 10 ms."""
     machine = profile_of([2], [1e6], latency=0.0, launch=0.01)
 
     def pays(value_bytes: int, **changes: float) -> bool:
@@ -173,13 +176,13 @@ def test_v_goes_ahead_where_its_bytes_cost_more_than_its_call() -> None:
     assert pays(10**4, launch_seconds=1e-4)
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+def test_profile_is_read_as_written(tmp_path: Path) -> None:
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0.1, 1.0, 1.5)
     machine = dataclasses.replace(machine, direct=machine)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": machine.to_json()}))
     assert Profile.read(file) == machine
-    assert Profile.from_json({**machine.to_json(), "overlap": 0.5}) == machine, "as earlier versions wrote it"
+    assert Profile.from_json({**machine.to_json(), "overlap": 0.5}) == machine, "an entry of earlier versions"
 
 
 @pytest.mark.parametrize(
@@ -195,13 +198,13 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         lambda values: values.update(topology="2x2"),
     ],
 )
-def test_a_bad_profile_is_refused(spoil, tmp_path: Path) -> None:
+def test_invalid_profile_is_rejected(spoil, tmp_path: Path) -> None:
     values = profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0.1, 1.0).to_json()
     values = json.loads(json.dumps(values))
     spoil(values)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps({"profile": values}))
-    with pytest.raises(ValueError, match=r"profile.json holds no profile that `cocodiff probe --json` wrote"):
+    with pytest.raises(ValueError, match=r"profile.json has no link profile of `cocodiff probe --json`"):
         Profile.read(file)
 
 
@@ -213,13 +216,13 @@ def test_a_bad_profile_is_refused(spoil, tmp_path: Path) -> None:
         ('{"profile": {"topology": "2x2"}}', "'ranks' is missing"),
     ],
 )
-def test_what_a_file_lacks_is_named(text: str, words: str, tmp_path: Path) -> None:
+def test_missing_entry_is_named(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=words):
         Profile.read(file)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"absent.json holds no profile"):
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent.json has no link profile"):
         Profile.read(tmp_path / "absent.json")

@@ -1,4 +1,4 @@
-"""The notation and the algebra of plans."""
+"""Notation and algebra of plans."""
 
 import math
 
@@ -27,7 +27,7 @@ topologies = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
         "hierarchical:tile*,gpu*,node",
     ],
 )
-def test_notation_reads_what_it_writes(text: str) -> None:
+def test_parse_inverts_str(text: str) -> None:
     assert str(Plan.parse(text, AURORA)) == text
 
 
@@ -46,11 +46,11 @@ def test_short_forms() -> None:
         ("hierarchical:tile,gpu", ["each of the axes node, gpu, tile once"]),
         ("hierarchical:tile,gpu,gpu,node", ["each of the axes"]),
         ("hierarchical:tile,gpu,rack", ["each of the axes"]),
-        ("hierarchical:tile+node,gpu", ["no neighbours"]),
+        ("hierarchical:tile+node,gpu", ["not adjacent"]),
         ("hierarchical:tile,gpu,node/4", ["is not valid"]),
     ],
 )
-def test_errors(text: str, words: list[str]) -> None:
+def test_parse_errors(text: str, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"hierarchical|flat") as caught:
         Plan.parse(text, AURORA)
     assert all(word in str(caught.value) for word in words)
@@ -66,9 +66,9 @@ def test_candidates_of_three_axes() -> None:
 
 @given(topologies)
 def test_every_candidate_crosses_every_axis_once(topology: Topology) -> None:
-    moving = [dim for dim, axis in enumerate(topology.axes) if axis.size > 1]
+    nontrivial = [dim for dim, axis in enumerate(topology.axes) if axis.size > 1]
     for plan in candidates(topology):
-        assert sorted(dim for stage in plan.stages for dim in stage) == moving
+        assert sorted(dim for stage in plan.stages for dim in stage) == nontrivial
         assert math.prod(plan.shape) == topology.size
         assert [plan.shape[dim] for dim in plan.dims] == [
             math.prod(topology.shape[dim] for dim in stage) for stage in plan.stages

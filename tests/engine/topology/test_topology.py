@@ -1,4 +1,4 @@
-"""The algebra of topologies, without processes."""
+"""Algebra of topologies, without processes."""
 
 import itertools
 
@@ -34,14 +34,14 @@ def test_parse(text: str, size: int, shape: tuple[int, ...], name: str) -> None:
     ("text", "size", "message"),
     [
         ("2x3", 8, "2 x 3 = 6 ranks, but the Ulysses degree is 8"),
-        ("node=2,rack=4", 8, "unknown axis 'rack'; known are node, gpu, tile"),
-        ("node=2,node=4", 8, "names an axis twice"),
-        ("node=0,gpu=8", 8, "axis 'node' the size 0"),
-        ("2x2x2x2", 16, "has 4 axes, at most 3"),
+        ("node=2,rack=4", 8, "unknown axis 'rack'; valid are node, gpu, tile"),
+        ("node=2,node=4", 8, "has the same axis twice"),
+        ("node=0,gpu=8", 8, "size 0 on axis 'node'"),
+        ("2x2x2x2", 16, "has 4 axes, valid are at most 3"),
         ("two", 2, "valid are 'flat'"),
         ("", 2, "valid are 'flat'"),
-        ("node=2;gpu=4", 8, "not understood"),
-        ("-2x2", 4, "not understood"),
+        ("node=2;gpu=4", 8, "is not valid; valid are"),
+        ("-2x2", 4, "is not valid; valid are"),
     ],
 )
 def test_parse_errors(text: str, size: int, message: str) -> None:
@@ -53,14 +53,14 @@ def test_parse_errors(text: str, size: int, message: str) -> None:
 @given(sizes)
 def test_ranks_and_coordinates_are_inverse(shape: list[int]) -> None:
     topology = Topology.named(**dict(zip(AXIS_NAMES, shape, strict=False)))
-    # itertools.product runs the last axis fastest, which is the order that launchers give to ranks.
+    # itertools.product runs the last axis fastest, as launchers number ranks.
     positions = list(itertools.product(*map(range, shape)))
     assert [topology.coordinates(rank) for rank in range(topology.size)] == positions
     assert [topology.rank(position) for position in positions] == list(range(topology.size))
 
 
 @given(sizes)
-def test_neighbours_of_each_axis_partition_the_ranks(shape: list[int]) -> None:
+def test_groups_of_each_axis_partition_the_ranks(shape: list[int]) -> None:
     topology = Topology.named(**dict(zip(AXIS_NAMES, shape, strict=False)))
     for dim, size in enumerate(shape):
         groups = {topology.group_of(rank, dim) for rank in range(topology.size)}
@@ -71,7 +71,7 @@ def test_neighbours_of_each_axis_partition_the_ranks(shape: list[int]) -> None:
             assert [topology.coordinates(rank)[dim] for rank in group] == list(range(size))
 
 
-def test_levels_count_axes_along_which_something_moves() -> None:
+def test_levels_count_axes_with_several_ranks() -> None:
     assert Topology.parse("1x4x1", 4).levels == 1
     assert Topology.parse("2x2", 4).levels == 2
     assert Topology.flat(1).levels == 0

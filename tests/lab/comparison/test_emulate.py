@@ -80,7 +80,7 @@ def test_topology_is_added_if_a_ulysses_group_spans_all_ranks() -> None:
         ("--emulate pcie --scale fast", "--scale 'fast' is not valid; valid are numbers above 0"),
         ("--emulate pcie --scale 1e9", "valid are 0.1 to 10000"),
         ("--emulate pcie --topology 2x3", "--topology '2x3' has 6 ranks, but the command after -- starts 4; valid are"),
-        ("--emulate pcie --topology rack=4", "--topology: topology 'rack=4' names the unknown axis"),
+        ("--emulate pcie --topology rack=4", "--topology: topology 'rack=4' has the unknown axis"),
         ("--emulate pcie --topology flat", "--topology: 'flat' lacks the number of ranks"),
         ("--emulate flat --topology 2x2 --launcher mpiexec", "--launcher and --emulate are mutually exclusive"),
         ("--scale 2", "--scale 2 needs --emulate"),

@@ -101,7 +101,7 @@ def test_codecs_are_judged_on_the_trained_model(tmp_path: Path, capsys) -> None:
     [
         (["--mode", "exact"], "--mode 'exact' is not valid; valid are paper, balanced, fast"),
         (["--mode", "fast@bits=3"], "'3' is not valid for bits"),
-        (["--virtual", "2y2"], "'2y2' is not understood"),
+        (["--virtual", "2y2"], "'2y2' is not valid"),
         (["--seeds", "0"], "--seeds 0"),
         (["--memory_budget", "-1"], "--memory_budget -1.0 is not valid"),
         (["--slow_axes", "tile"], "--slow_axes 'tile' is not valid; --virtual node=2,gpu=2 has node, gpu"),

@@ -137,7 +137,7 @@ def test_environment_of_ranks(outside: dict[str, str], threads: str) -> None:
         ("--preset aurora --scale 1000 -- true", "valid are 0.1 to 10000"),
         ("--preset aurora --scale 0 -- true", "--scale '0' is not valid"),
         ("--topology flat --preset flat -- true", "valid is for example flat=8"),
-        ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' names the unknown axis"),
+        ("--topology rack=2 --preset aurora -- true", "--topology: topology 'rack=2' has the unknown axis"),
         ("--topology 1x1 --preset aurora -- true", "has 1 ranks; a cluster has 2 to 254"),
         ("--topology flat=500 --preset flat -- true", "has 500 ranks; a cluster has 2 to 254"),
         ("--preset aurora --chek -- true", "unrecognized arguments: --chek"),

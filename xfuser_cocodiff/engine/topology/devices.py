@@ -1,4 +1,4 @@
-"""What devices can do, as far as the plugin goes by it: one record for each type, so that a new one is a row."""
+"""Capabilities of device types that the plugin depends on: one record per type."""
 
 import functools
 from dataclasses import dataclass
@@ -10,25 +10,24 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What is true of a type of device."""
+    """Capabilities of a device type."""
 
     is_asynchronous: bool = True
-    """Whether the host only queues work, in streams, and does not see when it ends: it cannot time layers, asks for no
-    value where it need not, and pins memory that the device is to read. Else work is done when a call returns."""
+    """Whether the host queues work in streams and does not see when it ends. Then the host cannot time layers, avoids
+    reading values, and pins memory for copies. On a synchronous device, work is done when a call returns."""
     supports_direct_sends: bool = False
-    """Whether receives can be posted before sends: where these run in the order of a stream, ranks would wait for
-    each other."""
+    """Whether receives can be posted before sends. Not where they run in stream order: ranks would deadlock."""
     functional_only: bool = False
-    """Whether collectives other than the functional ones are known to corrupt data (intel/torch-xpu-ops#3021)."""
+    """Whether only functional collectives are safe; the others corrupt data (intel/torch-xpu-ops#3021)."""
     uses_triton: bool = False
-    """Whether Triton's kernels are to be used unless something else is asked for."""
+    """Whether Triton kernels are the default."""
     has_stream_priorities: bool = False
     """Whether streams have priorities."""
     supports_graph_capture: bool = False
-    """Whether work can become part of a graph that repeats it (CUDA graphs)."""
+    """Whether work can be captured in a graph that replays it (CUDA graphs)."""
 
 
-_KNOWN = {
+_CAPABILITIES = {
     "cpu": Capabilities(is_asynchronous=False, supports_direct_sends=True),
     "cuda": Capabilities(uses_triton=True, has_stream_priorities=True, supports_graph_capture=True),
     "xpu": Capabilities(functional_only=True, uses_triton=True, has_stream_priorities=True),
@@ -37,10 +36,10 @@ _KNOWN = {
 
 @functools.cache
 def capabilities(device_type: str) -> Capabilities:
-    """What is true of a type of device; of one that is not known, what is true of most accelerators."""
-    return _KNOWN.get(device_type, Capabilities())
+    """Return the capabilities of a device type; for an unknown type, those that most accelerators have."""
+    return _CAPABILITIES.get(device_type, Capabilities())
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is called now becomes part of a graph, which would repeat what is done at this one step."""
+    """Return whether current calls are being captured in a graph, which would replay them."""
     return capabilities(device.type).supports_graph_capture and torch.cuda.is_current_stream_capturing()

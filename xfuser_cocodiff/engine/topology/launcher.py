@@ -1,4 +1,4 @@
-"""What the launcher says about the machine: ranks per node, this rank's device, tiles per GPU.
+"""Detection of ranks per node, local rank, device and tiles per GPU from the launcher's environment variables.
 
 Sources: torchrun, PALS (Aurora), SLURM, Open MPI and Intel MPI variables; Level Zero's ZE_FLAT_DEVICE_HIERARCHY, which
 decides whether a device is a tile or a whole GPU, and ZE_AFFINITY_MASK, which hides devices; oneCCL's CCL_OP_SYNC.
@@ -27,13 +27,13 @@ _LOCAL_RANKS = (
 )
 
 CLUSTER_VARIABLE = "COCODIFF_CLUSTER"
-"""Environment variable in which every rank of an emulated cluster finds what it is, as JSON."""
+"""Environment variable that describes an emulated cluster to its ranks, as JSON."""
 SHARE_FIELD, SHARE_VARIABLE = "cocodiff_share_device", "COCODIFF_SHARE_DEVICE"
-"""Option by which the user says that several ranks have one device."""
+"""Option and environment variable that declare several ranks to share one device."""
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int | None:
-    """Ranks on this node, or None when no launcher says so or nodes differ."""
+    """Return the number of ranks per node; None if no launcher sets it or nodes differ."""
     for name in _LOCAL_SIZES:
         if value := environment.get(name):
             return _uniform_count(value)
@@ -41,16 +41,16 @@ def ranks_per_node(environment: Mapping[str, str]) -> int | None:
 
 
 def _uniform_count(value: str) -> int | None:
-    """Read '12' or SLURM's '12(x4)'; None for '12(x3),8', where nodes differ."""
+    """Parse '12' or SLURM's '12(x4)'; return None for '12(x3),8', where nodes differ."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", value.strip())
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
-    """This rank's number on its node; 0 when no launcher says so.
+    """Return the rank of this process on its node; 0 if no launcher sets it.
 
     Raises:
-        ValueError: what a launcher's variable says is no number.
+        ValueError: the launcher's variable is not a number.
     """
     for name in _LOCAL_RANKS:
         if value := environment.get(name):
@@ -61,42 +61,42 @@ def local_rank(environment: Mapping[str, str]) -> int:
 
 
 def device_index(rank: int, environment: Mapping[str, str]) -> int:
-    """The XPU of a rank by its number on the node; 0 where ZE_AFFINITY_MASK shows each rank its own tile alone."""
+    """Return the XPU index of a local rank; 0 where ZE_AFFINITY_MASK shows each rank its own tile only."""
     mask = environment.get("ZE_AFFINITY_MASK", "")
     return 0 if mask and "," not in mask else rank
 
 
 def shares_device(environment: Mapping[str, str], arguments: Sequence[str], devices: int) -> bool:
-    """Whether several ranks of this node have one device: there are more ranks than devices, or the user says so.
+    """Return whether ranks of this node share a device: there are more ranks than devices, or the user declares it.
 
-    Asked before any option is parsed, since xDiT starts its backend before it has parsed them all.
+    The option is looked up in unparsed arguments, since xDiT starts its backend before it has parsed all of them.
 
     Args:
-        environment: of the process.
-        arguments: of the command.
-        devices: that this process sees.
+        environment: environment of the process.
+        arguments: command-line arguments.
+        devices: number of devices that this process sees.
     """
-    asked = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
-    asked = asked or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
-    # A rank that sees one device of several may well be alone on it.
-    hidden = any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")) and devices == 1
-    return asked or (not hidden and devices > 0 and (ranks_per_node(environment) or 1) > devices)
+    is_declared = environment.get(SHARE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+    is_declared = is_declared or any(argument.replace("-", "_") == f"__{SHARE_FIELD}" for argument in arguments)
+    # A rank that sees one device of several probably has it to itself.
+    is_masked = any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")) and devices == 1
+    return is_declared or (not is_masked and devices > 0 and (ranks_per_node(environment) or 1) > devices)
 
 
 def collectives_are_synchronous(environment: Mapping[str, str]) -> bool:
-    """Whether oneCCL runs every collective to its end before it goes on (CCL_OP_SYNC), so that none is ever hidden."""
+    """Return whether oneCCL blocks in every collective (CCL_OP_SYNC), so that no communication is hidden."""
     return environment.get("CCL_OP_SYNC", "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:
-    """Ranks that share a GPU because each drives one of its tiles.
+    """Return the number of ranks per GPU that result from one rank per tile.
 
     Args:
-        environment: process environment.
-        device_name: what the driver calls the device; empty when there is none.
+        environment: environment of the process.
+        device_name: name of the device in its driver; empty if there is none.
 
     Returns:
-        2 where Level Zero hands out the tiles of a two-tile Intel GPU as devices (its default), else 1.
+        2 where Level Zero presents the tiles of a two-tile Intel GPU as devices (its default), else 1.
     """
     two_tiles = "Max 1550" in device_name or "Max 1450" in device_name
     hierarchy = environment.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT" if two_tiles else "").upper()
@@ -105,9 +105,9 @@ def tiles_per_gpu(environment: Mapping[str, str], device_name: str = "") -> int:
 
 
 def detect(degree: int, environment: Mapping[str, str], device_name: str = "") -> Topology:
-    """Topology of every Ulysses group of `degree` neighbouring ranks, as far as the launcher tells.
+    """Return the topology of the Ulysses groups of `degree` consecutive ranks, as far as the launcher describes it.
 
-    Groups that would straddle nodes unevenly, and machines that say nothing, are flat.
+    It is flat if groups would be divided unevenly by nodes, or if no launcher sets the ranks per node.
     """
     local = ranks_per_node(environment) or degree
     tiles = tiles_per_gpu(environment, device_name)
@@ -118,7 +118,7 @@ def detect(degree: int, environment: Mapping[str, str], device_name: str = "") -
         tiles = 1
     sizes = {"node": degree // inside, "gpu": inside // tiles, "tile": tiles}
     named = {name: size for name, size in sizes.items() if size > 1}
-    # Variables of a SLURM job stand in processes too that something else has started inside of it.
+    # Processes started by other means within a SLURM job see the job's variables too.
     if named.get("node", 1) > int(environment.get("SLURM_NNODES") or degree):
         return Topology.flat(degree)
     return Topology.named(**named) if len(named) > 1 or "node" in named else Topology.flat(degree)

@@ -1,4 +1,4 @@
-"""A profile: what is known of the links of a machine, measured by a probe or taken from a data sheet."""
+"""Link profiles: latency and bandwidth of a machine's links, measured by a probe or taken from a data sheet."""
 
 import json
 import math
@@ -9,66 +9,66 @@ from typing import Any
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 SLOW_RATIO = 0.2
-"""An axis is slow where a rank sends at less than this share of the speed at which it codes. At less than the whole,
-since what encoding leaves still has to travel, and small messages cost their calls; machines are noisy besides."""
+"""Ratio of link bandwidth to codec throughput below which an axis is slow. It is below 1 because encoded data still has
+to be sent, small messages are dominated by latency, and measurements are noisy."""
 _SPEEDS = ("copy_bytes_per_second", "codec_bytes_per_second")
 
 
 @dataclass(frozen=True)
 class AxisLink:
-    """The links of one axis, while all ranks use theirs at once, as an all-to-all does."""
+    """The links of one axis, while all ranks use theirs at once, as in an all-to-all."""
 
     name: str
     latency_seconds: float
-    """What each further peer on this axis adds to a collective, whatever the size of the message."""
+    """Time that each peer on this axis adds to a collective, independent of the message size."""
     bytes_per_second: float
-    """What a rank sends along this axis to all peers together."""
+    """Bandwidth of a rank along this axis, to all peers together."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the planner knows of a machine."""
+    """Link profile of a machine, the input of the planner."""
 
     topology: Topology
     links: tuple[AxisLink, ...]
-    """One per axis of the topology, in its order."""
+    """Links of each axis, in the order of the topology."""
     launch_seconds: float
-    """What a collective costs before its first message leaves."""
+    """Time of a collective before its first message is sent."""
     copy_bytes_per_second: float
     """Speed at which a rank reorders a message between two stages."""
     codec_bytes_per_second: float
-    """Speed at which a rank codes and decodes values, in bytes of the values."""
+    """Speed at which a rank encodes and decodes, in bytes of the original values."""
     contention: float = 1.0
-    """How many times longer the links take when several axes are busy at once: 1 where they share nothing, less where
-    one collective keeps them busier than each axis alone does."""
+    """Factor by which link times grow when several axes are busy at once: 1 if they share nothing, below 1 if one
+    collective uses them better than separate ones do."""
     direct: "Profile | None" = None
-    """The same machine by direct sends; None where the backend's collective leaves nothing to gain by them."""
+    """Profile of the same machine with direct sends; None where they cannot be faster than the backend's collective."""
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Names of the axes, outermost first, along which a rank sends at less than SLOW_RATIO of the speed at which it
-        codes: there codecs save time, on others they cost it."""
-        moving = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
+        """Names of the slow axes, outermost first: their bandwidth is below SLOW_RATIO times the codec throughput, so
+        that codecs save time."""
+        nontrivial = [link for link, axis in zip(self.links, self.topology.axes, strict=True) if axis.size > 1]
         limit = SLOW_RATIO * self.codec_bytes_per_second
-        return tuple(link.name for link in moving if link.bytes_per_second < limit)
+        return tuple(link.name for link in nontrivial if link.bytes_per_second < limit)
 
     def restrict_to(self, topology: Topology) -> "Profile":
-        """The profile of some of its axes."""
+        """Return the profile of a topology that has some of the axes."""
         links = {axis.name: link for axis, link in zip(self.topology.axes, self.links, strict=True)}
         direct = self.direct and self.direct.restrict_to(topology)
         return replace(self, topology=topology, links=tuple(links[axis.name] for axis in topology.axes), direct=direct)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as JSON values; the inverse of :meth:`from_json`."""
+        """Return the profile as JSON values; the inverse of :meth:`from_json`."""
         direct = self.direct and self.direct.to_json()
         return {**asdict(self), "topology": str(self.topology), "ranks": self.topology.size, "direct": direct}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Profile":
-        """Read what :meth:`to_json` made.
+        """Build a profile from the values of :meth:`to_json`.
 
         Raises:
-            ValueError: something is missing, or a figure is not one.
+            ValueError: an entry is missing or out of range.
         """
         try:
             topology = Topology.parse(values["topology"], int(values["ranks"]))
@@ -76,11 +76,11 @@ class Profile:
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
             direct = values["direct"] and cls.from_json(values["direct"])
         except KeyError as error:
-            raise ValueError(f"not a profile: {error} is missing") from None
+            raise ValueError(f"not a link profile: {error} is missing") from None
         except TypeError as error:
-            raise ValueError(f"not a profile: {error}") from None
+            raise ValueError(f"not a link profile: {error}") from None
         if [link.name for link in links] != [axis.name for axis in topology.axes]:
-            raise ValueError(f"not a profile: its links are not those of the topology {topology}")
+            raise ValueError(f"not a link profile: its links are not those of the topology {topology}")
         speeds = [
             figures["contention"],
             *(figures[name] for name in _SPEEDS),
@@ -88,7 +88,7 @@ class Profile:
         ]
         times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
-            raise ValueError("not a profile: speeds must be positive, and times not negative")
+            raise ValueError("not a link profile: speeds must be positive, and times finite and not negative")
         return cls(topology, links, **figures, direct=direct)
 
     @classmethod
@@ -96,7 +96,7 @@ class Profile:
         """Read a file that `cocodiff probe --json` wrote.
 
         Raises:
-            ValueError: it cannot be read, or holds no profile.
+            ValueError: the file cannot be read or contains no profile.
         """
         try:
             values = json.loads(file.read_text())
@@ -104,4 +104,4 @@ class Profile:
                 raise ValueError("the entry 'profile' is missing")
             return cls.from_json(values["profile"])
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} holds no profile that `cocodiff probe --json` wrote: {error}") from None
+            raise ValueError(f"{file} has no link profile of `cocodiff probe --json`: {error}") from None

@@ -1,6 +1,6 @@
-"""The planner: an alpha-beta cost model of the links, and the plan that it finds fastest for a size.
+"""The planner: an alpha-beta cost model of the links, and the fastest plan for a message size under it.
 
-The same model predicts for a measured machine and, in `cocodiff simulate`, for one that we only know on paper.
+The same model makes predictions for a measured machine and, in `cocodiff simulate`, for one known only on paper.
 """
 
 import math
@@ -13,12 +13,12 @@ from xfuser_cocodiff.engine.topology.plans import Plan, Stage, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 MARGIN = 0.08
-"""Share of its time that a plan must promise to save for every stage beyond the first one: predictions have errors of
-this order, and more so the more parts they add up."""
-CODED = 0.1
-"""About what codecs leave of a message."""
+"""Share of its time that a plan must save for each stage beyond the first. Predictions have errors of this order, which
+grow with the number of stages."""
 DIRECT_MARGIN = 0.05
-"""The same for direct sends in place of a collective."""
+"""Share of its time that a stage must save by direct sends in place of a collective."""
+CODED_RATIO = 0.1
+"""Typical size of a coded message relative to the original, by which single-stage all-to-alls are chosen."""
 
 
 @dataclass(frozen=True)
@@ -30,93 +30,100 @@ class StageCost:
 
 
 def stage_cost(profile: Profile, stage: Stage, message_bytes: float, direct: bool = False) -> StageCost:
-    """What a stage costs when every rank holds a message of `message_bytes`, its own share included."""
-    profile = _way(profile, direct)
+    """Return the cost of one stage of an all-to-all.
+
+    Args:
+        profile: link profile.
+        stage: axes that the stage crosses.
+        message_bytes: size of the message of each rank, including the block that it keeps.
+        direct: whether the stage uses direct sends.
+    """
+    profile = _profile_of(profile, direct)
     sizes = profile.topology.shape
-    share = message_bytes / math.prod(sizes[dim] for dim in stage)
+    block = message_bytes / math.prod(sizes[dim] for dim in stage)
     host, wire, inner = profile.launch_seconds, 0.0, 1
     for dim in reversed(stage):  # a peer belongs to the outermost axis on which it differs
         link, peers = profile.links[dim], (sizes[dim] - 1) * inner
         host += peers * link.latency_seconds
-        wire = max(wire, peers * share / link.bytes_per_second)
+        wire = max(wire, peers * block / link.bytes_per_second)
         inner *= sizes[dim]
     return StageCost(host, wire * (profile.contention if len(stage) > 1 else 1))
 
 
 def all_to_all_seconds(profile: Profile, plan: Plan, message_bytes: float) -> float:
-    """Predicted time of an all-to-all.
+    """Return the predicted time of an all-to-all.
 
     Args:
-        profile: the machine.
-        plan: how the all-to-all runs.
-        message_bytes: what a rank holds before it, its own share included.
+        profile: link profile.
+        plan: plan of the all-to-all.
+        message_bytes: size of the message of each rank, including the block that it keeps.
     """
     cost = plan_cost(profile, plan, message_bytes)
     return cost.host + cost.wire
 
 
 def plan_cost(profile: Profile, plan: Plan, message_bytes: float) -> StageCost:
-    """The parts of :func:`seconds`, for all stages of a plan."""
+    """Return host and link seconds of an all-to-all, over all stages; the parts of :func:`all_to_all_seconds`."""
     stages = zip(plan.stages, plan.direct, strict=True)
     costs = [stage_cost(profile, stage, message_bytes, direct) for stage, direct in stages]
     copies = (len(plan.stages) - 1) * message_bytes / profile.copy_bytes_per_second
     return StageCost(sum(cost.host for cost in costs) + copies, sum(cost.wire for cost in costs))
 
 
-def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], ahead_bytes: int, all_bytes: int) -> bool:
-    """Whether a tensor is better sent ahead, while others are computed, than in one message with them.
+def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], early_bytes: int, all_bytes: int) -> bool:
+    """Return whether to send a tensor early, in a message of its own, instead of with the others in one message.
 
-    Ahead it costs a call of its own, and its time on the links hides behind computation. So all travel together where a
-    call costs more than its bytes.
+    An early send costs another call, and its link time hides behind the computation of the other tensors. One message
+    is better where a call costs more than its bytes.
 
     Args:
-        profile: the machine.
-        plan_for: the plan of a message of so many bytes.
-        ahead_bytes: of the tensor.
-        all_bytes: of all tensors, this one included.
+        profile: link profile.
+        plan_for: plan by message size in bytes.
+        early_bytes: size of the tensor.
+        all_bytes: size of all tensors, this one included.
     """
-    call = plan_cost(profile, plan_for(ahead_bytes), ahead_bytes).host
-    rest, together = (
-        all_to_all_seconds(profile, plan_for(size), size) for size in (all_bytes - ahead_bytes, all_bytes)
-    )
-    return call + rest < (1 - MARGIN) * together
+    extra_call = plan_cost(profile, plan_for(early_bytes), early_bytes).host
+    rest_bytes = all_bytes - early_bytes
+    rest = all_to_all_seconds(profile, plan_for(rest_bytes), rest_bytes)
+    together = all_to_all_seconds(profile, plan_for(all_bytes), all_bytes)
+    return extra_call + rest < (1 - MARGIN) * together
 
 
 class CommStage(NamedTuple):
-    """A collective along all axes, or along some of them."""
+    """One collective of a coded all-to-all or all-gather, along all axes or some of them."""
 
     profile: Profile
     plan: Plan
     message_bytes: float
-    """That a rank holds before it."""
+    """Size of each rank's message before the collective."""
 
 
 def comm_stages(
     profile: Profile,
     message_bytes: float,
     payload_bytes: float | None = None,
-    at_once: bool = False,
+    single_stage: bool = False,
     slow_axes: Sequence[str] = (),
 ) -> list[CommStage]:
-    """The way of an exchange, by the best plans.
+    """Return the collectives of an all-to-all, with the best plan for each.
 
-    As it is, it takes all axes at once. Coded in stages, it goes along the fast axes first, as it is; then what has to
-    cross slow ones is encoded, and goes along these. Coded at once, what is encoded goes along all axes, and what stays
-    where it is on slow ones goes along the fast ones, as it is, beside it.
+    A lossless all-to-all is one collective over all axes. A coded one in stages first crosses the fast axes unencoded;
+    blocks for other ranks on slow axes are then encoded and cross those. A coded single-stage all-to-all sends encoded
+    blocks along all axes, and beside it the blocks that stay within the fast axes unencoded.
 
     Args:
-        profile: the machine.
-        message_bytes: what a rank holds before it, its own share included.
-        payload_bytes: the same of what is encoded; None where everything travels as it is.
-        at_once: how it goes where it is encoded, and some axes are fast.
-        slow_axes: their names.
+        profile: link profile.
+        message_bytes: size of the message of each rank, including the block that it keeps.
+        payload_bytes: size of the encoded message; None for a lossless all-to-all.
+        single_stage: whether a coded all-to-all is single-stage; without effect if all axes are slow.
+        slow_axes: names of the slow axes.
     """
-    slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
+    slow, fast = (_restrict(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
         parts = [(profile, message_bytes)]
     elif fast is None:
         parts = [(slow, payload_bytes)]
-    elif at_once:
+    elif single_stage:
         parts = [(profile, payload_bytes), (fast, message_bytes / slow.topology.size)]
     else:
         parts = [(fast, message_bytes), (slow, payload_bytes)]
@@ -124,58 +131,61 @@ def comm_stages(
 
 
 def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[str]) -> bool:
-    """Whether coded exchanges take all axes at once. That saves fast axes most of the bytes, and costs messages.
+    """Return whether coded all-to-alls of a layer are single-stage.
+
+    A single stage saves most of the bytes on fast axes, and costs more messages.
 
     Args:
-        profile: the machine.
-        message_bytes: of a middle one among a layer's, which go alike: what both ends hold fits one way only.
-        slow_axes: their names.
+        profile: link profile.
+        message_bytes: a medium size among the layer's messages. All of them are sent the same way, because link
+            references depend on it.
+        slow_axes: names of the slow axes.
     """
     in_stages, at_once = (
-        sum(
-            all_to_all_seconds(*leg)
-            for leg in comm_stages(profile, message_bytes, CODED * message_bytes, way, slow_axes)
-        )
-        for way in (False, True)
+        _seconds(comm_stages(profile, message_bytes, CODED_RATIO * message_bytes, single_stage, slow_axes))
+        for single_stage in (False, True)
     )
     return at_once < (1 - MARGIN) * in_stages
 
 
-def exchange_seconds(
+def coded_all_to_all_seconds(
     profile: Profile,
     message_bytes: float,
     payload_bytes: float | None = None,
-    at_once: bool = False,
+    single_stage: bool = False,
     slow_axes: Sequence[str] = (),
 ) -> float:
-    """Predicted time of an exchange: of its legs, and of encoding what crosses slow axes; for arguments see
-    :func:`comm_stages`."""
-    moving = sum(
-        all_to_all_seconds(*leg) for leg in comm_stages(profile, message_bytes, payload_bytes, at_once, slow_axes)
-    )
+    """Return the predicted time of an all-to-all by the best plans, including the time to encode and decode.
+
+    For the arguments see :func:`comm_stages`.
+    """
+    seconds = _seconds(comm_stages(profile, message_bytes, payload_bytes, single_stage, slow_axes))
     if payload_bytes is None:
-        return moving
-    places = num_ranks_along(profile.topology, slow_axes)
-    return moving + message_bytes * (places - 1) / places / profile.codec_bytes_per_second
+        return seconds
+    num_slow = num_ranks_along(profile.topology, slow_axes)
+    return seconds + message_bytes * (num_slow - 1) / num_slow / profile.codec_bytes_per_second
+
+
+def _seconds(stages: Sequence[CommStage]) -> float:
+    return sum(all_to_all_seconds(*stage) for stage in stages)
 
 
 def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
-    """Return the number of places on some axes."""
+    """Return the number of positions on the named axes."""
     return math.prod(axis.size for axis in topology.axes if axis.name in axes)
 
 
 def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
-    """Predicted time in which every rank gets the blocks of all others: in each stage all that has come before goes to
-    each rank of it.
+    """Return the predicted time of an all-gather, whose stages each send everything gathered so far.
 
-    What is known of contention is known of all-to-alls. A collective goes from neighbour to neighbour. Gloo, which
-    alone has direct sends beside it, has one ring, in which the slowest link carries the blocks of all ranks but one;
-    others lay several, so that each axis carries what has to cross it.
+    The measured contention applies to all-to-alls and is ignored. A collective all-gather sends from neighbor to
+    neighbor. Gloo, the only backend with direct sends, has one ring, in which the slowest link carries the blocks of
+    all ranks but one. Other backends have several rings, so that each axis carries only what must cross it.
 
     Args:
-        profile: the machine.
-        plan: how the all-gather runs; PyTorch's ring, which xDiT runs, has the flat one.
-        block_bytes: what a rank holds before it.
+        profile: link profile.
+        plan: plan of the all-gather; PyTorch's ring attention, which xDiT runs, corresponds to the flat one.
+        block_bytes: size of the block of each rank.
     """
     direct = profile.direct and replace(profile.direct, contention=1.0)
     profile, seconds = replace(profile, contention=1.0, direct=direct), 0.0
@@ -190,44 +200,44 @@ def gather_seconds(profile: Profile, plan: Plan, block_bytes: float) -> float:
 
 
 def choose_gather_plan(profile: Profile, block_bytes: float) -> Plan:
-    """The plan to use for an all-gather of such blocks."""
+    """Return the best plan for an all-gather of blocks of this size."""
 
-    def counted(plan: Plan) -> float:
-        return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _complexity(plan))
+    def penalized_seconds(plan: Plan) -> float:
+        return gather_seconds(profile, plan, block_bytes) / (1 - MARGIN * _extra_stages(plan))
 
     plans = candidates(profile.topology)
     if profile.direct:
         plans += [replace(plan, direct=(True,) * len(plan.stages)) for plan in plans]
-    return min(plans, key=counted)
+    return min(plans, key=penalized_seconds)
 
 
 def ring_seconds(
     profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
 ) -> float:
-    """Predicted time until the K and V of all ranks of a ring are there, by the best plans.
+    """Return the predicted time to gather the K and V of all ranks of a ring, by the best plans.
 
     Args:
-        profile: of the ring.
-        block_bytes: K and V of a rank.
-        payload_bytes: what they are encoded in for slow axes; None where they travel as they are.
-        slow_axes: their names.
+        profile: link profile of the ring.
+        block_bytes: size of K and V of a rank.
+        payload_bytes: size of the encoded block for slow axes; None for a lossless ring.
+        slow_axes: names of the slow axes.
     """
-    way = ring_stages(profile, block_bytes, payload_bytes, slow_axes)
-    moving = sum(gather_seconds(*leg) for leg in way)
+    stages = ring_stages(profile, block_bytes, payload_bytes, slow_axes)
+    seconds = sum(gather_seconds(*stage) for stage in stages)
     if payload_bytes is None:
-        return moving
-    return moving + way[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
+        return seconds
+    return seconds + stages[0].profile.topology.size * block_bytes / profile.codec_bytes_per_second
 
 
 def ring_stages(
     profile: Profile, block_bytes: float, payload_bytes: float | None = None, slow_axes: Sequence[str] = ()
 ) -> list[CommStage]:
-    """The all-gathers of a ring, by the best plans; for arguments see above.
+    """Return the all-gathers of a ring, with the best plan for each; for the arguments see :func:`ring_seconds`.
 
-    Coded, a block goes along the slow axes first. Along the fast ones goes what a rank has of its own, and what it has
-    decoded.
+    A coded block crosses the slow axes first. A rank's own block and those that it has decoded then cross the fast
+    ones.
     """
-    slow, fast = (_along(profile, slow_axes, is_slow) for is_slow in (True, False))
+    slow, fast = (_restrict(profile, slow_axes, is_slow) for is_slow in (True, False))
     if payload_bytes is None or slow is None:
         return [CommStage(profile, choose_gather_plan(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
@@ -237,51 +247,51 @@ def ring_stages(
     ]
 
 
-def _along(profile: Profile, slow_axes: Sequence[str], is_slow: bool) -> Profile | None:
-    """What is known of the axes that are slow, or of those that are not; None where none of them moves anything."""
+def _restrict(profile: Profile, slow_axes: Sequence[str], is_slow: bool) -> Profile | None:
+    """Return the profile of the slow axes, or of the others; None if none of these has more than one rank."""
     axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in slow_axes) == is_slow]
     return profile.restrict_to(Topology(tuple(axes))) if axes else None
 
 
-def _way(profile: Profile, direct: bool) -> Profile:
-    """What is known of collectives, or of direct sends where that is known."""
+def _profile_of(profile: Profile, direct: bool) -> Profile:
+    """Return the profile of direct sends if asked for and measured, else that of collectives."""
     return profile.direct if direct and profile.direct else profile
 
 
 def rank_plans(profile: Profile, message_bytes: float) -> list[tuple[Plan, float]]:
-    """All plans with their predicted seconds, the one to use first.
+    """Return all plans of an all-to-all with their predicted seconds, best first.
 
-    They are in the order of their times, where each counts for as much more as it must promise to save.
+    They are sorted by their times, increased by the margin that each additional stage must save.
     """
     plans = [_with_direct_stages(profile, plan, message_bytes) for plan in candidates(profile.topology)]
     timed = [(plan, all_to_all_seconds(profile, plan, message_bytes)) for plan in plans]
-    return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _complexity(pair[0])))
+    return sorted(timed, key=lambda pair: pair[1] / (1 - MARGIN * _extra_stages(pair[0])))
 
 
 def choose_plan(profile: Profile, message_bytes: float) -> Plan:
-    """The plan to use for a message."""
+    """Return the best plan for an all-to-all of this message size."""
     return rank_plans(profile, message_bytes)[0][0]
 
 
-def _complexity(plan: Plan) -> int:
+def _extra_stages(plan: Plan) -> int:
     return len(plan.stages) - 1
 
 
 def _with_direct_stages(profile: Profile, plan: Plan, message_bytes: float) -> Plan:
-    """The plan with direct sends in the stages where they are faster."""
+    """Return the plan with direct sends in the stages where they are faster."""
     if profile.direct is None:
         return plan
 
-    def faster(stage: Stage) -> bool:
+    def is_faster(stage: Stage) -> bool:
         costs = [stage_cost(profile, stage, message_bytes, direct) for direct in (False, True)]
         collective, direct = (cost.host + cost.wire for cost in costs)
         return direct < (1 - DIRECT_MARGIN) * collective
 
-    return replace(plan, direct=tuple(map(faster, plan.stages)))
+    return replace(plan, direct=tuple(map(is_faster, plan.stages)))
 
 
 def lower_bound_seconds(profile: Profile, message_bytes: float) -> float:
-    """Time in which the busiest axis, at its measured speed, sends the bytes that must cross it under any plan."""
+    """Return a lower bound over all plans: the time of the busiest axis for the bytes that must cross it."""
     flat = Plan.flat(profile.topology).stages[0]
-    ways = [profile, profile.direct] if profile.direct else [profile]
-    return min(stage_cost(way, flat, message_bytes).wire / way.contention for way in ways)
+    profiles = [profile, profile.direct] if profile.direct else [profile]
+    return min(stage_cost(each, flat, message_bytes).wire / each.contention for each in profiles)

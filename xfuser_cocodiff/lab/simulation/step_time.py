@@ -273,7 +273,7 @@ class _Run:
         sent = Counter[str]()
         for leg in planner.comm_stages(*way):
             sent.update(leg.plan.sent_bytes(leg.message_bytes))
-        return _Moved(planner.exchange_seconds(*way), sent)
+        return _Moved(planner.coded_all_to_all_seconds(*way), sent)
 
     def gather(self, payload: int | None) -> _Moved:
         """The all-gather of K and V around a ring."""
