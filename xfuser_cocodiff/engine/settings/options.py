@@ -13,14 +13,14 @@ OFF = "off"
 EXACT = "exact"
 MODES = (EXACT, "paper", "balanced", "fast")
 MULTI_NODE_MODE = "balanced"
-"""The mode where none is given and ranks lie on several nodes; within a node it is exact."""
+"""Default mode of ranks on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")
 ENABLE_OPTION = "use_cocodiff"
-"""The option that asks for the plugin."""
+"""Option that enables the plugin."""
 RECORD_VARIABLE = "COCODIFF_RECORD"
-"""Environment variable: folder in which every rank leaves a record of its runs, for `cocodiff compare`."""
+"""Environment variable: folder in which every rank writes a record of its runs, for `cocodiff compare`."""
 TRACE_VARIABLE = "COCODIFF_TRACE"
-"""Environment variable: when set, a trace of the last steps is recorded too."""
+"""Environment variable: if set, records have a trace of the last steps."""
 LOG_LEVEL_VARIABLE = "COCODIFF_LOG_LEVEL"
 """Environment variable: least severe level of the messages that are logged, one of LOG_LEVELS."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -34,16 +34,22 @@ OTHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class Option:
-    """One option of the plugin: a flag of xDiT's parsers, a field of its arguments and an environment variable."""
+    """Option of the plugin: a flag of xDiT's parsers, a field of its arguments and an environment variable."""
 
     field: str
+    """Name of the field in xDiT's arguments."""
     variable: str
+    """Environment variable."""
     default: Any
+    """Value if neither flag nor variable is given; False makes the flag a switch."""
     help: str
+    """Help text of the flag."""
     choices: tuple[str, ...] | None = None
+    """Valid values, if these are few; others are checked by the config."""
 
     @property
     def flag(self) -> str:
+        """Flag of the command line."""
         return f"--{self.field}"
 
 

@@ -1,4 +1,4 @@
-"""xDiT's groups and runtime state without a pipeline, for benchmarks that run its functions on tensors of their own."""
+"""Process groups and runtime state of xDiT without a pipeline, for benchmarks of single functions and transformers."""
 
 import os
 import sys
@@ -19,14 +19,14 @@ from xfuser_cocodiff.xdit.session.session import Session
 
 
 def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
-    """Make the ranks that a launcher started one sequence, and return their group.
+    """Initialize xDiT with all ranks that a launcher started sharing a sequence, and return their group.
 
     Args:
-        timeout: seconds that a collective may take; torch's default when not given.
-        ring: ring degree; the rest are Ulysses groups of neighbouring ranks.
+        timeout: longest time of a collective in seconds; PyTorch's default when not given.
+        ring: ring degree; Ulysses groups join neighboring ranks.
 
     Raises:
-        ValueError: no launcher started this process as a rank, or the degree does not divide their number.
+        ValueError: no launcher started this process, or the ring degree does not divide the number of ranks.
     """
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise ValueError(
@@ -38,29 +38,29 @@ def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ring < 1 or world % ring:
         raise ValueError(f"--ring {ring} is not valid; valid are divisors of the {world} ranks")
-    activation.activate()  # stock's turns too name a rank that is lost
+    activation.activate()  # failure detection also while stock runs
     init_distributed_environment(rank=rank, world_size=world, local_rank=launcher.local_rank(os.environ))
     initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world // ring, ring_degree=ring)
-    group, *parts = [dist.group.WORLD, *process_groups()]
+    group, *subgroups = [dist.group.WORLD, *process_groups()]
     if timeout:
-        for each in (group, *parts):
+        for each in (group, *subgroups):
             set_timeout(each, timedelta(seconds=timeout))
     return group
 
 
 def process_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The Ulysses group and the ring that this rank is in."""
+    """Return the Ulysses group and the ring of this rank."""
     from yunchang.globals import PROCESS_GROUP
 
     return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
 
 
 def init_runtime_state(heads: int, text_tokens: int) -> None:
-    """Put a runtime state in force under which xDiT runs on this world.
+    """Initialize xDiT's runtime state for these ranks.
 
     Args:
-        heads: attention heads of the model.
-        text_tokens: tokens of its text.
+        heads: number of attention heads of the model.
+        text_tokens: number of text tokens.
     """
     from xfuser import xFuserArgs
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
@@ -73,7 +73,7 @@ def init_runtime_state(heads: int, text_tokens: int) -> None:
 
 
 def use_session(session: Session) -> None:
-    """Run xDiT's exchanges as a session has them from here on; `Session()` leaves them to stock xDiT."""
+    """Run xDiT with a session from now on; `Session()` is stock xDiT."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     if session.config or session.mesh:
@@ -83,15 +83,15 @@ def use_session(session: Session) -> None:
 
 
 def stock_all_to_all() -> Callable[[torch.Tensor], torch.Tensor]:
-    """xDiT's own exchange of one tensor: (B, H, S/P, D) to (B, H/P, S, D)."""
+    """Return stock xDiT's all-to-all of one tensor: (B, H, S/P, D) to (B, H/P, S, D)."""
     from xfuser.model_executor.layers import usp
 
-    exchange = usp._ft_c_input_all_to_all
-    return getattr(exchange, "__wrapped__", exchange)
+    all_to_all = usp._ft_c_input_all_to_all
+    return getattr(all_to_all, "__wrapped__", all_to_all)
 
 
 def count_stock_traffic() -> None:
-    """Count stock's collectives as the plugin's are, from here on, and time them when those are timed."""
+    """Count stock's collectives from now on, and time them, as the plugin's own."""
     from xfuser.model_executor.layers import usp
 
     usp._sdpa_all_to_all_single = stock_traffic.watch_all_to_all(usp._sdpa_all_to_all_single)
@@ -99,8 +99,10 @@ def count_stock_traffic() -> None:
 
 @contextmanager
 def without_communication() -> Iterator[None]:
-    """Context in which stock's all-to-alls and rings return what they were given: a step without them, but with what
-    comes together at its end."""
+    """Return a context in which stock's all-to-alls and rings return their input.
+
+    A step then has no communication but the all-gather of its output.
+    """
     from torch.distributed.tensor.experimental import _attention
     from xfuser.model_executor.layers import usp
 
@@ -113,7 +115,7 @@ def without_communication() -> Iterator[None]:
 
 
 class _NoRotation:
-    """In the place of what passes K and V on: they stay."""
+    """Replacement of the object that passes K and V on in a ring: it returns those of this rank."""
 
     def exchange_buffers(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -123,7 +125,7 @@ class _NoRotation:
 
 
 def compile_transformer(transformer: torch.nn.Module) -> torch.nn.Module:
-    """A transformer as xDiT's runner compiles it."""
+    """Compile a transformer as xDiT's runner does."""
     from xfuser.model_executor.models.runner_models.base_model import xFuserModel
 
     xFuserModel._enable_compute_comm_overlap(None)
@@ -131,13 +133,13 @@ def compile_transformer(transformer: torch.nn.Module) -> torch.nn.Module:
 
 
 def flux_transformer(width: int, heads: int, depth: int, text_width: int) -> torch.nn.Module:
-    """A FLUX.1 transformer in xDiT's wrapper, with random weights that are the same on every rank.
+    """Return a FLUX.1 transformer in xDiT's wrapper, with the same random weights on every rank.
 
     Args:
-        width: of the image and text streams; a multiple of 2 * `heads`.
-        heads: attention heads.
-        depth: layers; a third of them are double blocks, as in FLUX.1.
-        text_width: of the text embeddings.
+        width: width of the image and text streams, a multiple of 2 * `heads`.
+        heads: number of attention heads.
+        depth: number of layers; a third of them are double blocks, as in FLUX.1.
+        text_width: width of the text embeddings.
     """
     from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
 

@@ -1,4 +1,4 @@
-"""xDiT's command lines: reading options in them, and launching them as xDiT itself would."""
+"""Command lines of xDiT: their options, and how to launch them."""
 
 import importlib.util
 import shlex
@@ -11,20 +11,20 @@ from xfuser_cocodiff.engine.settings.options import OPTIONS
 from xfuser_cocodiff.engine.topology.launcher import SHARE_FIELD
 
 _LAUNCH_OPTIONS = ("master_port", "output_directory")
-"""Options that say where a launch happens."""
+"""Options that differ between launches of the same run."""
 
 
 def is_script(arguments: Sequence[str]) -> bool:
-    """Whether the arguments are an example script and its own arguments, rather than those of the xdit command."""
+    """Return whether arguments are those of an example script, rather than of the xdit command."""
     return bool(arguments) and arguments[0].endswith(".py")
 
 
 def option_value(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an option, in any spelling that xDiT's parsers take; the last one wins, as there.
+    """Return the value of an option in any spelling that xDiT's parsers accept; the last one counts, as for them.
 
     Args:
         arguments: a command line.
-        name: the option without its dashes, with underscores.
+        name: name of the option, without leading dashes and with underscores.
     """
     value = None
     for position, argument in enumerate(arguments):
@@ -35,7 +35,7 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
 
 
 def without_flag(arguments: Sequence[str], name: str) -> list[str]:
-    """The arguments less a flag that takes no value."""
+    """Return the arguments without a flag that has no value."""
     return _drop_options(arguments, {name: False})
 
 
@@ -44,19 +44,19 @@ def _is_option(argument: str, name: str) -> bool:
 
 
 def stock_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line less the plugin's options, but for the one that acts without it: that ranks share a device."""
+    """Return a command line without the plugin's options, except --cocodiff_share_device, which acts without it."""
     ours = {option.field: option.default is not False for option in OPTIONS if option.field != SHARE_FIELD}
     return _drop_options(arguments, ours)
 
 
 def arguments_for_stock(arguments: Sequence[str]) -> list[str]:
-    """A command line less what stock xDiT takes no notice of: the plugin's options, and places of single launches."""
+    """Return a command line without the options that do not affect stock xDiT's results."""
     return _drop_options(stock_arguments(arguments), dict.fromkeys(_LAUNCH_OPTIONS, True))
 
 
 def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[str]:
-    """The arguments less options by name, each with whether it takes a value."""
-    kept: list[str] = []
+    """Return the arguments without some options, given by name and whether they have a value."""
+    remaining: list[str] = []
     is_value = False
     for argument in arguments:
         spelled, equals, _ = argument.partition("=")
@@ -66,20 +66,20 @@ def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[s
         elif name:
             is_value = names[name] and not equals
         else:
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining
 
 
 def launch_command(arguments: Sequence[str], launcher: str | None = None) -> list[str]:
-    """The command that starts all ranks of a script, or xDiT's own command.
+    """Return the command that starts all ranks of an example script or of the xdit command.
 
     Args:
         arguments: an example script and its arguments, or those of the xdit command.
-        launcher: what starts the ranks in place of torchrun, such as "mpiexec -n {ranks} rank.sh"; {ranks} becomes
-            their number. It gives each rank RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+        launcher: command that starts the ranks instead of torchrun, such as "mpiexec -n {ranks} rank.sh"; {ranks} is
+            replaced by their number. It sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT on each rank.
 
     Raises:
-        ValueError: the launcher is no command line.
+        ValueError: the launcher is not a command line.
     """
     if launcher is not None:
         program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
@@ -90,13 +90,13 @@ def launch_command(arguments: Sequence[str], launcher: str | None = None) -> lis
     if is_script(arguments):
         ranks = f"--nproc_per_node={num_ranks(arguments)}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *arguments]
-    # xDiT's default port is fixed, and would let no two runs share a machine.
+    # xDiT's default port is fixed, so that two runs could not share a machine.
     port = [] if option_value(arguments, "master_port") else [f"--master_port={_free_port()}"]
     return [sys.executable, "-m", "xfuser.cli", *port, *arguments]
 
 
 def num_ranks(arguments: Sequence[str]) -> int:
-    """By xDiT's own rule, whose file is read past its package: importing that takes seconds."""
+    """Return the number of ranks by xDiT's own rule, from its file alone: importing its package takes seconds."""
     package = importlib.util.find_spec("xfuser")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("xfuser is not installed", name="xfuser")

@@ -1,4 +1,4 @@
-"""xDiT's own pipeline of a model on one rank, for what virtual ranks can show."""
+"""Pipeline of xDiT on one rank, to evaluate virtual ranks."""
 
 import inspect
 from typing import Any
@@ -13,11 +13,11 @@ from xfuser_cocodiff.xdit.session.session import active
 
 
 class SingleRankPipeline:
-    """A pipeline, loaded and wrapped as the xdit command does it.
+    """Pipeline of a model, loaded and wrapped as by the xdit command.
 
     Args:
-        model: its name in xDiT's registry.
-        dtype: of its weights and activations.
+        model: name of the model in xDiT's registry.
+        dtype: dtype of weights and activations.
     """
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
@@ -33,14 +33,14 @@ class SingleRankPipeline:
         self.pipe.to(dtype)
         self.pipe.set_progress_bar_config(disable=True)
         if self.makes_videos:
-            self.pipe.vae.enable_slicing()  # one by one: HunyuanVideo 1.5's decodes no batch of videos
+            self.pipe.vae.enable_slicing()  # HunyuanVideo 1.5's autoencoder decodes one video at a time
 
     def configure(self, config: CocoDiffConfig | None, virtual_ranks: type[VirtualRanks] | None = None) -> None:
-        """Go on by these settings, whose ranks are virtual; without any as stock xDiT.
+        """Run the pipeline with a config of virtual ranks from now on.
 
         Args:
-            config: the settings.
-            virtual_ranks: what stands in the place of these ranks.
+            config: config with virtual ranks; None runs stock xDiT.
+            virtual_ranks: class that replaces that of the virtual ranks.
         """
         from xfuser.core.distributed import initialize_runtime_state
 
@@ -52,26 +52,26 @@ class SingleRankPipeline:
             runtime.virtual = virtual_ranks(runtime.virtual.topology, runtime.virtual.slow_axes)
 
     def accepts_argument(self, argument: str) -> bool:
-        """Whether the pipeline has an argument of this name."""
+        """Return whether the pipeline has an argument of this name."""
         return argument in inspect.signature(self.pipe.__call__).parameters
 
     @property
     def makes_videos(self) -> bool:
-        """Whether it makes videos."""
+        """Whether the pipeline generates videos."""
         return self.accepts_argument("num_frames")
 
     def __call__(self, prompts: list[str], steps: int, text_tokens: int, **more: Any) -> Any:
         """Run the pipeline and return its output.
 
         Args:
-            prompts: one for each picture or video.
-            steps: of denoising.
-            text_tokens: that the transformer is given, where the pipeline lets one choose.
-            more: arguments of the pipeline.
+            prompts: one prompt per picture or video.
+            steps: number of denoising steps.
+            text_tokens: number of text tokens, if the pipeline has an argument for it.
+            more: further arguments of the pipeline.
         """
         from xfuser.core.distributed import get_runtime_state
 
-        if not self.makes_videos:  # of which xDiT keeps no such state
+        if not self.makes_videos:  # for videos xDiT has no such state
             get_runtime_state().set_input_parameters(
                 batch_size=len(prompts), num_inference_steps=steps, max_condition_sequence_length=text_tokens
             )
@@ -81,21 +81,21 @@ class SingleRankPipeline:
 
     @property
     def reports(self) -> list[StepReport]:
-        """What codecs did at each step of the last run."""
+        """Report of the codecs for each step of the last run."""
         runtime = active().runtime
         return runtime.reports if runtime else []
 
 
 def _task(model: str) -> list[str]:
-    """To make something from text alone, where xDiT asks what a model is to do."""
+    """Return the argument for a text-to-video task, if xDiT needs a task for this model."""
     from xfuser.runner import MODEL_REGISTRY
 
-    known = MODEL_REGISTRY[model].settings.valid_tasks if model in MODEL_REGISTRY else []
-    return [f"--task={task}" for task in known if task.startswith("t2v")][:1]
+    tasks = MODEL_REGISTRY[model].settings.valid_tasks if model in MODEL_REGISTRY else []
+    return [f"--task={task}" for task in tasks if task.startswith("t2v")][:1]
 
 
 def init_single_rank() -> None:
-    """Make this process a world of its own, which needs no place to meet: xDiT's usual port is the same for all."""
+    """Initialize torch.distributed with this process alone, without a port: xDiT's default port is the same for all."""
     from xfuser import envs
     from xfuser.core.distributed import init_distributed_environment
 
