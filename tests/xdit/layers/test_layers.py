@@ -22,7 +22,7 @@ from xfuser_cocodiff.xdit.layers.v_source import find_recipes
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
-WRONG = "V does not go first: V is not what its projections were expected to make"
+WRONG = "V does not go first: V differs from the output of its projections"
 
 
 class Sent:
@@ -56,7 +56,7 @@ class World:
         layer = self.layers.current
         if layer is None:
             self.layers.discover()
-        elif under_way := layer.value_under_way(value):
+        elif under_way := layer.claim_v_handle(value):
             assert torch.equal(under_way.value, value), "another V was sent"
             under_way.awaited = True
         elif layer.call.signature.candidates is None and (layer.call.signature.ready or layer.call.signature.refusal):
@@ -254,7 +254,7 @@ def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
-    [recipe] = find_recipes(value, "third third of each head", {"wqkv": all_heads})
+    [recipe] = find_recipes(value, "after Q and K of each head", {"wqkv": all_heads})
     assert torch.equal(recipe.build({"wqkv": all_heads}), value)
 
 
@@ -287,7 +287,7 @@ def test_projections_that_others_watch_are_left_alone(world: World) -> None:
     for block in transformer.blocks:
         block.attn.to_v.register_forward_hook(lambda *_: seen.append(1))
     assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not go first: to_v has hooks of others"}
+    assert statuses(world) == {"V does not go first: to_v has hooks"}
     assert len(seen) == 10
 
 

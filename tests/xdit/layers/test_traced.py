@@ -79,7 +79,7 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
         transformer._compiled_call_impl = lambda *args: args[0]
     x = torch.ones(1)
     root.watch(outer, (x,), {})  # while it runs for the first time
-    assert root.is_watching(outer) and (root.calls, root.serial) == (1, 1)
+    assert root.is_watching(outer) and (root.calls, root.total_calls) == (1, 1)
     assert outer(x) is x and outer(x) is x
     assert root.calls == 3 and called == [(x,)] * 3
     root.remove()
@@ -89,8 +89,8 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
 
 
 def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
-    session, ended, exchanges = Session(), [], AttentionAllToAlls(None)
-    exchanges._inputs.append(Handle("the exchange", lambda: ended.append(True)))
-    session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, exchanges=exchanges))
+    session, ended, all_to_alls = Session(), [], AttentionAllToAlls(None)
+    all_to_alls._inputs.append(Handle("the all-to-all", lambda: ended.append(True)))
+    session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, all_to_alls=all_to_alls))
     session.close()
     assert ended == [True] and session.traced_call is None

@@ -68,9 +68,9 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
         warn_once(HEAD_GROUPS_IGNORED)
     layer = session.layers.traced_layer(path)
     signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
-    schedule = signature.candidates.schedule if signature and signature.candidates else OverlapSchedule()
+    schedule = signature.schedule if signature else OverlapSchedule()
     all_to_alls = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
-    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, exchanges=all_to_alls))
+    session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
     if schedule.v_first:
         all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes)
         all_to_alls.start_value(value)
@@ -85,8 +85,8 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
         call.signature.sizes = sizes
         if call.signature.candidates is None:
             choose_schedules(call.signature, session, query, key, value)
-    call.exchanges.layer_codecs = session.layer_codecs(call.layer, sizes)
-    call.exchanges.start_inputs(query, key, value)
+    call.all_to_alls.layer_codecs = session.layer_codecs(call.layer, sizes)
+    call.all_to_alls.start_inputs(query, key, value)
     return _new_ticket()
 
 
@@ -97,11 +97,11 @@ def _receive_heads(
     value: torch.Tensor,
     num_ranks: int,
 ) -> tuple[torch.Tensor, ...]:
-    return active().traced_call.exchanges.wait_inputs(0)
+    return active().traced_call.all_to_alls.wait_inputs(0)
 
 
 def _send_output(ticket: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    active().traced_call.exchanges.start_output(output, 0)
+    active().traced_call.all_to_alls.start_output(output, 0)
     return _new_ticket()
 
 

@@ -32,7 +32,7 @@ def early_value(value: torch.Tensor, session: Session) -> Handle | None:
     layer = session.layers.current
     if layer is None:
         session.layers.discover()
-    return layer.value_under_way(value) if layer else None
+    return layer.claim_v_handle(value) if layer else None
 
 
 def scheduled_attention(

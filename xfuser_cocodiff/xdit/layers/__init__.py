@@ -1,4 +1,5 @@
-"""Attention layers of any transformer as they are called, and where their V comes from.
-Input: modules that run, and the V that reached USP.
+"""Attention layers of any transformer: their calls, and V projected and sent before Q and K.
+Input: the modules that run, and the V that reaches xDiT's USP.
+Output: signatures of layer calls, and a handle of V's all-to-all.
 Public: `layers.Layers`, `root_module.RootModule`, `layer_signature.LayerSignature`, `v_source.TABLE`.
 """

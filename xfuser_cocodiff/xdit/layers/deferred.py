@@ -1,4 +1,4 @@
-"""What a block needs only once it has attended: parallel MLPs, which can be computed while exchanges are under way."""
+"""Deferred computation of MLPs parallel to attention, which overlaps with the all-to-all of Q, K and V."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,61 +8,61 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 PARALLEL_MLP = ("proj_mlp", "act_mlp")
-"""Submodules of a block, one given what the other returns, as diffusers names them wherever an MLP lies beside
-attention (FLUX.1, HunyuanVideo, Chroma and more)."""
+"""Submodules of a block with an MLP parallel to attention, in the order of their calls: the names that diffusers
+has in FLUX.1, HunyuanVideo, Chroma and more."""
 
 
 class Deferred:
-    """A tensor that is made when somebody needs it: any function of PyTorch that is given it does.
+    """A tensor that is computed when it is first used: as an argument of a function of PyTorch, or by an attribute.
 
     Args:
-        make: makes it; called once.
+        compute: returns the tensor; called once.
     """
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self._make: Callable[[], torch.Tensor] | None = make
-        self._made: torch.Tensor
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._tensor: torch.Tensor
 
-    def made(self) -> torch.Tensor:
-        """The tensor."""
-        if self._make:
-            self._made = self._make()
-            self._make = None
-        return self._made
+    def materialize(self) -> torch.Tensor:
+        """Return the tensor, computed now unless it has been."""
+        if self._compute:
+            self._tensor = self._compute()
+            self._compute = None
+        return self._tensor
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*tree_map(made, args), **tree_map(made, kwargs or {}))
+        return func(*tree_map(materialize, args), **tree_map(materialize, kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.made(), name)
+        return getattr(self.materialize(), name)
 
 
 def _operator(name: str) -> Callable:
-    return lambda later, *others: getattr(later.made(), name)(*map(made, others))
+    return lambda deferred, *others: getattr(deferred.materialize(), name)(*map(materialize, others))
 
 
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg", "abs", "len", "iter", "getitem"):
-    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks for them in the class
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))  # Python looks up operators in the class
 
 
-def made(value: Any) -> Any:
-    """A value, or the tensor that it stands for."""
-    return value.made() if isinstance(value, Deferred) else value
+def materialize(value: Any) -> Any:
+    """Return the tensor of a :class:`Deferred`, and any other value unchanged."""
+    return value.materialize() if isinstance(value, Deferred) else value
 
 
 def has_parallel_mlp(block: nn.Module) -> bool:
-    """Whether a block has one, with nobody listening who would have to see its values at once."""
+    """Return whether a block has an MLP parallel to attention, without hooks, which would need its values at once."""
     submodules = [getattr(block, name, None) for name in PARALLEL_MLP]
     return all(isinstance(submodule, nn.Module) and not has_hooks(submodule) for submodule in submodules)
 
 
 def has_hooks(submodule: nn.Module) -> bool:
-    """Whether others have hooks on a module, which see its values when it is called."""
+    """Return whether a module has forward hooks: PyTorch's, Accelerate's or diffusers'."""
     hooks = submodule._forward_hooks or submodule._forward_pre_hooks
     return bool(hooks) or hasattr(submodule, "_hf_hook") or hasattr(submodule, "_diffusers_hook")

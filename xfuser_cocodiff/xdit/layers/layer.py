@@ -1,9 +1,9 @@
-"""An attention layer as it is called, and V on its way before a layer's processor asks for Q and K.
+"""Attention layers in eager mode, and V-First: V is projected and sent before the processor asks for Q and K.
 
-A table says which projections V comes from (:mod:`v_source`). The first call of each kind rehearses in each layer: V
-is projected ahead, and compared bit for bit with the V that reaches USP. From the second on, where all ranks found it
-to be the same, V is projected ahead and sent off, and the finished projection is handed back when the processor asks
-for it. A V that is a view of that must still be one when it reaches USP. Any other layer runs as ever.
+A table lists the projections that V comes from (:mod:`v_source`). The first call of each signature verifies the layer:
+V is projected early, and compared bit for bit with the V that reaches USP. Once all ranks have found them equal, later
+calls project V early and start its all-to-all, and the processor gets the finished projection when it asks for it. If
+the verified V was a view of the projection, later ones must be views too. All other layers run unchanged.
 """
 
 import functools
@@ -17,45 +17,53 @@ from torch import nn
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_hooks, has_parallel_mlp, made
+from xfuser_cocodiff.xdit.layers.deferred import PARALLEL_MLP, Deferred, has_hooks, has_parallel_mlp, materialize
 from xfuser_cocodiff.xdit.layers.forward_wrapper import ForwardWrapper
-from xfuser_cocodiff.xdit.layers.layer_call import Ahead, Call
-from xfuser_cocodiff.xdit.layers.layer_signature import ELSEWHERE, LayerSignature, LayerSignatures
-from xfuser_cocodiff.xdit.layers.module_stack import named
+from xfuser_cocodiff.xdit.layers.layer_call import EagerCall, EarlyProjection
+from xfuser_cocodiff.xdit.layers.layer_signature import NOT_THROUGH_USP, LayerSignature, LayerSignatures
+from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 from xfuser_cocodiff.xdit.layers.root_module import BaseLayer, RootModule
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, find_recipes
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_recipes
 
 
 @dataclass(eq=False)
-class Shared:
-    """What the layers of a process have in common."""
+class LayerContext:
+    """State and callbacks that all layers of a session share."""
 
-    active: Callable[[], bool]
-    """Whether exchanges may overlap just now."""
-    send: Callable[[torch.Tensor, "Layer"], Handle]
-    """Starts the exchange of V, or of its first head group where its call has several; given V and the layer."""
-    agreed: Callable[[object], bool]
-    """Whether all ranks pass the same; they call it alike."""
-    say: Callable[[str], None]
+    is_active: Callable[[], bool]
+    """Returns whether communication may overlap with computation at the moment."""
+    send_v: Callable[[torch.Tensor, "Layer"], Handle]
+    """Starts the all-to-all of a layer's V, or of its first head group where the call has several."""
+    all_agree: Callable[[object], bool]
+    """Returns whether all ranks pass the same value; a collective."""
+    log: Callable[[str], None]
     """Logs a line at INFO."""
     signatures: LayerSignatures = field(init=False, default_factory=LayerSignatures)
-    """Kinds of their calls."""
+    """Signatures of all calls so far."""
     current: "Layer | None" = field(init=False, default=None)
     """The layer whose module runs."""
 
 
 class Layer(BaseLayer):
-    """An attention module of a transformer, and the block that it stands in."""
+    """An attention module of a transformer, with the block that holds it.
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: RootModule, shared: Shared) -> None:
+    Args:
+        name: path of the module in the transformer.
+        module: the attention module.
+        block: the module that holds it.
+        root: the transformer.
+        context: shared with all other layers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, block: nn.Module, root: RootModule, context: LayerContext) -> None:
         super().__init__(name, root)
-        # Their forwards hold this layer, not the other way round: a cycle would keep weights.
-        self._module_ref, self._block_ref, self._shared = weakref.ref(module), weakref.ref(block), shared
-        self.call: Call | None = None
+        # Their forwards hold this layer, not the other way round: a cycle would keep weights alive.
+        self._module_ref, self._block_ref, self._context = weakref.ref(module), weakref.ref(block), context
+        self.call: EagerCall | None = None
         self._signature: LayerSignature | None = None
-        """Of the last call."""
-        self._projecting = False
-        self._arounds: weakref.WeakKeyDictionary[nn.Module, ForwardWrapper] = weakref.WeakKeyDictionary()
+        """Signature of the last call."""
+        self._is_projecting_early = False
+        self._wrappers: weakref.WeakKeyDictionary[nn.Module, ForwardWrapper] = weakref.WeakKeyDictionary()
         self._has_parallel_mlp = has_parallel_mlp(block)
 
     @property
@@ -63,164 +71,175 @@ class Layer(BaseLayer):
         return self._module_ref()
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Whether it is this module's."""
+        """Return whether this is the layer of a module."""
         return self._module_ref() is module
 
     def install(self) -> None:
-        """See the module and its block called from here on; they hold this layer then."""
+        """Wrap the forwards of the block and the module, which hold this layer from then on."""
         block = self._block_ref()
-        self._replace(block, self._call_block)
-        self._replace(self._module, self._call_module)
+        self._wrap(block, self._call_block)
+        self._wrap(self._module, self._call_module)
         if self._has_parallel_mlp:
             for name in PARALLEL_MLP:
-                self._replace(getattr(block, name), self._call_mlp)
+                self._wrap(getattr(block, name), self._call_mlp)
 
-    def _replace(self, module: nn.Module, call: Callable) -> None:
-        """Call something in the place of a module's forward, once."""
-        if module not in self._arounds:
-            self._arounds[module] = ForwardWrapper(module, call)
+    def _wrap(self, module: nn.Module, call: Callable) -> None:
+        """Replace the forward of a module by `call`, unless it is replaced already."""
+        if module not in self._wrappers:
+            self._wrappers[module] = ForwardWrapper(module, call)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
-        for around in list(self._arounds.values()):
-            around.remove()
+        """Restore the forwards of all modules."""
+        for wrapper in list(self._wrappers.values()):
+            wrapper.remove()
 
-    # What modules do in a call.
+    # Replacements of forwards.
 
     def _call_block(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self._shared.active():
+        if not self._context.is_active():
             return forward(*args, **kwargs)
-        call = self.call = Call(
-            self._signature.candidates.schedule if self._signature and self._signature.candidates else OverlapSchedule()
-        )
+        call = self.call = EagerCall(self._signature.schedule if self._signature else OverlapSchedule())
         try:
             returned = forward(*args, **kwargs)
         finally:
             self.call = None
             call.drain()
-        call.ended()
+        call.end()
         return returned
 
     def _call_mlp(self, forward: Callable, given: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a part of a parallel MLP, or put it off until its result is used, where the schedule has it so."""
+        """Compute a part of a parallel MLP; where the schedule overlaps it, defer that until the result is used."""
         call = self.call
-        if call is None or not self._shared.active() or not call.schedule.overlaps_mlp:
+        if call is None or not self._context.is_active() or not call.schedule.overlaps_mlp:
             return forward(given, *args, **kwargs)
-        later = Deferred(lambda: forward(made(given), *args, **kwargs))
-        call.deferred.append(later)
-        return later
+        deferred = Deferred(lambda: forward(materialize(given), *args, **kwargs))
+        call.deferred.append(deferred)
+        return deferred
 
     def _call_module(self, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self._shared.active():
+        if not self._context.is_active():
             return forward(*args, **kwargs)
-        if self.call is None:  # what holds the module is not called as one, such as a list
+        if self.call is None:  # the block's forward is not called, as that of a ModuleList
             return self._call_block(functools.partial(self._call_module, forward), *args, **kwargs)
-        around, self._shared.current = self._shared.current, self
+        outer, self._context.current = self._context.current, self
         try:
-            self._begins(args, kwargs)
+            self._begin_call(args, kwargs)
             returned = forward(*args, **kwargs)
         finally:
-            self._shared.current = around
+            self._context.current = outer
         signature = self.call.signature
-        if not signature.rehearsed and not self.call.is_attended:
-            signature.refusal = signature.refusal or ELSEWHERE
+        if not signature.verified and not self.call.reached_usp:
+            signature.refusal = signature.refusal or NOT_THROUGH_USP
         self.call.drain()
         return returned
 
-    def _begins(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Find the kind of the call, and project V as soon as its input is known."""
+    def _begin_call(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Count the call, set its signature, and project V early where its inputs are known."""
         self.count_call()
-        call, given = self.call, named(self._module, args, kwargs)
+        given = named_arguments(self._module, args, kwargs)
         tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
-        signature = self._shared.signatures.of(self._module, tensors)
+        signature = self._context.signatures.of_call(self._module, tensors)
+        self._set_signature(signature)
+        if signature.source and tensors and not signature.refusal:
+            self._begin_projection(signature.source, tensors)
+
+    def _set_signature(self, signature: LayerSignature) -> None:
+        """Set the signature of the call, and its schedule where the last call had another signature."""
+        call = self.call
         if signature is not self._signature:
-            call.schedule = signature.candidates.schedule if signature.candidates else OverlapSchedule()
+            call.schedule = signature.schedule
             signature.has_parallel_mlp = self._has_parallel_mlp
         call.signature = self._signature = signature
-        source, (first, second, *_) = signature.source, (*tensors.values(), None, None)
-        if source is None or first is None or signature.refusal:
-            return
-        call.hidden = tensors.get("hidden_states", first)
-        call.text = tensors.get("encoder_hidden_states", second if source.of_text else None)
-        if call.text is None:
-            self._project({source.own: call.hidden})
-        elif source.of_text:
-            self._project({source.own: call.hidden, source.of_text: call.text})
-        elif source.query:
-            self._replace(self._module.get_submodule(source.query), self._call_query)
+
+    def _begin_projection(self, source: Source, tensors: dict[str, torch.Tensor]) -> None:
+        """Project V early from the arguments of the module, or once the input of Q's projection tells which of them."""
+        call = self.call
+        call.hidden, call.text = _inputs(source, tensors)
+        if call.text is None:  # self-attention
+            self._project_early({source.path: call.hidden})
+        elif source.text_path:  # joint attention, with a projection for each stream
+            self._project_early({source.path: call.hidden, source.text_path: call.text})
+        elif source.query_path:  # cross-attention, or joint attention with one projection: Q's input tells
+            self._wrap(self._module.get_submodule(source.query_path), self._call_query)
 
     def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Project Q, behind a V of both streams, made one in the module, or of the text that Q attends to."""
+        """Project V early, then Q. In cross-attention, Q comes from the hidden states and V from the text; otherwise
+        both come from one tensor, in which the module has joined the two streams."""
         call = self.call
-        if call and call.text is not None and not call.signature.source.of_text:
-            self._project({call.signature.source.own: call.text if given is call.hidden else given})
+        if call and call.text is not None and not call.signature.source.text_path:
+            is_cross_attention = given is call.hidden
+            self._project_early({call.signature.source.path: call.text if is_cross_attention else given})
         return forward(given, *args, **kwargs)
 
-    # V ahead of time.
+    # V-First.
 
     def _is_ready(self, signature: LayerSignature) -> bool:
-        """Whether V of this layer can go first."""
-        return signature.ready and self in signature.rehearsed_by
+        """Return whether V of this layer can go first: the signature is ready, and this layer was verified for it."""
+        return signature.ready and self in signature.verified_layers
 
-    def _project(self, given: dict[str, torch.Tensor]) -> None:
-        """Make V now if it is to be made ahead, and send it off unless this is a rehearsal."""
+    def _project_early(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Project V now, to send it at once or, in a call that verifies, to compare it later.
+
+        Args:
+            inputs: of each projection, by path.
+        """
         call, signature = self.call, self.call.signature
         is_ready = self._is_ready(signature)
-        if call.ahead or signature.refusal or (is_ready and not call.schedule.v_first):
+        if call.early or signature.refusal or (is_ready and not call.schedule.v_first):
             return
         if signature.recipe:
-            given = {path: given[path] for path in signature.recipe.paths}
-        modules = {path: self._module.get_submodule(path) for path in given}
+            inputs = {path: inputs[path] for path in signature.recipe.paths}
+        modules = {path: self._module.get_submodule(path) for path in inputs}
         if not is_ready and any(map(has_hooks, modules.values())):
-            return  # who listens would hear of it twice
+            return  # hooks would run twice
         for path, module in modules.items():
-            self._replace(module, functools.partial(self._call_projection, path))
-        self._projecting = True
+            self._wrap(module, functools.partial(self._call_projection, path))
+        self._is_projecting_early = True
         try:
-            ahead = {path: Ahead.of(module, given[path]) for path, module in modules.items()}
+            early = {path: EarlyProjection.of(module, inputs[path]) for path, module in modules.items()}
         except (RuntimeError, ValueError, TypeError):
             if is_ready:
                 raise
-            return  # it is not what the table says that it is projected from
+            return  # the table names another input than the module's
         finally:
-            self._projecting = False
-        call.ahead = ahead
+            self._is_projecting_early = False
+        call.early = early
         if is_ready:
-            value = signature.recipe.build({path: each.returned for path, each in ahead.items()})
-            call.handle = self._shared.send(value, self)
+            value = signature.recipe.build({path: each.output for path, each in early.items()})
+            call.v_handle = self._context.send_v(value, self)
 
     def _call_projection(self, path: str, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what was made ahead, if that is what a projection of V is asked for."""
-        ahead = self.call.ahead.get(path) if self.call and not self._projecting else None
-        if ahead is None or ahead.given is not given or args or kwargs:
+        """Return the early projection where it has the same input, else project."""
+        early = self.call.early.get(path) if self.call and not self._is_projecting_early else None
+        if early is None or early.input is not given or args or kwargs:
             return forward(given, *args, **kwargs)
-        # In a rehearsal, what USP gets must not be what it is compared with.
-        asked = self.call.asked[path] = ahead if self._is_ready(self.call.signature) else Ahead.of(forward, given)
-        return asked.returned
+        # A call that verifies projects again: what reaches USP must not be the tensor that it is compared with.
+        requested = early if self._is_ready(self.call.signature) else EarlyProjection.of(forward, given)
+        self.call.requested[path] = requested
+        return requested.output
 
-    def value_under_way(self, value: torch.Tensor) -> Handle | None:
-        """Given the V that reached USP, its exchange if that is under way.
+    def claim_v_handle(self, value: torch.Tensor) -> Handle | None:
+        """Return the handle of V's all-to-all if it has been started, given the V that reached USP; None otherwise.
 
-        Every rank of the group must call this.
+        The first call of a signature verifies the layer here. All ranks of the group must call this.
 
         Raises:
-            RuntimeError: the processor has made V in another way than before. That is known on this rank only, while
-                others count on the V that it has sent.
+            RuntimeError: the processor has made V in another way than in the verified call. Only this rank knows, while
+                the others wait for the V that it has sent, so that it cannot fall back.
         """
         call, signature = self.call, self.call.signature
-        call.is_attended = True
-        if not signature.rehearsed or (signature.ready and not self._is_ready(signature)):
-            self._rehearse(value)
-        if call.handle is None or not call.ahead:
+        call.reached_usp = True
+        if not signature.verified or (signature.ready and not self._is_ready(signature)):
+            self._verify(value)
+        if call.v_handle is None or not call.early:
             return None
-        handle, call.ahead = call.handle, {}  # the exchange has a copy
-        if value.shape != signature.recipe.shape:  # on every rank, or no exchange could be
+        handle, call.early = call.v_handle, {}  # the message has a copy
+        if value.shape != signature.recipe.shape:  # on all ranks, since an all-to-all needs equal shapes
             handle.drain()
             signature.refusal = "V has another shape than before"
             return None
-        if call.asked.keys() != {*signature.recipe.paths} or (
-            signature.keeps_place and not self._keeps_place(value, signature.recipe)
-        ):
+        has_other_source = call.requested.keys() != {*signature.recipe.paths}
+        if has_other_source or (signature.in_place and not self._is_in_place(value, signature.recipe)):
             handle.drain()
             raise RuntimeError(
                 f"{self.name}: V does not come from {' and '.join(signature.recipe.paths)} as it did before; run with "
@@ -228,50 +247,63 @@ class Layer(BaseLayer):
             )
         return handle
 
-    def _keeps_place(self, value: torch.Tensor, recipe: Recipe) -> bool:
-        """Whether V that reached USP lies where its projection has put it, and was not written since."""
-        asked = self.call.asked
-        if any(each.is_written for each in asked.values()):
+    def _is_in_place(self, value: torch.Tensor, recipe: Recipe) -> bool:
+        """Return whether V that reached USP is a view of its projections, which have not been written since."""
+        requested = self.call.requested
+        if any(each.is_written for each in requested.values()):
             return False
-        return recipe.is_in_place(value, {path: each.returned for path, each in asked.items()})
+        return recipe.is_in_place(value, {path: each.output for path, each in requested.items()})
 
     @property
     def has_new_hooks(self) -> bool:
-        """Whether somebody has put hooks on a projection of its V that was rehearsed without them."""
+        """Whether a projection of V that was verified without hooks has some now."""
         signature, module = self._signature, self._module
         if module is None or signature is None or signature.recipe is None or not self._is_ready(signature):
             return False
         return any(has_hooks(module.get_submodule(path)) for path in signature.recipe.paths)
 
-    def _rehearse(self, value: torch.Tensor) -> None:
-        """Compare V projected ahead with V; each rank sees its own values only, so that all agree on what they found.
-        A layer does this once for a kind."""
+    def _verify(self, value: torch.Tensor) -> None:
+        """Compare the early projections with the V that reached USP, and set the signature's recipe or refusal.
+
+        Each rank compares its own tokens only, so all ranks have to agree on the result. A layer is verified once for
+        each signature.
+        """
         call, signature = self.call, self.call.signature
-        recipes: list[Recipe] = []
-        refusal = "V is not what its projections were expected to make"
-        paths = [path for path in (signature.source.own, signature.source.of_text) if path] if signature.source else []
-        hooked = [path for path in paths if has_hooks(self._module.get_submodule(path))]
-        if not paths:
-            refusal = "its module has no projection of V that is known"
-        elif hooked:
-            refusal = f"{' and '.join(hooked)} has hooks of others"
-        elif call.asked:
-            recipes = find_recipes(
-                value,
-                signature.source.columns,
-                {path: call.ahead[path].returned for path in paths if path in call.asked},
-            )
-            recipes = [each for each in recipes if signature.recipe in (None, each)]
+        recipes, refusal = self._find_recipes(value)
         recipe = recipes[0] if len(recipes) == 1 else None
-        keeps_place = recipe is not None and self._keeps_place(value, recipe)
-        if not self._shared.agreed((recipes, keeps_place)):
+        in_place = recipe is not None and self._is_in_place(value, recipe)
+        if not self._context.all_agree((recipes, in_place)):
             recipe, refusal = None, "the ranks do not agree on where V comes from"
         elif len(recipes) > 1:
-            return  # which of them it is, another call tells
-        # What holds in one layer only holds in none.
-        signature.keeps_place = keeps_place and (signature.keeps_place or not signature.rehearsed)
-        signature.rehearsed, signature.recipe, signature.refusal = True, recipe, None if recipe else refusal
-        signature.rehearsed_by.add(self)
+            return  # values such as zeros fit several recipes; another call decides
+        # A property that one layer lacks does not hold for the signature.
+        signature.in_place = in_place and (signature.in_place or not signature.verified)
+        signature.verified, signature.recipe, signature.refusal = True, recipe, None if recipe else refusal
+        signature.verified_layers.add(self)
         call.drain()
         if signature.refusal:
-            self._shared.say(f"{signature.name}: {signature.status}")
+            self._context.log(f"{signature.name}: {signature.status}")
+
+    def _find_recipes(self, value: torch.Tensor) -> tuple[list[Recipe], str]:
+        """Return all recipes that build V from the early projections, and the reason that holds where there is none."""
+        call, signature = self.call, self.call.signature
+        source = signature.source
+        if source is None:
+            return [], "its module has no known projection of V"
+        paths = [path for path in (source.path, source.text_path) if path]
+        hooked = [path for path in paths if has_hooks(self._module.get_submodule(path))]
+        if hooked:
+            return [], f"{' and '.join(hooked)} has hooks"
+        refusal = "V differs from the output of its projections"
+        if not call.requested:
+            return [], refusal
+        outputs = {path: call.early[path].output for path in paths if path in call.requested}
+        recipes = find_recipes(value, source.columns, outputs)
+        return [each for each in recipes if signature.recipe in (None, each)], refusal
+
+
+def _inputs(source: Source, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the hidden states and the text among the arguments of a module: by name, else the first and the second."""
+    first, second, *_ = (*tensors.values(), None)
+    hidden = tensors.get("hidden_states", first)
+    return hidden, tensors.get("encoder_hidden_states", second if source.text_path else None)

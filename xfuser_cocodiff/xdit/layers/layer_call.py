@@ -1,4 +1,4 @@
-"""Calls of attention layers that are under way."""
+"""Calls of attention layers, from their begin to their end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ class LayerCall:
     schedule: OverlapSchedule
     signature: LayerSignature | None = None
     layer_codecs: LayerCodecs | None = None
-    """How its exchanges are encoded, once one of them was."""
+    """Codecs of its all-to-alls, once the first of them was encoded."""
 
-    def ended(self) -> None:
-        """Count it in the trial of its kind."""
+    def end(self) -> None:
+        """Count the call in the candidates of its signature."""
         if self.signature and self.signature.candidates:
-            # A refresh says nothing of steps that are encoded by what was sent before.
-            is_refresh = self.layer_codecs is not None and self.layer_codecs.is_stateless
-            self.signature.candidates.count_call(is_representative=not is_refresh)
+            # A step without references has other messages than the steps that are to be timed.
+            is_stateless = self.layer_codecs is not None and self.layer_codecs.is_stateless
+            self.signature.candidates.count_call(is_representative=not is_stateless)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,58 +37,59 @@ class TracedCall(LayerCall):
     """A call in a compiled graph."""
 
     layer: BaseLayer | None
-    """None where no module is called, of which there is nothing to learn then."""
-    exchanges: AttentionAllToAlls
+    """Layer of the call; None where the graph runs outside of any module."""
+    all_to_alls: AttentionAllToAlls
 
 
-class Ahead(NamedTuple):
-    """A projection that was made ahead of time."""
+class EarlyProjection(NamedTuple):
+    """A projection computed before the processor asks for it."""
 
-    given: torch.Tensor
-    returned: torch.Tensor
+    input: torch.Tensor
+    output: torch.Tensor
     version: int
-    """How often it had been written by then."""
+    """Version counter of the output when it was computed."""
 
     @classmethod
-    def of(cls, forward: Callable, given: torch.Tensor) -> "Ahead":
-        """Project. What is returned counts how often it is written, which tensors of inference mode do not."""
-        has_grad = torch.is_grad_enabled()  # before the mode, which has its own
+    def of(cls, forward: Callable, given: torch.Tensor) -> "EarlyProjection":
+        """Compute a projection, outside of inference mode, whose tensors have no version counter."""
+        has_grad = torch.is_grad_enabled()  # read first: inference mode sets its own
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
-            returned = forward(given)
-        return cls(given, returned, returned._version)
+            output = forward(given)
+        return cls(given, output, output._version)
 
     @property
     def is_written(self) -> bool:
-        """Whether it has been written since."""
-        return self.returned._version != self.version
+        """Whether the output has been written since."""
+        return self.output._version != self.version
 
 
 @dataclass(eq=False)
-class Call(LayerCall):
-    """A call of a module: from where its block begins to where it ends."""
+class EagerCall(LayerCall):
+    """A call of a module in eager mode, from the begin of its block to the end of it."""
 
     hidden: torch.Tensor | None = None
+    """Hidden states, among the module's arguments."""
     text: torch.Tensor | None = None
-    """Arguments of the module that V may come from."""
-    ahead: dict[str, Ahead] = field(default_factory=dict)
-    """Projections of V that were made ahead of time, by path."""
-    asked: dict[str, Ahead] = field(default_factory=dict)
-    """What the processor was given of them since."""
-    is_attended: bool = False
-    """Whether its V has reached USP."""
-    handle: Handle | None = None
-    """V's exchange, brought to its end with the call whoever waits for it: an error may come in between."""
+    """Text embeddings, among the module's arguments."""
+    early: dict[str, EarlyProjection] = field(default_factory=dict)
+    """Early projections of V, by path."""
+    requested: dict[str, EarlyProjection] = field(default_factory=dict)
+    """Those of them that the processor has asked for since, by path."""
+    reached_usp: bool = False
+    """Whether the call's V has reached USP."""
+    v_handle: Handle | None = None
+    """Handle of V's all-to-all; drained at the end of the call, since an error may come before USP waits for it."""
     deferred: list[Deferred] = field(default_factory=list)
-    """Parts of the block's MLP that were asked for and not computed yet."""
+    """Parts of the block's MLP that were called and not computed yet."""
 
     def compute_deferred(self) -> None:
-        """Compute what was put off."""
-        for one in self.deferred:
-            one.made()
+        """Compute the deferred parts of the MLP."""
+        for each in self.deferred:
+            each.materialize()
         self.deferred.clear()
 
     def drain(self) -> None:
-        """Forget what was done ahead."""
-        handle, self.handle, self.ahead, self.asked = self.handle, None, {}, {}
+        """Drop the early projections, and wait for V's all-to-all if nobody has."""
+        handle, self.v_handle, self.early, self.requested = self.v_handle, None, {}, {}
         if handle:
             handle.drain()

@@ -1,6 +1,7 @@
-"""Calls of attention layers that are alike, and what is known of them.
+"""Signatures of layer calls: what all calls of the same class, submodules and shapes share.
 
-What a kind is, is the same on every rank; what was found of it depends on values, and the ranks agree on that.
+A signature depends on values that are equal on all ranks. What is verified about it depends on tensors, so that the
+ranks have to agree on it.
 """
 
 import hashlib
@@ -13,61 +14,66 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, source_of
+from xfuser_cocodiff.xdit.layers.v_source import Recipe, Source, find_source
 
-ELSEWHERE = "it does not go through USP"
+NOT_THROUGH_USP = "its attention does not go through USP"
 
 
 @dataclass
 class LayerSignature:
-    """What is known of calls that are alike: of the same class and parts, with arguments of the same shapes."""
+    """Properties of all calls of one class and submodules, with arguments of the same shapes."""
 
     name: str
     key: str = ""
-    """What tells it from other kinds, in other processes too."""
+    """Key of the signature, equal in all processes; used in the tuning cache."""
     source: Source | None = None
-    """Projections of V in its module."""
+    """Projections of V in the module."""
     recipe: Recipe | None = None
-    """How V is put together from them, once that was rehearsed."""
-    keeps_place: bool = False
-    """Whether V reaches USP where its projection has put it."""
-    rehearsed: bool = False
-    """Whether ranks have agreed on what there is to know of V."""
-    rehearsed_by: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    """The layers of which they have found the same."""
+    """Verified way to build V from the projections."""
+    in_place: bool = False
+    """Whether the V that reaches USP is a view of its projections."""
+    verified: bool = False
+    """Whether the ranks have agreed on :attr:`recipe` or :attr:`refusal`."""
+    verified_layers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Layers that were verified."""
     refusal: str | None = None
-    """Why V does not go first."""
+    """Reason why V cannot go first."""
     sizes: LayerSizes | None = None
-    """What this rank had of its last call, if codecs may approximate that."""
+    """Sizes of this rank's tensors in the last call, where codecs may encode them."""
     unequal: tuple[int, ...] = ()
-    """Numbers of head groups in which attention would have other bits."""
+    """Numbers of head groups with which attention is not bit-identical."""
     has_parallel_mlp: bool = False
-    """Whether the block has an MLP that can be computed while Q, K and V travel."""
+    """Whether the block has an MLP that can be computed during the all-to-all of Q, K and V."""
     candidates: ScheduleCandidates | None = None
     """Its overlap schedules and the one chosen; None until they are known."""
 
     @property
     def ready(self) -> bool:
         """Whether V can go first."""
-        return self.rehearsed and self.refusal is None
+        return self.verified and self.refusal is None
+
+    @property
+    def schedule(self) -> OverlapSchedule:
+        """The schedule of its next call."""
+        return self.candidates.schedule if self.candidates else OverlapSchedule()
 
     @property
     def status(self) -> str:
-        """The same in words."""
+        """Text for a report: whether V can go first, from which projections or why not."""
         if self.ready:
-            source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "where its graph makes it"
-            found = f"V can go first, {source}"
+            source = f"from {' and '.join(sorted(self.recipe.paths))}" if self.recipe else "in a compiled graph"
+            status = f"V can go first, {source}"
         else:
-            found = f"V does not go first: {self.refusal or 'it was not called often enough'}"
+            status = f"V does not go first: {self.refusal or 'too few calls to verify it'}"
         if self.unequal:
-            found += f"; heads are not cut into {', '.join(map(str, self.unequal))} groups, which would change bits"
-        return found
+            status += f"; head groups off: {', '.join(map(str, self.unequal))} of them would not be bit-identical"
+        return status
 
 
 class LayerSignatures:
-    """The kinds that were met."""
+    """All signatures of a session."""
 
     def __init__(self) -> None:
         self._signatures: dict[tuple, LayerSignature] = {}
@@ -79,11 +85,16 @@ class LayerSignatures:
         return len(self._signatures)
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop all signatures."""
         self._signatures.clear()
 
-    def of(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> LayerSignature:
-        """The kind of a call, by what is the same on every rank."""
+    def of_call(self, module: nn.Module, arguments: dict[str, torch.Tensor]) -> LayerSignature:
+        """Return the signature of a call in eager mode, the same on all ranks.
+
+        Args:
+            module: the attention module.
+            arguments: tensors that it is called with, by name.
+        """
         name = type(module).__name__
         submodules = tuple((path, type(child).__name__) for path, child in module.named_children())
         shapes = tuple((key, tuple(value.shape), value.dtype) for key, value in arguments.items())
@@ -91,29 +102,31 @@ class LayerSignatures:
         key = type(module), processor, submodules, shapes
         if key not in self._signatures:
             sizes = [(path, tuple(value.shape)) for path, value in module.named_parameters()]
-            told = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
-            digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._signatures[key] = LayerSignature(name, f"{name} {digest}", source_of(module))
+            properties = name, processor.__name__, submodules, shapes, sizes, getattr(module, "heads", None)
+            self._signatures[key] = LayerSignature(name, f"{name} {_digest(properties)}", find_source(module))
         return self._signatures[key]
 
     def of_graph(self, layer: str, value: torch.Tensor) -> LayerSignature:
-        """The kind of a call in a graph, where V can always go first.
+        """Return the signature of a call in a compiled graph, where V can always go first.
 
         Args:
-            layer: its name; those that differ in numbers only are alike.
+            layer: path of the layer; paths that differ in numbers only have the same signature.
             value: V.
         """
         name = re.sub(r"\d+", "*", layer)
-        told = name, tuple(value.shape), value.dtype
-        if told not in self._signatures:
-            digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-            self._signatures[told] = LayerSignature(name, f"{name} compiled {digest}", rehearsed=True)
-        return self._signatures[told]
+        key = name, tuple(value.shape), value.dtype
+        if key not in self._signatures:
+            self._signatures[key] = LayerSignature(name, f"{name} compiled {_digest(key)}", verified=True)
+        return self._signatures[key]
 
     def report(self) -> dict[str, list[str]]:
-        """For each class of modules that go through USP, what there is to say of them."""
-        found: dict[str, set[str]] = {}
+        """Return the statuses of all signatures that go through USP, by class of module."""
+        statuses: dict[str, set[str]] = {}
         for signature in self:
-            if signature.refusal != ELSEWHERE:
-                found.setdefault(signature.name, set()).add(signature.status)
-        return {name: sorted(statuses) for name, statuses in found.items()}
+            if signature.refusal != NOT_THROUGH_USP:
+                statuses.setdefault(signature.name, set()).add(signature.status)
+        return {name: sorted(each) for name, each in statuses.items()}
+
+
+def _digest(properties: tuple) -> str:
+    return hashlib.sha256(repr(properties).encode()).hexdigest()[:16]

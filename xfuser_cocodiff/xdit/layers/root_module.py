@@ -1,8 +1,8 @@
-"""The transformer that attention layers stand in, and its calls: which branch of a step they are.
+"""The transformer that holds attention layers, and its calls: one for each branch of a denoising step.
 
-Layers in compiled graphs are no modules any more when they run. What is left of them is the path that they had where
-the graph was traced: in the transformer, or in one of its blocks where these are compiled one by one. Blocks that are
-alike then share a graph, and the stack tells which of them runs.
+In a compiled graph, layers are not modules. A layer is known by the path where it was traced: in the transformer, or in
+one of its blocks where these are compiled one by one. Equal blocks then share a graph, and the stack of running modules
+tells which of them runs.
 """
 
 import contextlib
@@ -14,98 +14,99 @@ import torch
 from torch import nn
 
 WRAPPER = "_orig_mod"
-"""What torch.compile calls a module inside of the one that it makes."""
+"""Name of the original module in torch.compile's wrapper."""
 
 
 class RootModule:
-    """A transformer, as a whole, during a call.
+    """A transformer, and the number of its calls.
 
     Args:
-        transformer: it is being called.
-        active: whether calls are to be counted just now.
-        called: told of each call before it is counted, and of what it is given.
+        transformer: a call of it is under way.
+        counts_calls: returns whether calls are to be counted at the moment.
+        before_call: called before each call is counted, with its arguments.
     """
 
     def __init__(
         self,
         transformer: nn.Module,
-        active: Callable[[], bool],
-        called: Callable[["RootModule", tuple, dict[str, Any]], None],
+        counts_calls: Callable[[], bool],
+        before_call: Callable[["RootModule", tuple, dict[str, Any]], None],
     ) -> None:
-        self._transformer, self._active, self._called = weakref.ref(transformer), active, called
+        self._transformer, self._counts_calls, self._before_call = weakref.ref(transformer), counts_calls, before_call
         self.run: Any = None
-        """The run that the call under way belongs to, if codecs may act in it."""
+        """The run of the current call; None where its layers are not encoded."""
         self.calls = 0
-        """Since the step began, the one under way among them."""
-        self.serial = 0
-        """The same, since ever."""
+        """Number of calls in this step, the current one included."""
+        self.total_calls = 0
+        """Number of calls so far, the current one included."""
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        """Of modules of the transformer, once a layer in a graph was met."""
-        self._traced: dict[tuple[str, str], BaseLayer] = {}
-        """Layers in graphs, by the module whose graph runs, and by path in it."""
+        """Paths of the transformer's modules, filled by the first layer in a graph."""
+        self._traced_layers: dict[tuple[str, str], BaseLayer] = {}
+        """Layers in graphs, by the path of the module whose graph runs and the path in the graph."""
         self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple:
-        """A copy of the transformer brings one that hears of nothing."""
+        """Let a copy of the transformer have a root that counts nothing."""
         return RootModule, (nn.Identity(), bool, bool)
 
     def is_watching(self, outer: nn.Module) -> bool:
-        """Whether it hears of calls of the outermost module; see :meth:`watch`."""
+        """Return whether calls of the outermost module are counted; see :meth:`watch`."""
         compiled = outer._compiled_call_impl
         return outer in self._hooks if compiled is None else isinstance(compiled, _CountedCall)
 
     def watch(self, outer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hear of its calls from now on, and of the one under way if that was not heard of.
+        """Count the current call of the outermost module, and all later ones.
 
         Args:
-            outer: the transformer, or the module by which it is compiled: there is nothing to be heard in a graph. One
-                that was compiled in place has its hooks in there.
-            args, kwargs: what it was given.
+            outer: the transformer, or torch.compile's wrapper of it: hooks inside of a graph would be traced. A module
+                that was compiled in place has its hooks inside, so that its compiled call is wrapped instead.
+            args: positional arguments of the current call.
+            kwargs: keyword arguments of the current call.
         """
-        self._begins(outer, args, kwargs)
+        self._count_call(outer, args, kwargs)
         if (compiled := outer._compiled_call_impl) is not None:
             outer._compiled_call_impl = _CountedCall(compiled, outer, self)
         else:
-            self._hooks[outer] = outer.register_forward_pre_hook(self._begins, with_kwargs=True)
+            self._hooks[outer] = outer.register_forward_pre_hook(self._count_call, with_kwargs=True)
 
-    def _begins(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._active():
-            self._called(self, args, kwargs)
+    def _count_call(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._counts_calls():
+            self._before_call(self, args, kwargs)
             self.calls += 1
-            self.serial += 1
-            self.shapes = _shapes(kwargs)
-            """Of the tensors that it was given by name in its last call."""
+            self.total_calls += 1
+            self.shapes = {name: value.shape for name, value in kwargs.items() if torch.is_tensor(value)}
+            """Shapes of the tensors that were passed by name to the last call."""
 
     @property
     def transformer(self) -> nn.Module:
-        """The transformer itself, which may go before this does."""
+        """The transformer; None once it has been freed."""
         return self._transformer()
 
     def traced_layer(self, running: Sequence[nn.Module], path: str) -> "BaseLayer":
-        """Return the layer that a graph runs for.
+        """Return the layer of a graph that runs.
 
         Args:
-            running: modules, innermost first; the first that is known in the transformer is the one whose graph runs.
+            running: running modules, innermost first; the graph is that of the first that the transformer holds.
             path: where the layer was traced.
         """
         if not any(module in self._names for module in running):
             self._names.update((module, name) for name, module in self.transformer.named_modules())
-        place = next(self._names[module] for module in running if module in self._names), path
-        if place not in self._traced:
-            self._traced[place] = BaseLayer(self._name(*place), self)
-        return self._traced[place]
+        key = next(self._names[module] for module in running if module in self._names), path
+        if key not in self._traced_layers:
+            self._traced_layers[key] = BaseLayer(self._layer_name(*key), self)
+        return self._traced_layers[key]
 
-    def _name(self, outer: str, path: str) -> str:
+    def _layer_name(self, outer: str, path: str) -> str:
+        """Return the longest part of a path that names an attention module: tracing ends inside of it, as in a norm."""
         parts = [part for part in (*outer.split("."), *path.split(".")) if part not in ("", WRAPPER)]
-        # Tracing ends somewhere inside of the module, such as in a norm.
         for end in range(len(parts), 0, -1):
-            with contextlib.suppress(AttributeError):  # there is no such module
+            with contextlib.suppress(AttributeError):  # no such module, or no attention
                 self.transformer.get_submodule(name := ".".join(parts[:end])).processor  # noqa: B018
                 return name
         return ".".join(parts)
 
     def remove(self) -> None:
-        """Leave the transformer as it was."""
+        """Remove the hooks from the transformer."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -115,41 +116,39 @@ class RootModule:
 
 
 class _CountedCall:
-    """The call of a transformer that was compiled in place, of which its root hears."""
+    """The compiled call of a transformer that was compiled in place, counted by its root."""
 
     def __init__(self, compiled: Callable, transformer: nn.Module, root: RootModule) -> None:
         self.compiled, self._transformer, self._root = compiled, weakref.ref(transformer), root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._root._begins(self._transformer(), args, kwargs)
+        self._root._count_call(self._transformer(), args, kwargs)
         return self.compiled(*args, **kwargs)
 
 
-def _shapes(arguments: dict[str, Any]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in arguments.items() if torch.is_tensor(value)}
-
-
 class BaseLayer:
-    """A place in a transformer where attention is called.
+    """An attention layer of a transformer, by name, in eager mode or in a graph.
 
     Args:
-        name: in the transformer.
+        name: path in the transformer.
         root: the transformer.
     """
 
     def __init__(self, name: str, root: RootModule) -> None:
         self.name, self.root = name, root
         self.call: Any = None
-        """The one under way."""
+        """The current call."""
         self.is_repeated = False
-        """Whether this is not its first call within a call of the transformer."""
-        self._serial = 0
+        """Whether the layer has been called before in the current call of the transformer."""
+        self._root_call = 0
+        """Number of the transformer's call in which the layer was called last."""
 
     def count_call(self) -> None:
         """Count a call."""
-        self.is_repeated, self._serial = self._serial == self.root.serial, self.root.serial
+        self.is_repeated = self._root_call == self.root.total_calls
+        self._root_call = self.root.total_calls
 
     @property
     def branch(self) -> int:
-        """Which call of the transformer in this step this is: its branch of classifier-free guidance."""
+        """Index of the transformer's call in this step: the branch of classifier-free guidance."""
         return self.root.calls - 1

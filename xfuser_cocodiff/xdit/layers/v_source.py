@@ -1,4 +1,4 @@
-"""Where an attention module's V comes from: a table of projections, and how V is put together from what they return."""
+"""The projections that V comes from in an attention module, and how V is built from their outputs."""
 
 import contextlib
 import itertools
@@ -9,68 +9,69 @@ from typing import Literal
 import torch
 from torch import nn
 
-Columns = Literal["all", "third third", "third third of each head"]
-"""Which columns of what a projection returns are V's."""
+Columns = Literal["all", "after Q and K", "after Q and K of each head"]
+"""Columns of a projection's output that are V's."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The projections that V comes from."""
+    """Projections of V in an attention module, as paths of submodules."""
 
-    own: str
-    """Submodule that projects V of the hidden states."""
-    of_text: str | None = None
-    """Submodule that projects V of a text beside them, where the module has one."""
+    path: str
+    """Projection of the hidden states."""
+    text_path: str | None = None
+    """Projection of the text in joint attention, where the module has one."""
     columns: Columns = "all"
-    query: str | None = None
-    """Submodule that projects Q, where V has a projection of its own."""
+    query_path: str | None = None
+    """Projection of Q, where V has a projection of its own."""
 
 
 TABLE = (
-    Source("to_qkv_mlp_proj", columns="third third"),  # single blocks of FLUX.2
-    Source("to_qkv", "to_added_qkv", "third third"),  # diffusers' modules whose projections were fused, MiniMax-H3
-    Source("wqkv", columns="third third of each head"),  # StepVideo
-    Source("to_v", "add_v_proj", query="to_q"),  # all others
+    Source("to_qkv_mlp_proj", columns="after Q and K"),  # single blocks of FLUX.2
+    Source("to_qkv", "to_added_qkv", "after Q and K"),  # diffusers' modules with fused projections, MiniMax-H3
+    Source("wqkv", columns="after Q and K of each head"),  # StepVideo
+    Source("to_v", "add_v_proj", query_path="to_q"),  # all others
 )
-"""The first counts whose own projection a module has."""
-INSIDE = ("", "module.")
-"""Where that is looked for: xDiT's wrappers hold diffusers' module."""
+"""Known projections; a module uses the first row whose `path` it has."""
+PREFIXES = ("", "module.")
+"""Prefixes of the paths: xDiT's wrappers hold the module of diffusers."""
 
 
-def source_of(module: nn.Module) -> Source | None:
-    """The row of the table that an attention module goes by, with paths in that module; None where it has none."""
+def find_source(module: nn.Module) -> Source | None:
+    """Return the projections of V in an attention module, with full paths; None where the table has no row for it."""
     paths = {path for path, _ in module.named_modules()}
-    for prefix, row in itertools.product(INSIDE, TABLE):
-        if prefix + row.own in paths:
-            of_text, query = (
-                prefix + name if name and prefix + name in paths else None for name in (row.of_text, row.query)
+    for prefix, row in itertools.product(PREFIXES, TABLE):
+        if prefix + row.path in paths:
+            text_path, query_path = (
+                prefix + name if name and prefix + name in paths else None for name in (row.text_path, row.query_path)
             )
-            return Source(prefix + row.own, of_text, row.columns, query)
+            return Source(prefix + row.path, text_path, row.columns, query_path)
     return None
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How V, (B, H, S, D), is put together: projections along the sequence, of which a part counts, each head so many
-    times, and heads of zeros."""
+    """How V, shape (B, H, S, D), is built: V's columns of each projection, joined along the sequence; a slice of the
+    tokens; heads repeated for grouped-query attention; then zero-padded heads."""
 
     paths: tuple[str, ...]
-    """The projections, in the order in which their tokens lie."""
+    """Projections, in the order of their tokens."""
     columns: Columns
     first_token: int
+    """Index of V's first token among the joined ones."""
     shape: tuple[int, ...]
-    """Of V."""
+    """Shape of V."""
     repeats: int = 1
-    """Of each head, where several heads of Q share one."""
+    """Number of Q heads that share a head of V."""
 
-    def build(self, returned: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """V from what the projections return, by path.
+    def build(self, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return V, built from the outputs of projections by path.
 
         Raises:
-            RuntimeError, IndexError, ValueError: their shapes are not those of the recipe.
+            RuntimeError: shapes do not fit the recipe; also IndexError and ValueError.
         """
         _, heads, tokens, head_dim = self.shape
-        parts = [self._own(_batched(returned[path])) for path in self.paths]
+        parts = [self._v_columns(_with_batch_dim(outputs[path])) for path in self.paths]
         joint = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         value = joint.narrow(1, self.first_token, tokens).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         if self.repeats > 1:
@@ -78,42 +79,47 @@ class Recipe:
         missing = heads - value.shape[1]
         return torch.cat([value, value.new_zeros(value.shape[0], missing, *value.shape[2:])], 1) if missing else value
 
-    def is_in_place(self, value: torch.Tensor, returned: Mapping[str, torch.Tensor]) -> bool:
-        """Whether V lies where the projections have put it."""
-        built = self.build(returned)
+    def is_in_place(self, value: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether V is a view of the projections' outputs."""
+        built = self.build(outputs)
         return (built.data_ptr(), built.stride()) == (value.data_ptr(), value.stride())
 
-    def _own(self, returned: torch.Tensor) -> torch.Tensor:
-        """V's columns."""
+    def _v_columns(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the columns of V in a projection's output, shape (B, S, columns)."""
         _, heads, _, head_dim = self.shape
-        if self.columns == "third third":
-            return returned.narrow(-1, 2 * heads * head_dim, heads * head_dim)
-        if self.columns == "third third of each head":
-            return returned.unflatten(-1, (-1, 3 * head_dim)).narrow(-1, 2 * head_dim, head_dim).flatten(-2)
-        return returned
+        if self.columns == "after Q and K":
+            return output.narrow(-1, 2 * heads * head_dim, heads * head_dim)
+        if self.columns == "after Q and K of each head":
+            return output.unflatten(-1, (-1, 3 * head_dim)).narrow(-1, 2 * head_dim, head_dim).flatten(-2)
+        return output
 
 
-def find_recipes(value: torch.Tensor, columns: Columns, returned: Mapping[str, torch.Tensor]) -> list[Recipe]:
-    """All ways in which a value may have come from what projections returned, bit for bit: several of values that are
-    equal, such as zeros."""
-    shape, found = tuple(value.shape), []
-    for count in range(1, len(returned) + 1):  # text that goes another way is not needed
-        for paths in itertools.permutations(returned, count):
-            lengths = [_batched(returned[path]).shape[1] for path in paths]
+def find_recipes(value: torch.Tensor, columns: Columns, outputs: Mapping[str, torch.Tensor]) -> list[Recipe]:
+    """Return all recipes that build a bit-identical V from outputs of projections; several fit equal values, as zeros.
+
+    Args:
+        value: V, shape (B, H, S, D).
+        columns: columns of the outputs that are V's.
+        outputs: of the projections, by path.
+    """
+    shape, recipes = tuple(value.shape), []
+    for count in range(1, len(outputs) + 1):  # V may come from fewer projections than there are
+        for paths in itertools.permutations(outputs, count):
+            lengths = [_with_batch_dim(outputs[path]).shape[1] for path in paths]
             tokens = sum(lengths)
-            width = returned[paths[0]].shape[-1] if columns == "all" else shape[1] * shape[3]
+            width = outputs[paths[0]].shape[-1] if columns == "all" else shape[1] * shape[3]
             first_tokens = {0, tokens - shape[2]}  # some models project text too, and cut it off
-            repeats = {1, max(shape[1] * shape[3] // width, 1)}  # or heads of zeros follow
-            for first_token, often in itertools.product(first_tokens, repeats):
+            repeats = {1, max(shape[1] * shape[3] // width, 1)}  # 1 where heads are zero-padded
+            for first_token, repeat in itertools.product(first_tokens, repeats):
                 if count > 1 and not (first_token < lengths[0] and first_token + shape[2] > tokens - lengths[-1]):
-                    continue  # fewer paths are enough
-                recipe = Recipe(paths, columns, first_token, shape, often)
+                    continue  # fewer projections suffice
+                recipe = Recipe(paths, columns, first_token, shape, repeat)
                 with contextlib.suppress(RuntimeError, IndexError, ValueError):  # shapes that do not fit
-                    if torch.equal(recipe.build(returned), value):
-                        found.append(recipe)
-    return found
+                    if torch.equal(recipe.build(outputs), value):
+                        recipes.append(recipe)
+    return recipes
 
 
-def _batched(returned: torch.Tensor) -> torch.Tensor:
-    """What a projection returns, with a dim for samples."""
-    return returned.unsqueeze(0) if returned.ndim == 2 else returned
+def _with_batch_dim(output: torch.Tensor) -> torch.Tensor:
+    """Return the output of a projection as (B, S, columns)."""
+    return output.unsqueeze(0) if output.ndim == 2 else output

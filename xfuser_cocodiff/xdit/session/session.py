@@ -206,8 +206,8 @@ class Session:
     def end_traced_call(self) -> torch.Tensor:
         """End it; return O."""
         call = self.traced_call
-        result = call.exchanges.wait_output()
-        call.ended()
+        result = call.all_to_alls.wait_output()
+        call.end()
         self.abandon_traced_call()  # which would hold O
         return result
 
@@ -217,7 +217,7 @@ class Session:
         if call:
             if call.layer:
                 call.layer.call = None
-            call.exchanges.drain()
+            call.all_to_alls.drain()
 
     def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
         """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""

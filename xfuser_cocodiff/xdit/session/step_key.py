@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from xfuser_cocodiff.engine.topology import devices as devices
-from xfuser_cocodiff.xdit.layers.module_stack import named
+from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 
 TIMES = ("timestep", "t", "sigma", "timesteps", "vision_timesteps")
 """Names of the argument that changes from step to step, of which the first that is given counts."""
@@ -66,7 +66,7 @@ class StepKey:
         Raises:
             UnclearError: it cannot be known; the same on every rank, since it depends on no value.
         """
-        given = named(transformer, args, kwargs)
+        given = named_arguments(transformer, args, kwargs)
         name = next((name for name in TIMES if given.get(name) is not None), None)
         if name is None:
             raise UnclearError(f"its transformer is given no argument named {', '.join(TIMES)}")
@@ -84,7 +84,7 @@ class StepKey:
 
 def prompts_of(transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call that carry its prompt."""
-    given = named(transformer, args, kwargs)
+    given = named_arguments(transformer, args, kwargs)
     return [tensor for name, value in given.items() if name.startswith(PROMPTS) for tensor in _tensors(value)]
 
 
