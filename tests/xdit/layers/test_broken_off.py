@@ -1,4 +1,4 @@
-"""Calls that are broken off in the midst of attention, on real ranks: the next run is as if they had never been."""
+"""Errors and interrupts inside attention, on real ranks: they leave no state to the next run."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Runs:
-    """Runs of a FLUX.1 with the plugin in use, and which layers sent V first."""
+    """Runs of a FLUX.1 transformer with the plugin, and the layers whose V went first."""
 
     def __init__(self, rank: int, mode: str) -> None:
         group, self.transformer, step = start(rank, depth=3)
@@ -44,8 +44,8 @@ class Runs:
                     self.session.runs.end_step()
         return results
 
-    def breaking_off(self, error: BaseException, after: int) -> contextlib.AbstractContextManager:
-        """A context in which a call of a layer fails, while V is under way."""
+    def failing(self, error: BaseException, after: int) -> contextlib.AbstractContextManager:
+        """Return a context in which a call of a layer raises while V is in flight."""
         calls: list[int] = []
 
         def fail(*_: object) -> None:
@@ -61,29 +61,29 @@ class Runs:
 
 def interrupted(rank: int, mode: str, declared: bool) -> None:
     runs = Runs(rank, mode)
-    runs.run(declared)  # in which layers become known
+    runs.run(declared)  # in which layers are discovered and verified
     fresh, sent = runs.run(declared), list(runs.sent)
     layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
     assert sent == STEPS * [f"{layer}.attn" for layer in layers]
     for transformer in (runs.other, runs.transformer):
-        with runs.breaking_off(KeyboardInterrupt(), 3), pytest.raises(KeyboardInterrupt):
+        with runs.failing(KeyboardInterrupt(), 3), pytest.raises(KeyboardInterrupt):
             runs.run(declared)
         for count in range(2):
             found = runs.run(declared, transformer)
-            # The first call of a layer is not followed, where its transformer is another one.
+            # The first call of another transformer is not wrapped yet.
             assert count == 0 or runs.sent == sent
             assert all(torch.equal(*pair) for pair in zip(found, fresh, strict=True))
         assert runs.session.layers.current is None
 
 
 @pytest.mark.parametrize(("mode", "declared"), [("balanced", True), ("exact", False)])
-def test_an_interrupt_in_attention_leaves_nothing_behind(mode: str, declared: bool) -> None:
+def test_an_interrupt_in_attention_leaves_no_state(mode: str, declared: bool) -> None:
     ranks.run(interrupted, 2, mode, declared)
 
 
 @torch.no_grad()
-def tried_again(rank: int) -> list[tuple[int, bool]]:
-    """What is noted of a call, which one rank makes where it handles an error, as after one of memory."""
+def calls_after_retry(rank: int) -> list[tuple[int, bool]]:
+    """Return the counted calls of each signature, where one rank calls the model in an except block."""
     runs = Runs(rank, "exact")
     runs.run(declared=True)
     runs.session.runs.begin(STEPS)
@@ -99,34 +99,34 @@ def tried_again(rank: int) -> list[tuple[int, bool]]:
     ]
 
 
-def test_a_call_where_an_error_is_handled_is_as_any_other() -> None:
-    first, second = ranks.run(tried_again, 2)
+def test_a_call_in_an_except_block_counts_as_any_other() -> None:
+    first, second = ranks.run(calls_after_retry, 2)
     assert first == second == [(2, True), (1, True)]
 
 
 @torch.no_grad()
-def another_v_on_one_rank(rank: int) -> None:
-    """V comes about otherwise than before on one rank, while others count on the V that it has sent."""
+def change_v_on_one_rank(rank: int) -> None:
+    """Change the source of V on one rank, while the others wait for the V that it has sent."""
     runs = Runs(rank, "exact")
     runs.run(declared=False)
     if rank == 0:
         processor = type(runs.transformer.single_transformer_blocks[0].attn.processor)
         original = processor.__call__
-        # Values are the same, but that is not known.
+        # Equal values, but not the verified tensor.
         processor.__call__ = lambda self, attn, hidden_states, *args, **kwargs: original(
             self, attn, hidden_states.clone(), *args, **kwargs
         )
     runs.transformer(**runs.given)
 
 
-def test_a_rank_whose_v_comes_about_otherwise_ends_with_the_way_out() -> None:
-    first, second = ranks.outcomes(another_v_on_one_rank, 2)
+def test_a_rank_whose_v_changes_its_source_names_the_option_to_set() -> None:
+    first, second = ranks.outcomes(change_v_on_one_rank, 2)
     assert "V does not come from" in str(first) and "--cocodiff_v_first off" in str(first)
     assert isinstance(second, Exception)
 
 
 def weights_left(rank: int, closed: bool) -> int:
-    """Weights of a transformer that are still there when nobody needs it, before garbage is collected."""
+    """Return the number of weights left after the last reference to a transformer, without the garbage collector."""
     runs = Runs(rank, "balanced")
     gc.collect()
     gc.disable()
@@ -138,6 +138,6 @@ def weights_left(rank: int, closed: bool) -> int:
     return sum(weight() is not None for weight in weights)
 
 
-def test_weights_go_with_a_transformer_that_is_not_needed() -> None:
+def test_weights_are_freed_with_the_last_reference_to_a_transformer() -> None:
     for closed in (False, True):
         assert ranks.run(weights_left, 2, closed) == [0, 0]

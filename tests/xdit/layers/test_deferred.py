@@ -1,4 +1,4 @@
-"""Tensors that are made when somebody needs them."""
+"""Deferred tensors: computed once, when they are first used."""
 
 from collections.abc import Callable
 
@@ -28,23 +28,23 @@ ONE, OTHER = torch.randn(2, 3), torch.randn(2, 3)
         lambda tensor: torch.tensor(tensor.shape),
     ],
 )
-def test_whatever_needs_a_tensor_makes_it_once(use: Callable) -> None:
+def test_any_use_computes_the_tensor_once(use: Callable) -> None:
     calls: list[int] = []
-    later = Deferred(lambda: calls.append(1) or ONE)
+    deferred = Deferred(lambda: calls.append(1) or ONE)
     assert not calls
     for _ in range(2):
-        assert torch.equal(use(later), use(ONE))
+        assert torch.equal(use(deferred), use(ONE))
     assert calls == [1]
 
 
-def test_what_fails_fails_again() -> None:
-    later = Deferred(lambda: ONE @ OTHER)
+def test_a_failing_computation_fails_at_each_use() -> None:
+    deferred = Deferred(lambda: ONE @ OTHER)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            later + 1
+            deferred + 1
 
 
-def test_a_block_with_somebody_listening_has_none() -> None:
+def test_a_block_whose_mlp_has_hooks_has_no_parallel_mlp() -> None:
     block = nn.Module()
     block.proj_mlp, block.act_mlp = nn.Linear(2, 2), nn.GELU()
     assert has_parallel_mlp(block)

@@ -1,5 +1,4 @@
-"""Ranks that see different things of the same layers: all of them decide alike, none waits for another, and results are
-stock's."""
+"""Ranks that observe different hooks, links or bits: all make the same decision, none waits, results equal stock's."""
 
 import contextlib
 import dataclasses
@@ -19,11 +18,11 @@ from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 
 ODD_RANK = 1
-"""The one that sees something else than the others."""
+"""Rank that differs from the others."""
 
 
 def watch(transformer: torch.nn.Module) -> None:
-    """Put a hook on each projection of V, as a profiler does."""
+    """Register a hook on each projection of V, as a profiler does."""
     for name, module in transformer.named_modules():
         if name.endswith("to_v"):
             module.register_forward_hook(lambda *_: None)
@@ -31,8 +30,7 @@ def watch(transformer: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def decide(rank: int, what: str) -> tuple[bool, list[str]]:
-    """Return whether all results were stock's, and what was decided of each kind of layer, where ranks differ in
-    something."""
+    """Return whether all results equal stock's, and the decision on each layer signature, where one rank differs."""
     from xfuser.model_executor.layers import usp
 
     group, transformer, step = start(rank, depth=3)
@@ -66,7 +64,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
 
 
 def run(session: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """Make a declared run of a few steps."""
+    """Run the steps of a declared run."""
     session.runs.begin(4)
     results = []
     for _ in range(4):
@@ -76,7 +74,7 @@ def run(session: Session, step: Callable[[], torch.Tensor]) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("what", ["hooks from the start", "hooks after a run", "attention's bits", "links"])
-def test_ranks_that_see_different_things_decide_alike(what: str) -> None:
+def test_ranks_that_differ_make_the_same_decision(what: str) -> None:
     (first_is_stocks, first), (second_is_stocks, second) = ranks.run(decide, 2, what)
     assert first_is_stocks and second_is_stocks
     assert first == second

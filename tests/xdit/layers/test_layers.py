@@ -1,4 +1,4 @@
-"""V ahead of time: how a layer's V is found, when it is sent, and when it is left alone."""
+"""V-First: how V is built from its projections, when it is sent early, and when a layer runs unchanged."""
 
 import copy
 import gc
@@ -22,43 +22,43 @@ from xfuser_cocodiff.xdit.layers.v_source import find_recipes
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 6
 WIDTH = HEADS * HEAD_DIM
-WRONG = "V does not go first: V differs from the output of its projections"
+DIFFERENT_V = "V does not go first: V differs from the output of its projections"
 
 
-class Sent:
-    """Stands for an exchange."""
+class SentV:
+    """A handle of V's all-to-all."""
 
     def __init__(self, value: torch.Tensor, layer: str) -> None:
-        self.value, self.layer, self.awaited, self.abandoned = value.clone(), layer, False, False
+        self.value, self.layer, self.is_used, self.drained_unused = value.clone(), layer, False, False
 
     def drain(self) -> None:
-        self.abandoned = not self.awaited
+        self.drained_unused = not self.is_used
 
 
-class World:
-    """Follows layers as xDiT's USP does, and keeps what happened."""
+class Harness:
+    """Calls layers as USP does, and records projections, sends and messages."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.sent: list[Sent] = []
-        self.agreed = True
-        self.said: list[str] = []
-        self.layers = Layers(lambda: True, self.send, lambda value: self.agreed, self.said.append)
+        self.sent: list[SentV] = []
+        self.all_agree = True
+        self.logged: list[str] = []
+        self.layers = Layers(lambda: True, self.send, lambda value: self.all_agree, self.logged.append)
 
-    def send(self, value: torch.Tensor, layer: Layer) -> Sent:
+    def send(self, value: torch.Tensor, layer: Layer) -> SentV:
         self.events.append("send")
-        self.sent.append(Sent(value, layer.name))
+        self.sent.append(SentV(value, layer.name))
         return self.sent[-1]
 
     def usp(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Not attention, but something that depends on Q and V."""
+        """Multiply Q by V in the place of attention."""
         self.events.append("attend")
         layer = self.layers.current
         if layer is None:
             self.layers.discover()
-        elif under_way := layer.claim_v_handle(value):
-            assert torch.equal(under_way.value, value), "another V was sent"
-            under_way.awaited = True
+        elif handle := layer.claim_v_handle(value):
+            assert torch.equal(handle.value, value), "V that was sent differs from V in USP"
+            handle.is_used = True
         elif layer.call.signature.candidates is None and (layer.call.signature.ready or layer.call.signature.refusal):
             layer.call.signature.candidates = ScheduleCandidates([OverlapSchedule(v_first=True)])
         return query * value
@@ -69,22 +69,22 @@ def heads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Separate projections of one or two streams."""
+    """Attention with a projection each of Q and V, of one stream or two."""
 
-    def __init__(self, world: World, text: bool = False, twist: Callable = lambda value: value) -> None:
+    def __init__(self, harness: Harness, text: bool = False, change_v: Callable = lambda value: value) -> None:
         super().__init__()
-        self.world, self.text, self.twist = world, text, twist
+        self.harness, self.text, self.change_v = harness, text, change_v
         for name in ("to_q", "to_v", *(("add_v_proj", "add_q_proj") if text else ())):
             setattr(self, name, nn.Linear(WIDTH, WIDTH))
-            note = lambda module, args, name=name: world.events.append(name)  # noqa: E731
-            self._tell(getattr(self, name), note)
+            observe = lambda module, args, name=name: harness.events.append(name)  # noqa: E731
+            self._observe(getattr(self, name), observe)
 
     @staticmethod
-    def _tell(part: nn.Linear, note: Callable) -> None:
+    def _observe(part: nn.Linear, observe: Callable) -> None:
         weight, bias = part.weight, part.bias
 
         def forward(given: torch.Tensor) -> torch.Tensor:
-            note(part, given)
+            observe(part, given)
             return nn.functional.linear(given, weight, bias)
 
         part.forward = forward
@@ -94,55 +94,55 @@ class Attention(nn.Module):
         if self.text:
             query = torch.cat([self.add_q_proj(encoder_hidden_states), query], 1)
             value = torch.cat([self.add_v_proj(encoder_hidden_states), value], 1)
-        return self.world.usp(heads(query), self.twist(heads(value))).transpose(1, 2).flatten(2)
+        return self.harness.usp(heads(query), self.change_v(heads(value))).transpose(1, 2).flatten(2)
 
 
-class Fused(nn.Module):
-    """Q, K, V and an MLP from one projection."""
+class FusedProjection(nn.Module):
+    """One projection of Q, K, V and an MLP."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, harness: Harness) -> None:
         super().__init__()
-        self.world, self.to_qkv_mlp_proj = world, nn.Linear(WIDTH, 5 * WIDTH)
+        self.harness, self.to_qkv_mlp_proj = harness, nn.Linear(WIDTH, 5 * WIDTH)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         query, _, value, *_ = self.to_qkv_mlp_proj(hidden_states).chunk(5, -1)
-        self.world.events.append("norm")
-        return self.world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
+        self.harness.events.append("norm")
+        return self.harness.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)
 
 
-class Grouped(nn.Module):
-    """Two heads of K and V, each of which serves two of Q, and is repeated for them."""
+class GroupedQuery(nn.Module):
+    """Grouped-query attention: each head of V serves two of Q."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, harness: Harness) -> None:
         super().__init__()
-        self.world, self.to_q, self.to_v = world, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+        self.harness, self.to_q, self.to_v = harness, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         query = heads(self.to_q(hidden_states))
-        self.world.events.append("norm")
+        self.harness.events.append("norm")
         value = self.to_v(hidden_states).unflatten(-1, (HEADS // 2, -1)).transpose(1, 2).repeat_interleave(2, dim=1)
-        return self.world.usp(query, value).transpose(1, 2).flatten(2)
+        return self.harness.usp(query, value).transpose(1, 2).flatten(2)
 
 
-class Joining(Attention):
-    """One stream made of two inside the module, of which USP gets the first part."""
+class JoinedStreams(Attention):
+    """Joint attention with one projection: the module joins the streams, and USP gets the tokens of the first."""
 
     def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
         both = torch.cat([hidden_states, encoder_hidden_states], 1)
         query, value = heads(self.to_q(both)), heads(self.to_v(both))
-        return self.world.usp(query[:, :, :TOKENS], value[:, :, :TOKENS]).transpose(1, 2).flatten(2)
+        return self.harness.usp(query[:, :, :TOKENS], value[:, :, :TOKENS]).transpose(1, 2).flatten(2)
 
 
-class Crossing(Attention):
-    """Q of one stream attends to the other one, which is half as long."""
+class CrossAttention(Attention):
+    """Cross-attention to a text half as long."""
 
     def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
         query, value = heads(self.to_q(hidden_states)), heads(self.to_v(encoder_hidden_states))
-        return self.world.usp(query[:, :, :3], value).transpose(1, 2).flatten(2).repeat(1, 2, 1)
+        return self.harness.usp(query[:, :, :3], value).transpose(1, 2).flatten(2).repeat(1, 2, 1)
 
 
 class Block(nn.Module):
-    """Attention, and an MLP beside it."""
+    """Attention, and optionally a parallel MLP."""
 
     def __init__(self, attention: nn.Module, mlp: bool = False) -> None:
         super().__init__()
@@ -169,10 +169,10 @@ class Transformer(nn.Module):
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def harness() -> Iterator[Harness]:
     torch.manual_seed(0)
     with torch.inference_mode():
-        yield World()
+        yield Harness()
 
 
 def step(transformer: Transformer, text: bool = False) -> torch.Tensor:
@@ -183,74 +183,74 @@ def step(transformer: Transformer, text: bool = False) -> torch.Tensor:
     return transformer(**given)
 
 
-def steps(world: World, transformer: Transformer, count: int = 4, text: bool = False) -> list[str]:
-    """Run steps, all of which must give what the first did, and return the events of the last one."""
+def steps(harness: Harness, transformer: Transformer, count: int = 4, text: bool = False) -> list[str]:
+    """Run steps, check that all give the result of the first, and return the events of the last."""
     first = step(transformer, text)
     for _ in range(count - 1):
-        world.events.clear()
+        harness.events.clear()
         assert torch.equal(step(transformer, text), first)
-    return world.events
+    return harness.events
 
 
-def statuses(world: World) -> set[str]:
-    return {signature.status for signature in world.layers.signatures}
+def statuses(harness: Harness) -> set[str]:
+    return {signature.status for signature in harness.layers.signatures}
 
 
-USUAL = ["to_v", "send", "to_q", "attend"]
+V_FIRST = ["to_v", "send", "to_q", "attend"]
 
 
 @pytest.mark.parametrize(
     ("block", "text", "events", "sources"),
     [
-        (lambda world: Block(Attention(world)), False, USUAL, "to_v"),
-        (Attention, False, USUAL, "to_v"),  # the list that it stands in is never called, and ends no call
-        (lambda world: Block(Fused(world)), False, ["send", "norm", "attend"], "to_qkv_mlp_proj"),
-        (lambda world: Block(Grouped(world)), False, ["send", "norm", "attend"], "to_v"),
-        (lambda world: Block(Joining(world)), True, USUAL, "to_v"),
-        (lambda world: Block(Crossing(world)), True, USUAL, "to_v"),
+        (lambda harness: Block(Attention(harness)), False, V_FIRST, "to_v"),
+        (Attention, False, V_FIRST, "to_v"),  # the ModuleList that holds it is never called
+        (lambda harness: Block(FusedProjection(harness)), False, ["send", "norm", "attend"], "to_qkv_mlp_proj"),
+        (lambda harness: Block(GroupedQuery(harness)), False, ["send", "norm", "attend"], "to_v"),
+        (lambda harness: Block(JoinedStreams(harness)), True, V_FIRST, "to_v"),
+        (lambda harness: Block(CrossAttention(harness)), True, V_FIRST, "to_v"),
         (
-            lambda world: Block(Attention(world, text=True)),
+            lambda harness: Block(Attention(harness, text=True)),
             True,
             ["add_v_proj", "to_v", "send", "to_q", "add_q_proj", "attend"],
             "add_v_proj and to_v",
         ),
     ],
-    ids=["usual", "in a list", "fused", "grouped heads", "joined inside", "crossing", "two streams"],
+    ids=["self-attention", "in a list", "fused", "grouped-query", "joined streams", "cross-attention", "two streams"],
 )
-def test_v_is_sent_as_soon_as_it_can_be(
-    world: World, block: Callable, text: bool, events: list[str], sources: str
+def test_v_is_sent_as_soon_as_its_inputs_are_known(
+    harness: Harness, block: Callable, text: bool, events: list[str], sources: str
 ) -> None:
-    transformer = Transformer([block(world) for _ in range(3)])
-    assert steps(world, transformer, text=text) == 3 * events
-    assert statuses(world) == {f"V can go first, from {sources}"}
-    assert len({sent.layer for sent in world.sent}) == 3 and not world.sent[-1].abandoned
-    assert all(layer.call is None for layer in world.layers._layers.values())
+    transformer = Transformer([block(harness) for _ in range(3)])
+    assert steps(harness, transformer, text=text) == 3 * events
+    assert statuses(harness) == {f"V can go first, from {sources}"}
+    assert len({sent.layer for sent in harness.sent}) == 3 and not harness.sent[-1].drained_unused
+    assert all(layer.call is None for layer in harness.layers._layers.values())
 
 
-def test_v_of_weights_that_can_be_trained_is_sent_too(world: World) -> None:
-    """As those of every model that was made outside of inference mode."""
+def test_v_goes_first_with_weights_that_require_grad(harness: Harness) -> None:
+    """Models built outside of inference mode have such weights."""
     with torch.inference_mode(False):
-        transformer = Transformer([Block(Fused(world)) for _ in range(2)])
-    assert steps(world, transformer).count("send") == 2
+        transformer = Transformer([Block(FusedProjection(harness)) for _ in range(2)])
+    assert steps(harness, transformer).count("send") == 2
 
 
-def test_attention_right_under_what_compiles_it_is_left_alone(world: World) -> None:
-    """There is no module to follow."""
+def test_attention_in_a_compiled_function_is_not_wrapped(harness: Harness) -> None:
+    """It has no module."""
 
-    class Compiled(nn.Module):  # as torch.compile makes one of a function
+    class Compiled(nn.Module):  # as torch.compile wraps a function
         def __init__(self) -> None:
             super().__init__()
             self._orig_mod = nn.Identity()
 
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return world.usp(heads(hidden_states), heads(hidden_states))
+            return harness.usp(heads(hidden_states), heads(hidden_states))
 
     Compiled()(torch.randn(2, TOKENS, WIDTH))
-    assert not world.layers._layers and not world.layers._roots
+    assert not harness.layers._layers and not harness.layers._roots
 
 
-def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
-    """StepVideo projects Q, K and V of one head, then of the next one."""
+def test_v_in_columns_of_each_head_has_a_recipe(harness: Harness) -> None:
+    """StepVideo projects Q, K and V head by head."""
     given = torch.randn(2, TOKENS, WIDTH)
     all_heads = nn.Linear(WIDTH, 3 * WIDTH)(given)
     value = all_heads.unflatten(-1, (HEADS, 3 * HEAD_DIM))[..., -HEAD_DIM:].transpose(1, 2)
@@ -258,8 +258,8 @@ def test_v_among_the_columns_of_each_head_goes_first(world: World) -> None:
     assert torch.equal(recipe.build({"wqkv": all_heads}), value)
 
 
-def test_v_of_one_sample_goes_first(world: World) -> None:
-    """Cosmos3 has no dim for samples, and V of text beside that of Q's tokens."""
+def test_v_without_batch_dim_has_a_recipe(harness: Harness) -> None:
+    """Cosmos3 has no batch dim, and projects V of its text separately."""
     image, text = torch.randn(5, WIDTH), torch.randn(3, WIDTH)
     value = torch.cat([heads(text[None]), heads(image[None])], 2)
     returned = {"to_v": image, "add_v_proj": text}
@@ -269,126 +269,127 @@ def test_v_of_one_sample_goes_first(world: World) -> None:
     assert find_recipes(value + 1, "all", returned) == []
 
 
-def test_v_that_is_not_what_its_projection_makes_is_left_alone(world: World) -> None:
+def test_v_that_differs_from_its_projection_does_not_go_first(harness: Harness) -> None:
     class Changing(Attention):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             query = self.to_q(hidden_states)
             hidden_states += 1
-            return self.world.usp(heads(query), heads(self.to_v(hidden_states))).transpose(1, 2).flatten(2)
+            return self.harness.usp(heads(query), heads(self.to_v(hidden_states))).transpose(1, 2).flatten(2)
 
-    for attention in (Changing(world), Attention(world, twist=lambda value: value * 1.5)):
+    for attention in (Changing(harness), Attention(harness, change_v=lambda value: value * 1.5)):
         transformer = Transformer([Block(attention)])
-        assert steps(world, transformer) == ["to_q", "to_v", "attend"]
-    assert statuses(world) == {WRONG} and world.said == [f"Changing: {WRONG}", f"Attention: {WRONG}"]
+        assert steps(harness, transformer) == ["to_q", "to_v", "attend"]
+    assert statuses(harness) == {DIFFERENT_V} and harness.logged == [
+        f"Changing: {DIFFERENT_V}",
+        f"Attention: {DIFFERENT_V}",
+    ]
 
 
-def test_projections_that_others_watch_are_left_alone(world: World) -> None:
-    transformer, seen = Transformer([Block(Attention(world)) for _ in range(2)]), []
+def test_projections_with_hooks_are_not_called_early(harness: Harness) -> None:
+    transformer, seen = Transformer([Block(Attention(harness)) for _ in range(2)]), []
     for block in transformer.blocks:
         block.attn.to_v.register_forward_hook(lambda *_: seen.append(1))
-    assert steps(world, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not go first: to_v has hooks"}
+    assert steps(harness, transformer, count=5) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(harness) == {"V does not go first: to_v has hooks"}
     assert len(seen) == 10
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_projections_that_others_watch_since_a_run_began_are_left_alone_in_the_next(
-    world: World, elsewhere: bool
-) -> None:
-    """On this rank or on another one."""
-    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * USUAL
-    if elsewhere:
-        world.agreed = False
+@pytest.mark.parametrize("on_other_rank", [False, True])
+def test_hooks_added_in_a_run_stop_v_first_from_the_next_run_on(harness: Harness, on_other_rank: bool) -> None:
+    """On this rank, or on another."""
+    transformer = Transformer([Block(Attention(harness)) for _ in range(2)])
+    assert steps(harness, transformer) == 2 * V_FIRST
+    if on_other_rank:
+        harness.all_agree = False
     else:
         transformer.blocks[1].attn.to_v.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
-    world.layers.begin_run()
-    world.agreed = True
-    assert steps(world, transformer) == (2 * USUAL if elsewhere else 2 * ["to_q", "to_v", "attend"])
-    world.layers.begin_run()
+    harness.layers.begin_run()
+    harness.all_agree = True
+    assert steps(harness, transformer) == (2 * V_FIRST if on_other_rank else 2 * ["to_q", "to_v", "attend"])
+    harness.layers.begin_run()
 
 
-def test_what_does_not_go_through_usp_is_projected_ahead_once(world: World) -> None:
-    """As of many attention modules of diffusers' one class."""
-    transformer = Transformer([Block(Attention(world)), Block(Attention(world, text=True))])
+def test_attention_outside_of_usp_is_projected_early_only_once(harness: Harness) -> None:
+    """In diffusers, many kinds of attention share one class."""
+    transformer = Transformer([Block(Attention(harness)), Block(Attention(harness, text=True))])
     own = transformer.blocks[1].attn
     own.forward = lambda hidden_states: own.to_q(hidden_states) * own.to_v(hidden_states)
-    assert steps(world, transformer) == [*USUAL, "to_q", "to_v"]
-    assert world.layers.signatures.report() == {"Attention": ["V can go first, from to_v"]}
+    assert steps(harness, transformer) == [*V_FIRST, "to_q", "to_v"]
+    assert harness.layers.signatures.report() == {"Attention": ["V can go first, from to_v"]}
 
 
-def test_ranks_that_find_different_things_leave_v_alone(world: World) -> None:
-    world.agreed = False
-    transformer = Transformer([Block(Attention(world)) for _ in range(2)])
-    assert steps(world, transformer) == 2 * ["to_q", "to_v", "attend"]
-    assert statuses(world) == {"V does not go first: the ranks do not agree on where V comes from"}
+def test_v_does_not_go_first_when_ranks_disagree(harness: Harness) -> None:
+    harness.all_agree = False
+    transformer = Transformer([Block(Attention(harness)) for _ in range(2)])
+    assert steps(harness, transformer) == 2 * ["to_q", "to_v", "attend"]
+    assert statuses(harness) == {"V does not go first: the ranks do not agree on where V comes from"}
 
 
-def test_v_that_comes_about_otherwise_is_not_used(world: World) -> None:
-    attention = Attention(world)
-    transformer = Transformer([Block(attention), Block(Attention(world))])
-    steps(world, transformer)
-    attention.twist = lambda value: value[:, :, :-1]
-    with pytest.raises(RuntimeError, match="size"):  # Q and this V do not fit, which is not our business
+def test_v_of_another_shape_is_not_sent_early(harness: Harness) -> None:
+    attention = Attention(harness)
+    transformer = Transformer([Block(attention), Block(Attention(harness))])
+    steps(harness, transformer)
+    attention.change_v = lambda value: value[:, :, :-1]
+    with pytest.raises(RuntimeError, match="size"):  # Q does not fit this V: the test's error
         step(transformer)
-    assert world.sent[-1].abandoned
-    assert "V does not go first: V has another shape than before" in statuses(world)
+    assert harness.sent[-1].drained_unused
+    assert "V does not go first: V has another shape than before" in statuses(harness)
 
 
 @pytest.mark.parametrize(
     "change",
     [lambda value: value * 2, lambda value: value.mul_(2), torch.clone, lambda value: torch.flip(value, (0,))],
-    ids=["scaled", "written", "copied", "exchanged"],
+    ids=["scaled", "written", "copied", "permuted"],
 )
 @pytest.mark.parametrize("inference", [True, False])
-@pytest.mark.parametrize("block", [Attention, Fused])
-def test_v_that_a_processor_changes_from_a_step_on_is_not_used(
-    world: World, change: Callable, inference: bool, block: Callable
+@pytest.mark.parametrize("block", [Attention, FusedProjection])
+def test_v_that_a_processor_changes_after_verification_raises(
+    harness: Harness, change: Callable, inference: bool, block: Callable
 ) -> None:
     with torch.inference_mode(inference), torch.no_grad():
-        attention = block(world)
-        attention.twist = lambda value: value
+        attention = block(harness)
+        attention.change_v = lambda value: value
         transformer = Transformer([Block(attention)])
-        steps(world, transformer)
-        usp, world.usp = world.usp, lambda query, value: usp(query, change(value))
+        steps(harness, transformer)
+        usp, harness.usp = harness.usp, lambda query, value: usp(query, change(value))
         with pytest.raises(RuntimeError, match="V does not come from"):
             step(transformer)
-    assert world.sent[-1].abandoned
+    assert harness.sent[-1].drained_unused
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_v_that_one_layer_changes_goes_first_in_none(world: World, text: bool) -> None:
-    """Of layers of one kind, which rehearse one by one."""
-    attentions = [Attention(world, text, twist) for twist in (lambda value: value * 1.5, torch.clone)]
-    assert steps(world, Transformer(list(map(Block, attentions))), text=text).count("send") == 0
-    assert statuses(world) == {WRONG}
+def test_v_goes_first_in_no_layer_if_one_changes_it(harness: Harness, text: bool) -> None:
+    """Layers of one signature are verified one by one."""
+    attentions = [Attention(harness, text, change_v) for change_v in (lambda value: value * 1.5, torch.clone)]
+    assert steps(harness, Transformer(list(map(Block, attentions))), text=text).count("send") == 0
+    assert statuses(harness) == {DIFFERENT_V}
 
 
-def test_v_that_may_have_come_in_several_ways_is_looked_at_again(world: World) -> None:
-    """Zeros lie in any order."""
-    transformer = Transformer([Block(Attention(world, text=True)) for _ in range(2)])
+def test_v_with_several_recipes_is_verified_again(harness: Harness) -> None:
+    """Zeros fit any order of the projections."""
+    transformer = Transformer([Block(Attention(harness, text=True)) for _ in range(2)])
     for block in transformer.blocks:
         for name in ("to_v", "add_v_proj"):
             getattr(block.attn, name).weight.zero_()
             getattr(block.attn, name).bias.zero_()
-    assert "send" not in steps(world, transformer, text=True)
+    assert "send" not in steps(harness, transformer, text=True)
     for block in transformer.blocks:
         block.attn.to_v.bias.fill_(1)
-    assert steps(world, transformer, text=True).count("send") == 2
-    assert {signature.recipe.paths for signature in world.layers.signatures} == {("add_v_proj", "to_v")}
+    assert steps(harness, transformer, text=True).count("send") == 2
+    assert {signature.recipe.paths for signature in harness.layers.signatures} == {("add_v_proj", "to_v")}
 
 
-def test_a_module_that_is_called_again_after_an_error_has_forgotten_what_it_was_asked(world: World) -> None:
+def test_a_module_may_be_called_twice_in_a_block(harness: Harness) -> None:
     class Twice(Block):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             once = self.attn(hidden_states * 2)
             return once + self.attn(hidden_states * 3)
 
-    transformer = Transformer([Twice(Attention(world)), Twice(Attention(world))])
-    assert steps(world, transformer).count("send") == 4
+    transformer = Transformer([Twice(Attention(harness)), Twice(Attention(harness))])
+    assert steps(harness, transformer).count("send") == 4
 
 
-def test_a_layer_with_one_projection_of_q_k_and_v_may_be_given_text(world: World) -> None:
+def test_one_projection_of_joined_streams_without_a_q_projection_runs_unchanged(harness: Harness) -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -397,24 +398,24 @@ def test_a_layer_with_one_projection_of_q_k_and_v_may_be_given_text(world: World
         def forward(self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
             both = torch.cat([hidden_states, encoder_hidden_states], 1)
             query, _, value = self.to_qkv(both).chunk(3, -1)
-            return world.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)[:, :TOKENS]
+            return harness.usp(heads(query), heads(value)).transpose(1, 2).flatten(2)[:, :TOKENS]
 
-    assert "send" not in steps(world, Transformer([Block(Packed()) for _ in range(2)]), text=True)
+    assert "send" not in steps(harness, Transformer([Block(Packed()) for _ in range(2)]), text=True)
 
 
-def test_a_module_at_the_address_of_one_that_has_gone_is_another_one(world: World) -> None:
-    old, new = (Transformer([Block(Attention(world))]) for _ in range(2))
-    steps(world, old)
-    [layer] = held = [*world.layers._layers.values()]
+def test_a_module_with_the_id_of_a_freed_one_gets_its_own_layer(harness: Harness) -> None:
+    old, new = (Transformer([Block(Attention(harness))]) for _ in range(2))
+    steps(harness, old)
+    [layer] = held = [*harness.layers._layers.values()]
     root, module = layer.root, new.blocks[0].attn
     del old
-    world.layers._layers[id(module)], world.layers._roots[id(new)] = layer, root
-    assert steps(world, new) == USUAL
-    assert held and {each.root.transformer for each in world.layers._layers.values()} >= {new}
+    harness.layers._layers[id(module)], harness.layers._roots[id(new)] = layer, root
+    assert steps(harness, new) == V_FIRST
+    assert held and {each.root.transformer for each in harness.layers._layers.values()} >= {new}
 
 
-def test_a_copy_of_a_followed_module_computes_by_itself() -> None:
-    """Whatever the one that follows holds, which may not be copied."""
+def test_a_copy_of_a_wrapped_module_runs_unwrapped() -> None:
+    """A wrapper may hold objects that cannot be copied, such as a lock."""
     module, lock = nn.Linear(2, 2), threading.Lock()
     ForwardWrapper(module, lambda forward, given: lock and forward(given))
     ForwardWrapper(module, lambda forward, given: lock and forward(given))
@@ -427,43 +428,43 @@ def test_a_copy_of_a_followed_module_computes_by_itself() -> None:
         assert copied(given).count_nonzero() == 0 != module(given).count_nonzero()
 
 
-def test_an_error_between_v_and_attention_abandons_v(world: World) -> None:
-    """Such as one in USP, which has taken the exchange by then."""
-    transformer = Transformer([Block(Attention(world))])
-    steps(world, transformer)
-    taken = Layer.value_under_way
+def test_an_error_before_attention_drains_v(harness: Harness) -> None:
+    """Also one in USP, which has claimed the handle by then."""
+    transformer = Transformer([Block(Attention(harness))])
+    steps(harness, transformer)
+    claim = Layer.claim_v_handle
 
     def fail(layer: Layer, value: torch.Tensor) -> None:
-        assert taken(layer, value)
+        assert claim(layer, value)
         raise ArithmeticError
 
-    with mock.patch.object(Layer, "value_under_way", fail), pytest.raises(ArithmeticError):
+    with mock.patch.object(Layer, "claim_v_handle", fail), pytest.raises(ArithmeticError):
         step(transformer)
-    assert world.sent[-1].abandoned
+    assert harness.sent[-1].drained_unused
 
 
-def test_clear_leaves_modules_as_they_were(world: World) -> None:
-    transformer = Transformer([Block(Attention(world), mlp=True) for _ in range(2)])
+def test_clear_restores_modules(harness: Harness) -> None:
+    transformer = Transformer([Block(Attention(harness), mlp=True) for _ in range(2)])
     before = [dict(vars(module)) for module in transformer.modules()]
-    steps(world, transformer)
-    world.layers.clear()
+    steps(harness, transformer)
+    harness.layers.clear()
     for module, state in zip(transformer.modules(), before, strict=True):
         assert vars(module).get("forward") is state.get("forward")
         assert not module._forward_hooks and not module._forward_pre_hooks
-    world.events.clear()
+    harness.events.clear()
     step(transformer)
-    assert "send" not in world.events
+    assert "send" not in harness.events
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-def test_weights_go_with_their_transformer(world: World, cleared: bool) -> None:
-    """By counting references alone: it may take long until garbage is collected."""
-    transformer = Transformer([Block(Grouped(world), mlp=True) for _ in range(2)])
+def test_weights_are_freed_with_their_transformer(harness: Harness, cleared: bool) -> None:
+    """By reference counts alone, without the garbage collector."""
+    transformer = Transformer([Block(GroupedQuery(harness), mlp=True) for _ in range(2)])
     for _ in range(4):
         step(transformer)
-    assert all(signature.ready for signature in world.layers.signatures)
+    assert all(signature.ready for signature in harness.layers.signatures)
     if cleared:
-        world.layers.clear()
+        harness.layers.clear()
     gone = [weakref.ref(parameter) for parameter in transformer.parameters()]
     gc.disable()
     try:
@@ -473,11 +474,11 @@ def test_weights_go_with_their_transformer(world: World, cleared: bool) -> None:
         gc.enable()
 
 
-def test_forwards_may_be_left_in_any_order() -> None:
+def test_wrappers_may_be_removed_in_any_order() -> None:
     module, seen = nn.Linear(2, 2), []
-    arounds = [ForwardWrapper(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
+    wrappers = [ForwardWrapper(module, lambda forward, given, n=n: seen.append(n) or forward(given)) for n in range(3)]
     for index, left in ((1, [2, 0]), (2, [0]), (0, [])):
-        arounds[index].remove()
+        wrappers[index].remove()
         seen.clear()
         assert module(torch.ones(2)).shape == (2,) and seen == left
     assert "forward" not in vars(module)

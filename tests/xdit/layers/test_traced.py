@@ -1,4 +1,4 @@
-"""Layers in compiled graphs: which one runs, and calls of a transformer that is compiled."""
+"""Layers in compiled graphs, and the count of a compiled transformer's calls."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Transformer(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As torch.compile makes one."""
+    """The wrapper that torch.compile returns."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def root_of(transformer: nn.Module) -> RootModule:
 
 
 @pytest.mark.parametrize("path", ["blocks.1.attn", "blocks.1.attn.norm"])
-def test_a_layer_of_a_whole_graph_is_where_it_was_traced(path: str) -> None:
+def test_a_layer_in_a_graph_is_named_by_its_path(path: str) -> None:
     transformer = Transformer()
     root = root_of(transformer)
     layer = root.traced_layer([transformer], path)
@@ -58,7 +58,7 @@ def test_a_layer_of_a_whole_graph_is_where_it_was_traced(path: str) -> None:
     assert root.traced_layer([transformer], path) is layer is not root.traced_layer([transformer], "blocks.1.cross")
 
 
-def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
+def test_blocks_that_share_a_graph_have_their_own_layers() -> None:
     transformer = Transformer()
     blocks = list(transformer.blocks)
     for index, block in enumerate(blocks):
@@ -70,7 +70,7 @@ def test_blocks_share_a_graph_and_have_layers_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("how", ["eager", "whole", "in place"])
-def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> None:
+def test_calls_of_a_compiled_transformer_are_counted(how: str) -> None:
     transformer = Transformer()
     called: list[tuple] = []
     root = RootModule(transformer, lambda: True, lambda root, args, kwargs: called.append(args))
@@ -78,7 +78,7 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
     if how == "in place":
         transformer._compiled_call_impl = lambda *args: args[0]
     x = torch.ones(1)
-    root.watch(outer, (x,), {})  # while it runs for the first time
+    root.watch(outer, (x,), {})  # during its first call
     assert root.is_watching(outer) and (root.calls, root.total_calls) == (1, 1)
     assert outer(x) is x and outer(x) is x
     assert root.calls == 3 and called == [(x,)] * 3
@@ -88,7 +88,7 @@ def test_calls_of_a_transformer_are_counted_however_it_is_compiled(how: str) -> 
     assert root.calls == 3
 
 
-def test_what_an_error_has_left_under_way_comes_to_its_end() -> None:
+def test_close_drains_all_to_alls_after_an_error() -> None:
     session, ended, all_to_alls = Session(), [], AttentionAllToAlls(None)
     all_to_alls._inputs.append(Handle("the all-to-all", lambda: ended.append(True)))
     session.begin_traced_call(TracedCall(OverlapSchedule(), layer=None, all_to_alls=all_to_alls))
