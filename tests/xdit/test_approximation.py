@@ -63,7 +63,7 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
         ("half", "balanced", "cached=0.5,bits=4,bits_o=4"),
         ("paper", "paper", None),
     ):
-        run.by(mode, schedule=schedule)
+        run.use_mode(mode, schedule=schedule)
         foreseen.clear()
         latents = run()
         reports = run.runtime.reports
@@ -75,7 +75,7 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
         assert (reports[0].error == 0) == (mode == "paper") and reports[-1].error > 0
         layers = {name for report in reports for name in report.errors}
         assert len(layers) == len({name for kind in ("attn", "attn1") for name in layers if name.endswith(kind)})
-    run.by("exact")
+    run.use_mode("exact")
     assert run.runtime is None
     assert torch.equal(run(), stock)
     return found, stock
@@ -97,14 +97,14 @@ def test_more_bytes_are_nearer_to_stock(model: str) -> None:
 
 def alone(rank: int, prompt: str) -> torch.Tensor:
     run = Approximating(rank, 2, "FLUX.1-dev")
-    run.by("fast", "node=2", schedule="cached=0.5")
+    run.use_mode("fast", "node=2", schedule="cached=0.5")
     return run(prompt=prompt)
 
 
 def in_a_row(rank: int) -> list[torch.Tensor]:
     """Three runs, then one that is broken off, then another."""
     run = Approximating(rank, 2, "FLUX.1-dev")
-    run.by("fast", "node=2", schedule="cached=0.5")
+    run.use_mode("fast", "node=2", schedule="cached=0.5")
     found = [run(prompt=prompt) for prompt in ("a cat", "the moon", "a cat")]
     transformer, calls = run.runner.model.pipe.transformer, []
 
@@ -141,9 +141,9 @@ def with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[l
         return run()
 
     latents = [fresh()]
-    run.by("exact")
+    run.use_mode("exact")
     latents.append(fresh())
-    run.by("balanced", schedule="bits=8,bits_o=8")
+    run.use_mode("balanced", schedule="bits=8,bits_o=8")
     latents += [fresh(), fresh()]
     return latents, [report.exact_bytes for report in run.runtime.reports]
 
@@ -178,7 +178,7 @@ def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch
     virtual = Topology.parse("2x2") if world_size == 1 else None
     together = Overlap(v_first=False)  # or the faster schedule has it: a V that goes alone has flags of its own
     topology = "2x2" if virtual is None else "flat"
-    run.by("balanced", topology, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
+    run.use_mode("balanced", topology, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
     latents = run()
     return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
 

@@ -13,7 +13,7 @@ import torch
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.quick import slow
-from tests.xdit.attention.test_overlap import in_force, start, use
+from tests.xdit.attention.test_overlap import start, use, use_config
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -130,7 +130,7 @@ def order_of_two_layers(rank: int) -> None:
     from xfuser_cocodiff.xdit.attention import custom_ops
 
     group, *_ = start(rank, depth=2)
-    in_force(group, config_of(2, "flat"))
+    use_config(group, config_of(2, "flat"))
     graphs: list[torch.fx.Graph] = []
 
     def keep(module: torch.fx.GraphModule, _: list) -> object:
@@ -224,7 +224,9 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     expected, figures = [], []
     for mode in (None, "exact", "balanced"):
         if mode:
-            run.by(mode, topology, slow_axes=("node",) if mode == "balanced" else (), overlap=Overlap(v_first=True))
+            run.use_mode(
+                mode, topology, slow_axes=("node",) if mode == "balanced" else (), overlap=Overlap(v_first=True)
+            )
         torch._dynamo.reset()
         counters.clear()
         run.runner.model.pipe.transformer.compile(backend="aot_eager")

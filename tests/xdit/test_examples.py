@@ -1,7 +1,7 @@
-"""xDiT's example scripts as they are, with small models: the plugin exchanges, and pictures and videos are stock's.
+"""Unmodified example scripts of xDiT with small models: the plugin communicates, and results equal stock.
 
-They are no part of xDiT's package. XDIT_EXAMPLES names folders of them, as PATH names folders: that of its main branch,
-and behind it that of version 0.4.4 for those it has no more.
+The scripts are not in xDiT's package. XDIT_EXAMPLES lists folders of them, separated as in PATH: that of the main
+branch, then that of version 0.4.4 for scripts that were removed.
 """
 
 import functools
@@ -31,16 +31,16 @@ FLAGS = "--use_cocodiff --cocodiff_mode exact --cocodiff_a2a hierarchical --coco
 
 @dataclass(frozen=True)
 class Example:
-    """A script, and what it is run with."""
+    """Example script and its arguments."""
 
     script: str
     model: str
-    """Function that makes it, with its module."""
+    """Function that makes the small model, with its module."""
     more: str = ""
     parallel: str = "--ulysses_degree 4"
     flags: str = FLAGS
     topology: str | None = "node=2,gpu=2"
-    """What the plugin exchanges along; None where there is nothing to exchange."""
+    """Topology along which the plugin communicates; None if it does not."""
 
     @property
     def ranks(self) -> int:
@@ -73,7 +73,7 @@ EXAMPLES = {
 
 
 def find(script: str) -> Path:
-    """The script, in the first folder that has it."""
+    """Return the script from the first folder that has it."""
     found = [folder / script for folder in FOLDERS if (folder / script).exists()]
     if not found:
         pytest.skip(f"no folder of XDIT_EXAMPLES has {script}")
@@ -82,7 +82,7 @@ def find(script: str) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a small pipeline lies; two scripts may have the same."""
+    """Return the folder of a small pipeline, which two scripts may share."""
 
     @functools.cache
     def write(model: str) -> Path:
@@ -95,11 +95,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def launch(example: Example, model: Path, folder: Path, flags: str = "", **variables: str) -> dict[str, bytes]:
-    """Run an example in a folder, and return the pictures or the video of it, by name."""
+    """Run an example in a folder, and return its pictures or its video by file name."""
     inputs, results = folder / "test_imgs", folder / "results"
     inputs.mkdir(parents=True)
-    Image.radial_gradient("L").save(inputs / "016#.png")  # what FLUX.1 control goes by
-    results.mkdir()  # not all make it
+    Image.radial_gradient("L").save(inputs / "016#.png")  # control image of FLUX.1 control
+    results.mkdir()  # some scripts expect it
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={example.ranks}"]
     done = subprocess.run(
         [
@@ -116,7 +116,7 @@ def launch(example: Example, model: Path, folder: Path, flags: str = "", **varia
 
 
 def check_record(example: Example, folder: Path) -> None:
-    """The plugin exchanged along all axes, V can go first wherever it did, and there is something to see."""
+    """Check that the plugin communicated along all axes, that V can go first, and that the picture is not uniform."""
     axes = set(example.topology.replace("=2", "").split(",")) if example.topology else set()
     for rank in range(example.ranks):
         record = json.loads((folder / f"rank{rank}.json").read_text())
@@ -131,7 +131,7 @@ def check_record(example: Example, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_results_equal_stock(name: str, models: Callable[[str], Path], tmp_path: Path) -> None:
+def test_example_equals_stock(name: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     example = EXAMPLES[name]
     find(example.script)
     model = models(example.model)

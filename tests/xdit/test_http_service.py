@@ -1,4 +1,4 @@
-"""An HTTP service of Ray actors with the plugin by its variables: a soak of mixed requests."""
+"""Soak test of an HTTP service of Ray actors, with the plugin enabled by variables."""
 
 import base64
 import importlib.util
@@ -25,7 +25,7 @@ from tests import ranks
 MISSING = [name for name in ("ray", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,  # test_approximation has runs of changing sizes, steps and prompts through one pipeline
-    pytest.mark.alone,  # it measures memory, and Ray gives up where its own processes take more than seconds to start
+    pytest.mark.alone,  # it measures memory, and Ray fails if its own processes take more than seconds to start
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install '.[serve]')"),
 ]
 STOCK = Path(__file__).parent.parent / "stock"
@@ -34,7 +34,7 @@ SERVICE = [sys.executable, str(STOCK / "http_service.py"), "--model_path", MODEL
 BALANCED = {
     **{"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1"},
     **{"COCODIFF_MODE": "balanced", "COCODIFF_SLOW_AXES": "node", "COCODIFF_A2A": "hierarchical"},
-    "COCODIFF_V_FIRST": "on",  # also where a request is of another size than the last one
+    "COCODIFF_V_FIRST": "on",  # also if a request has another size than the last one
 }
 KINDS = [
     {"prompt": prompt, "height": height, "width": width, "num_inference_steps": steps, "seed": seed}
@@ -48,29 +48,27 @@ KINDS = [
 ]
 REQUESTS = 100
 GROWTH = 1.02
-"""Of resident memory, from the second quarter of the soak to the last: allocators keep what they have had once."""
-PATIENCE = 300
-"""Seconds for the service to start, and for an answer."""
+"""Largest growth of resident memory from the second quarter to the last: allocators keep memory that they had once."""
+TIMEOUT = 300
+"""Longest time in seconds until the service listens, and until a response."""
 
 
 class Service:
-    """One that listens."""
+    """Running HTTP service."""
 
     def __init__(self, port: int, process: subprocess.Popen, log: Path) -> None:
         self._address, self._process, self._log = f"http://127.0.0.1:{port}/generate", process, log
 
-    def ask(self, request: dict) -> tuple[bytes, list[int]]:
-        """The picture's file, and how many bytes of memory each worker has."""
-        posted = urllib.request.Request(
-            self._address, json.dumps(request).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(posted, timeout=PATIENCE) as answer:
-            found = json.load(answer)
-        return base64.b64decode(found["output"]), found["resident"]
+    def generate(self, request: dict) -> tuple[bytes, list[int]]:
+        """Return the picture file, and the resident memory of each worker in bytes."""
+        post = urllib.request.Request(self._address, json.dumps(request).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(post, timeout=TIMEOUT) as response:
+            result = json.load(response)
+        return base64.b64decode(result["output"]), result["resident"]
 
     def wait(self, port: int) -> None:
-        """Until it listens; its workers may still load."""
-        deadline = time.monotonic() + PATIENCE
+        """Wait until the service listens; its workers may still be loading."""
+        deadline = time.monotonic() + TIMEOUT
         while self._process.poll() is None and time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -84,7 +82,7 @@ def service(folder: Path, **variables: str) -> Iterator[Service]:
     folder.mkdir()
     port, master_port = ranks.free_port(), ranks.free_port()
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
-    # Paths of Ray's sockets must be short; its own folder keeps it from joining another Ray of this machine.
+    # Paths of Ray's sockets must be short; a private folder keeps it from joining another cluster.
     with (
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as ray_folder,
         open(folder / "log", "w") as log,
@@ -100,19 +98,19 @@ def service(folder: Path, **variables: str) -> Iterator[Service]:
             listening = Service(port, process, folder / "log")
             listening.wait(port)
             yield listening
-        except OSError:  # an error of HTTP, or of time
-            pytest.fail(f"no answer:\n{(folder / 'log').read_text()[-6000:]}")
+        except OSError:  # an HTTP error or a timeout
+            pytest.fail(f"no response:\n{(folder / 'log').read_text()[-6000:]}")
         finally:
-            process.send_signal(signal.SIGINT)  # at which uvicorn returns, and Ray ends what it has started
+            process.send_signal(signal.SIGINT)  # uvicorn returns, and Ray ends its processes
             try:
                 process.wait(60)
-            except subprocess.TimeoutExpired:  # an answer is under way; Ray has somebody who cleans up
+            except subprocess.TimeoutExpired:  # a request is running; Ray cleans up
                 process.kill()
                 process.wait()
 
 
-def fresh(rank: int, kind: dict) -> bytes | None:
-    """The picture of a rank that is asked nothing else."""
+def single_request(rank: int, kind: dict) -> bytes | None:
+    """Return the picture of a rank for a single request; None on ranks without it."""
     from xfuser.core.distributed import init_distributed_environment
 
     init_distributed_environment(rank=rank, world_size=2)
@@ -122,22 +120,22 @@ def fresh(rank: int, kind: dict) -> bytes | None:
     return picture and base64.b64decode(picture)
 
 
-def alone(kind: dict, **variables: str) -> bytes:
-    """The picture of fresh processes."""
-    return next(filter(None, ranks.run(fresh, 2, kind, env={**BALANCED, **variables})))
+def picture_of(kind: dict, **variables: str) -> bytes:
+    """Return the picture of a single request to new processes."""
+    return next(filter(None, ranks.run(single_request, 2, kind, env={**BALANCED, **variables})))
 
 
-def test_a_soak_of_mixed_requests(hub: Path, tmp_path: Path) -> None:
-    """Memory stays as it is, and no request leaves anything behind that another one's picture would show."""
-    expected = [alone(kind) for kind in KINDS]
+def test_mixed_requests_equal_single_ones_and_memory_is_constant(hub: Path, tmp_path: Path) -> None:
+    """Memory does not grow, and no request affects the picture of another."""
+    expected = [picture_of(kind) for kind in KINDS]
     assert len(set(expected)) == len(KINDS)
-    assert expected[-1] != alone(KINDS[-1], COCODIFF_MODE="exact")  # so something is approximated
+    assert expected[-1] != picture_of(KINDS[-1], COCODIFF_MODE="exact")  # the mode is lossy
     order = [number % len(KINDS) for number in range(REQUESTS)]
     random.Random(0).shuffle(order)
     resident = []
     with service(tmp_path / "soak", **BALANCED) as soaked:
         for number, kind in enumerate(order):
-            picture, sizes = soaked.ask(KINDS[kind])
+            picture, sizes = soaked.generate(KINDS[kind])
             assert picture == expected[kind], f"request {number}, {KINDS[kind]}"
             resident.append(sizes)
     (tmp_path / "resident.json").write_text(json.dumps(resident))

@@ -11,7 +11,7 @@ import torch
 from tests import ranks
 from tests.quick import slow_but
 from tests.small_pipelines import wan
-from tests.xdit.test_pipelines import Run, moved
+from tests.xdit.test_pipelines import Run, used_axes
 from xfuser_cocodiff.lab.models import hub
 from xfuser_cocodiff.lab.models.families import FAMILIES
 
@@ -61,11 +61,11 @@ def compare(rank: int, arguments: list[str]) -> None:
     stock = run()
     assert ran == {*experts}
     assert torch.isfinite(stock).all()
-    assert moved() == set()
+    assert used_axes() == set()
     assert not torch.equal(run(prompt="a slice of blood vessels"), stock)
-    run.use("2x1")
+    run.use_plugin("2x1")
     assert torch.equal(run(), stock)
-    assert moved() == {"node"}
+    assert used_axes() == {"node"}
     assert v_first_of(arguments[1])
     check_coded(run, anew=len(experts))
 
@@ -85,7 +85,7 @@ def check_coded(run: Run, anew: int) -> None:
     from xfuser_cocodiff.xdit.session.session import active
 
     del run.runner.model.pipe.scheduler.__dict__["step"]  # which is not where the plugin sees it
-    run.by("balanced", "2x1", schedule="bits=4,bits_o=4")
+    run.use_mode("balanced", "2x1", schedule="bits=4,bits_o=4")
     run()
     reports = active().runtime.reports
     bits = [32 * report.sent_bytes / report.exact_bytes for report in reports]

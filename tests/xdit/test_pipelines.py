@@ -1,4 +1,4 @@
-"""Whole pipelines of the four paper models, run by xDiT's own runner: the plugin's latents are stock's, bit for bit."""
+"""Whole pipelines of the four paper models, run by xDiT's own runner: exact mode is bit-identical to stock."""
 
 import itertools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("hub")
 
 TOPOLOGIES = {2: ["flat", "2x1"], 4: ["flat", "2x2"], 6: ["flat", "3x2"], 8: ["flat", "2x2x2"], 12: ["flat", "2x3x2"]}
 SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", "3", "--seed", "3"]
-# Text that divides by every degree here, and SD3.5's 333 tokens and Qwen-Image's prompts, which do not.
+# The text is divisible by every degree here, except SD3.5's 333 tokens and Qwen-Image's prompts.
 MODELS = {
     "FLUX.1-dev": ["--max_sequence_length", "32", "--prompt", "a photo of a cat"],
     "FLUX.2-dev": ["--max_sequence_length", "48", "--prompt", "a photo of a cat"],
@@ -25,8 +25,8 @@ MODELS = {
 
 
 class Run:
-    """xDiT's runner on this rank, as the xdit command sets it up, but in fp32: processors that know no bf16 take three
-    times as long with it."""
+    """Runner of xDiT on this rank, as the xdit command sets it up, but in fp32: processors without bf16 instructions
+    take three times as long in bf16."""
 
     def __init__(self, rank: int, world_size: int, arguments: list[str], dtype: torch.dtype = torch.float32) -> None:
         from xfuser.config import FlexibleArgumentParser, xFuserArgs
@@ -38,10 +38,10 @@ class Run:
         self.runner = xFuserModelRunner(values)
         self.inputs = self.runner.preprocess_args(values)
         self.runner.initialize(self.inputs)
-        if dtype != torch.bfloat16:  # in which xDiT loads it
+        if dtype != torch.bfloat16:  # the dtype in which xDiT loads it
             self.runner.model.pipe.to(dtype)
         self.latents: torch.Tensor | None = None
-        # Nobody looks at the picture, which takes as long as the latents.
+        # The picture is not needed, and decoding takes as long as denoising.
         self.runner.model.pipe.vae.decode = lambda latents, **_: (latents[:, :3],)
         scheduler = self.runner.model.pipe.scheduler
         object.__setattr__(scheduler, "step", self._keep(scheduler.step))
@@ -54,28 +54,28 @@ class Run:
 
         return keeping
 
-    def use(self, topology: str | None, head_groups: int = 1) -> None:
-        """Go on with the plugin, V first, or without it."""
+    def use_plugin(self, topology: str | None, head_groups: int = 1) -> None:
+        """Run in exact mode with V-First from now on, or as stock if `topology` is None."""
         from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
         from xfuser_cocodiff.engine.topology.plans import Plan
 
-        given = self._topology(topology) if topology else None
+        parsed = self._topology(topology) if topology else None
         overlap = Overlap(v_first=True, head_groups=head_groups)
-        self._go_on(given and CocoDiffConfig(topology=given, plan=Plan.hierarchical(given), overlap=overlap))
+        self._use_config(parsed and CocoDiffConfig(topology=parsed, plan=Plan.hierarchical(parsed), overlap=overlap))
 
-    def by(self, mode: str, topology: str = "2x2", **options: Any) -> None:
-        """Go on in a mode. Whatever approximates needs `step` of the scheduler's class, where the plugin sees it."""
+    def use_mode(self, mode: str, topology: str = "2x2", **options: Any) -> None:
+        """Run in a mode from now on. Lossy modes need the `step` of the scheduler's class, which the plugin patches."""
         from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 
         options = {"slow_axes": ("node",), **options}
-        self._go_on(CocoDiffConfig(topology=self._topology(topology), mode=mode, **options))
+        self._use_config(CocoDiffConfig(topology=self._topology(topology), mode=mode, **options))
 
     def _topology(self, text: str) -> Any:
         from xfuser_cocodiff.engine.topology.topology import Topology
 
         return Topology.parse(text, self.runner.model.engine_config.parallel_config.ulysses_degree)
 
-    def _go_on(self, config: Any) -> None:
+    def _use_config(self, config: Any) -> None:
         from xfuser.core.distributed import initialize_runtime_state
 
         model = self.runner.model
@@ -88,8 +88,8 @@ class Run:
         return self.latents.clone()
 
 
-def moved() -> set[str]:
-    """Axes along which the plugin moved anything since last asked."""
+def used_axes() -> set[str]:
+    """Return the axes along which the plugin has communicated since the last call."""
     from xfuser_cocodiff.xdit.session.session import active
 
     axes = set(active().traffic.calls)
@@ -98,8 +98,8 @@ def moved() -> set[str]:
 
 
 def v_first(model: str) -> bool:
-    """Whether V goes first in every layer that was called often enough to tell, from where the table of families says,
-    and there are such layers."""
+    """Return whether any layer has its schedules; assert that V goes first in each, from the projections that the table
+    of families names."""
     from xfuser_cocodiff.xdit.session.session import active
 
     known = [signature for signature in active().layers.signatures if signature.candidates]
@@ -112,18 +112,18 @@ def v_first(model: str) -> bool:
 def compare(rank: int, world_size: int, arguments: list[str], topologies: list[str], dtype: torch.dtype) -> None:
     run = Run(rank, world_size, arguments, dtype)
     stock = run()
-    assert moved() == set()
+    assert used_axes() == set()
     assert torch.isfinite(stock).all()
     assert stock.dtype == dtype or stock.dtype == torch.float32
     for head_groups, topology in enumerate(topologies, 1):
-        run.use(topology, head_groups)
+        run.use_plugin(topology, head_groups)
         assert torch.equal(run(), stock), f"{topology} differs from stock"
         assert v_first(arguments[1])
         sizes = run.runner.model.engine_config.parallel_config.sp_config.cocodiff.topology.axes
-        assert moved() == {axis.name for axis in sizes if axis.size > 1}
-    run.use(None)
-    assert torch.equal(run(), stock), "stock differs after the plugin was in use"
-    assert moved() == set()
+        assert used_axes() == {axis.name for axis in sizes if axis.size > 1}
+    run.use_plugin(None)
+    assert torch.equal(run(), stock), "stock differs after the plugin was used"
+    assert used_axes() == set()
 
 
 def check(model: str, degree: int, *more: str, world_size: int | None = None, dtype: Any = torch.float32) -> None:
@@ -135,7 +135,7 @@ def check(model: str, degree: int, *more: str, world_size: int | None = None, dt
 @pytest.mark.parametrize(
     ("model", "degree"),
     slow_but(
-        # SD3.5's are compared where its two guidances are parted.
+        # SD3.5 is compared with CFG parallelism.
         [("FLUX.1-dev", 4), ("Qwen-Image", 2)],
         itertools.product(MODELS, [2, 4, 8]),
     ),
@@ -146,38 +146,38 @@ def test_latents_equal_stock(model: str, degree: int) -> None:
 
 @pytest.mark.slow  # test_transformers has three ranks, and eight
 @pytest.mark.parametrize("degree", [6, 12])
-def test_degrees_that_are_no_powers_of_two(degree: int) -> None:
+def test_degrees_that_are_not_powers_of_two(degree: int) -> None:
     check("Qwen-Image", degree, "--height", "192", "--width", "192")
 
 
 @pytest.mark.parametrize("model", slow_but(["FLUX.2-dev"], MODELS))
-def test_bf16(model: str) -> None:
+def test_bf16_latents_equal_stock(model: str) -> None:
     check(model, 4, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], MODELS))
-def test_batch_of_three(model: str) -> None:
+def test_batch_of_three_equals_stock(model: str) -> None:
     negative = ["--negative_prompt", "coins"] if model == "Qwen-Image" else []
     check(model, 2, "--prompt", "a cat", "the surface of the moon", "cell bodies", *negative)
 
 
 @pytest.mark.parametrize("degree", slow_but([2], [2, 4]))
-def test_cfg_parallel(degree: int) -> None:
+def test_cfg_parallel_equals_stock(degree: int) -> None:
     check("SD3.5", degree, "--use_cfg_parallel", world_size=2 * degree)
 
 
 def compare_stages(rank: int, world_size: int, arguments: list[str], topology: str) -> None:
-    run = Run(rank, world_size, arguments, torch.bfloat16)  # which stages are told to receive
-    run.use(None)
+    run = Run(rank, world_size, arguments, torch.bfloat16)  # the dtype that stages expect to receive
+    run.use_plugin(None)
     run.runner.run(run.inputs)
     stock, run.latents = run.latents, None
-    assert moved() == set()
+    assert used_axes() == set()
     for head_groups in (1, 2):
-        run.use(topology, head_groups)
+        run.use_plugin(topology, head_groups)
         run.runner.run(run.inputs)
         assert (stock is None) == (run.latents is None)  # only the last stage has them
         assert stock is None or torch.equal(run.latents, stock)
-        assert moved() == {axis.partition("=")[0] for axis in topology.split(",")}
+        assert used_axes() == {axis.partition("=")[0] for axis in topology.split(",")}
 
 
 @pytest.mark.parametrize(
@@ -187,33 +187,33 @@ def compare_stages(rank: int, world_size: int, arguments: list[str], topology: s
         [(model, *each) for model in ("FLUX.1-dev", "SD3.5") for each in ((2, "gpu=2"), (4, "node=2,gpu=2"))],
     ),
 )
-def test_pipefusion(model: str, degree: int, topology: str) -> None:
-    """Two stages, each with a Ulysses group of its own. Stages keep K and V of patches that did not come this time."""
+def test_pipefusion_equals_stock(model: str, degree: int, topology: str) -> None:
+    """Two stages, each with its own Ulysses group. Stages keep K and V of patches that are not sent in a step."""
     more = ["--pipefusion_parallel_degree", "2", "--num_inference_steps", "5"]
     arguments = ["--model", model, "--ulysses_degree", str(degree), *SIZE, *MODELS[model], *more]
     ranks.run(compare_stages, 2 * degree, 2 * degree, arguments, topology)
 
 
 @pytest.mark.slow  # groups beside it are quick
-def test_data_parallel() -> None:
+def test_data_parallel_equals_stock() -> None:
     check("FLUX.1-dev", 2, "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket", world_size=4)
 
 
-def sizes_and_models(rank: int, world_size: int) -> None:
-    """Two models in one process, each run twice in a row and then at another size."""
+def compare_models_and_sizes(rank: int, world_size: int) -> None:
+    """Run two models in one process, each twice in a row and then at another size."""
     runs = {}
     for model, arguments in list(MODELS.items())[::3]:
         arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *arguments]
         runs[model] = Run(rank, world_size, arguments)
     sizes = [{}, {}, {"height": 192, "width": 128}]
     for run in runs.values():
-        run.use(None)
+        run.use_plugin(None)
         stock = [run(**size) for size in sizes]
-        run.use("2x2")
+        run.use_plugin("2x2")
         for size, expected in zip(sizes, stock, strict=True):
             assert torch.equal(run(**size), expected)
-        assert moved() == {"node", "gpu"}
+        assert used_axes() == {"node", "gpu"}
 
 
-def test_two_models_two_runs_another_size() -> None:
-    ranks.run(sizes_and_models, 4, 4)
+def test_two_models_at_two_sizes_equal_stock() -> None:
+    ranks.run(compare_models_and_sizes, 4, 4)

@@ -1,4 +1,4 @@
-"""xDiT's Ray pipeline on workers of a Ray of its own: without the plugin, with its flags, with its variables."""
+"""xDiT's Ray pipeline on a private Ray cluster: without the plugin, with its flags, and with its variables."""
 
 import importlib.util
 import json
@@ -26,19 +26,19 @@ VARIABLES = {"COCODIFF_ENABLE": "1", "COCODIFF_TOPOLOGY": "2x1", "COCODIFF_MODE"
 STOCK_VARIABLES = {
     "COCODIFF_DISABLE": "1",
     "PYTHONPATH": str(STOCK),
-    "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}',  # nobody but the plugin tells Ray of any
+    "RAY_OVERRIDE_RESOURCES": '{"GPU": 2}',  # without the plugin Ray finds no GPUs
 }
 
 
 @pytest.fixture
 def ray_folder() -> Iterator[str]:
-    """Where Ray keeps sockets, whose paths must be short: its own, so that no other Ray of this machine is joined."""
+    """Return a folder for Ray's sockets, with a short path; a private one, so that no other cluster is joined."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         yield folder
 
 
 def launch(folder: Path, ray_folder: str, flags: list[str], **variables: str) -> Image.Image:
-    """The script's picture."""
+    """Run the script and return its picture."""
     folder.mkdir()
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "RAY_ADDRESS")}
     environment = {**inherited, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -53,13 +53,13 @@ def launch(folder: Path, ray_folder: str, flags: list[str], **variables: str) ->
     return Image.open(folder / "picture.png")
 
 
-@pytest.mark.slow  # the rows that this rests on are below
-@pytest.mark.alone  # Ray gives up where its own processes take more than seconds to start
+@pytest.mark.slow  # the patches for it are tested below
+@pytest.mark.alone  # Ray fails if its own processes take more than seconds to start
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (pip install '.[serve]')")
-def test_workers_have_the_plugin_and_give_stocks_picture(hub: Path, tmp_path: Path, ray_folder: str) -> None:
+def test_ray_workers_use_the_plugin_and_equal_stock(hub: Path, tmp_path: Path, ray_folder: str) -> None:
     stock = launch(tmp_path / "stock", ray_folder, [], **STOCK_VARIABLES)
-    ways = {"flags": (FLAGS, {}), "variables": ([], VARIABLES), "installed": ([], {})}
-    for name, (flags, variables) in ways.items():
+    cases = {"flags": (FLAGS, {}), "variables": ([], VARIABLES), "installed": ([], {})}
+    for name, (flags, variables) in cases.items():
         folder = tmp_path / name
         picture = launch(folder, ray_folder, flags, COCODIFF_RECORD=str(folder / "record"), **variables)
         assert ImageChops.difference(picture, stock).getbbox() is None, name
@@ -70,7 +70,7 @@ def test_workers_have_the_plugin_and_give_stocks_picture(hub: Path, tmp_path: Pa
 
 
 class StandInRay:
-    """ray.init, noting what it is called with; where it joins a cluster, it wants to hear of no GPUs, as Ray does."""
+    """Mock of ray that records the calls of `init`; if it joins a cluster, it accepts no `num_gpus`, as Ray."""
 
     def __init__(self, joins: bool = False) -> None:
         self.joins, self.calls = joins, []
@@ -92,9 +92,9 @@ class StandInRay:
         ({"RAY_ADDRESS": "node0:6379"}, False, (), {}, {}),
         ({"CUDA_VISIBLE_DEVICES": ""}, False, (), {}, {}),
     ],
-    ids=["of its own", "there already", "told", "by address", "by variable", "limited"],
+    ids=["private", "existing", "num_gpus given", "by address", "by variable", "devices limited"],
 )
-def test_only_a_ray_of_its_own_is_told_of_gpus(
+def test_only_a_private_ray_gets_virtual_gpus(
     monkeypatch: pytest.MonkeyPatch, variables: dict, joins: bool, args: tuple, given: dict, expected: dict
 ) -> None:
     for name in ray_cluster._ELSEWHERE:
@@ -106,8 +106,8 @@ def test_only_a_ray_of_its_own_is_told_of_gpus(
     assert ray.calls == [(args, expected)]
 
 
-def test_a_worker_is_told_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sets_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    told = []
-    ray_workers._telling(lambda *_: told.append(os.environ["RANK"]))(None, None, "DiTWorker", 3)
-    assert told == ["3"]
+    seen = []
+    ray_workers._with_rank(lambda *_: seen.append(os.environ["RANK"]))(None, None, "DiTWorker", 3)
+    assert seen == ["3"]

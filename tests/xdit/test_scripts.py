@@ -1,4 +1,4 @@
-"""Unmodified scripts and the xdit command, each in processes of its own: without the plugin, with it, with its flag."""
+"""Unmodified scripts and the xdit command in their own processes: without the plugin, with it, and with its flag."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def launch(command: list[str], folder: Path, **environment: str) -> str:
 
 
 def topology(folder: Path) -> str | None:
-    """Topology of the mesh that a recorded launch used; None where it was stock."""
+    """Return the topology in the record of a launch; None if it ran stock."""
     return json.loads((folder / "record" / "rank0.json").read_text())["topology"]
 
 
@@ -49,7 +49,7 @@ def run_forked(rank: int, port: int, folder: Path, arguments: list[str]) -> None
     Path("exchanges").write_text(str(start.call_count))
 
 
-def test_example_script_with_the_flag_and_without(hub: Path, tmp_path: Path) -> None:
+def test_script_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
     latents, exchanges = [], []
     for name, flags in (("without", []), ("with", FLAGS)):
         folder, port = tmp_path / name, ranks.free_port()
@@ -68,7 +68,7 @@ def test_example_script_with_the_flag_and_without(hub: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow  # test_pipelines has xDiT's runner in this process, test_flags its flags
-def test_xdit_command(hub: Path, tmp_path: Path) -> None:
+def test_xdit_command_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", *ARGUMENTS]
     launch([*xdit, "--master_port=29611"], tmp_path / "stock", **WITHOUT_PLUGIN)
     launch([*xdit, "--master_port=29612"], tmp_path / "installed")
@@ -80,8 +80,8 @@ def test_xdit_command(hub: Path, tmp_path: Path) -> None:
         assert ImageChops.difference(picture, pictures["stock"]).getbbox() is None, name
 
 
-@pytest.mark.slow  # test_flags has the errors of bad options on all ranks
-def test_a_bad_option_ends_the_xdit_command(hub: Path, tmp_path: Path) -> None:
+@pytest.mark.slow  # test_flags has the errors of invalid options on all ranks
+def test_invalid_option_ends_the_xdit_command(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", "--master_port=29614", *ARGUMENTS]
     done = subprocess.run(
         [*xdit, "--use_cocodiff", "--cocodiff_topology", "3x2"], cwd=tmp_path, capture_output=True, text=True

@@ -38,7 +38,7 @@ def eager_and_compiled(rank: int, world_size: int, model: str, how: str) -> dict
 
     run = Approximating(rank, world_size, model)
     stock = run()
-    run.by("balanced", TOPOLOGIES[world_size])
+    run.use_mode("balanced", TOPOLOGIES[world_size])
     eager, expected = run(), figures(run)
     compile_transformer(run, how)
     latents, found = run(), figures(run)
@@ -81,7 +81,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
     """Layers that travel exactly at each step, and whether all do: eager and compiled, with little room for references,
     and with an error that asks for exact steps."""
     run = Approximating(rank, 2, "FLUX.1-dev")
-    run.by("balanced", "node=2")
+    run.use_mode("balanced", "node=2")
     run()
     held = run.runtime.reports[-1].reference_bytes
     room = held // 6  # less than all take in 8 bits, a quarter of fp32
@@ -92,7 +92,7 @@ def keep_bounds(rank: int) -> list[list[tuple[int, bool]]]:
         if is_compiled:
             compile_transformer(run, "whole")
         for bound in ({"memory_budget": room}, {"max_error": error.item()}):
-            run.by("balanced", "node=2", **bound)
+            run.use_mode("balanced", "node=2", **bound)
             run()
             reports = run.runtime.reports
             assert max(report.reference_bytes for report in reports) <= bound.get("memory_budget", held)
@@ -114,7 +114,7 @@ def poison(rank: int) -> tuple[list[bool], bool]:
     from xfuser_cocodiff.engine.attention import reshard
 
     run = Approximating(rank, 2, "FLUX.1-dev")
-    run.by("balanced", "node=2")
+    run.use_mode("balanced", "node=2")
     compile_transformer(run, "whole")
     healthy = run()
     send, runtime = reshard.exchange.send, run.runtime

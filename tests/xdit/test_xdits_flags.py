@@ -1,7 +1,7 @@
-"""xDiT's own flags beside --use_cocodiff, of those that docs/xdit_flags.md says work: stock's bits.
+"""xDiT's own flags together with --use_cocodiff: bit-identical to stock for those that docs/xdit_flags.md lists.
 
-Flags that change how ranks are grouped are in test_pipelines, step caches in test_approximation, FP8 and heads that
-change places in attention/test_xdits_own, compilation in test_compile.
+Flags that change the process groups are in test_pipelines, step caches in test_approximation, FP8 and balanced heads in
+attention/test_stock_usp, compilation in test_compile.
 """
 
 import pytest
@@ -9,11 +9,11 @@ import torch
 
 from tests import ranks
 from tests.quick import slow_but
-from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
+from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
 
 pytestmark = pytest.mark.usefixtures("hub")
 
-WORKS = [
+FLAGS = [
     "--use_parallel_vae",
     "--use_vae_channels_last_format",
     "--enable_slicing",
@@ -28,17 +28,17 @@ WORKS = [
 ]
 
 
-def run(rank: int, flags: str) -> None:
+def compare(rank: int, flags: str) -> None:
     arguments = ["--model", "FLUX.1-dev", "--ulysses_degree", "2", *SIZE, *MODELS["FLUX.1-dev"], *flags.split()]
     run = Run(rank, 2, arguments)
-    run.use(None)
+    run.use_plugin(None)
     stock = run()
-    assert moved() == set()
-    run.use("gpu=2")
+    assert used_axes() == set()
+    run.use_plugin("gpu=2")
     assert torch.equal(run(), stock)
-    assert moved() == {"gpu"}
+    assert used_axes() == {"gpu"}
 
 
-@pytest.mark.parametrize("flags", slow_but(WORKS[:1], WORKS))
-def test_beside_the_plugin_it_has_stocks_bits(flags: str) -> None:
-    ranks.run(run, 2, flags)
+@pytest.mark.parametrize("flags", slow_but(FLAGS[:1], FLAGS))
+def test_flag_with_the_plugin_equals_stock(flags: str) -> None:
+    ranks.run(compare, 2, flags)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -72,14 +72,14 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
     bare_runtime.use_session(Session())
     expected = [step(number) for number in range(STEPS)]
     for v_first in (True, False):
-        session = in_force(group, config_of("exact", overlap=Overlap(v_first)))
+        session = use_config(group, config_of("exact", overlap=Overlap(v_first)))
         for number in range(STEPS):
             assert torch.equal(step(number), expected[number]), (v_first, number)
         assert {signature.ready for signature in session.layers.signatures if signature.candidates} == {True}
         assert {
             signature.candidates.schedule.v_first for signature in session.layers.signatures if signature.candidates
         } == {v_first}
-    session = in_force(group, config_of("balanced", schedule="bits=4,bits_o=4"))
+    session = use_config(group, config_of("balanced", schedule="bits=4,bits_o=4"))
     session.runs.begin(STEPS)
     near = []
     for number in range(STEPS):
@@ -127,7 +127,7 @@ def attend_unevenly(rank: int, joint: str) -> None:
     for mode, tolerance in (("exact", 1e-5), ("balanced", 0.1)):
         for v_first in (True, False):
             config = CocoDiffConfig(mode=mode, overlap=Overlap(v_first, 1), **flat)
-            in_force(group, config)
+            use_config(group, config)
             active().runs.begin(STEPS)
             for number in range(STEPS):
                 states = whole * (1 + 0.02 * number)

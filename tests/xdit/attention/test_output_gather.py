@@ -12,7 +12,7 @@ import torch
 from tests import ranks
 from tests.engine.settings.test_ring_placement import FAST, profile
 from tests.quick import slow, slow_but
-from tests.xdit.attention.test_ring import asked, start
+from tests.xdit.attention.test_ring import ring_options, start
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 
 WORLD = 8
@@ -100,6 +100,6 @@ def test_along_a_ring_too(tmp_path: Path, placement: str, ring: int, sizes: str)
     """Whose ranks are not neighbours: what comes must lie as the ranks of the sequence do."""
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(known(sizes, SLOW, 100 * SLOW)))
-    options = asked(placement, cocodiff_profile=str(file), cocodiff_mode="exact") | {"cocodiff_topology": sizes}
+    options = ring_options(placement, cocodiff_profile=str(file), cocodiff_mode="exact") | {"cocodiff_topology": sizes}
     for plans, _ in ranks.run(gather, WORLD, options, ring):
         assert len(plans) == (1 if ring == WORLD else 2)

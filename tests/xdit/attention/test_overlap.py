@@ -49,7 +49,7 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
     return given
 
 
-def in_force(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
+def use_config(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
     """Go on with a session by these settings."""
     session = starting.create_session(group, config, known)
     bare_runtime.use_session(session)
@@ -184,7 +184,7 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
     events: list[str] = []
     expected = step()
     config = CocoDiffConfig(topology=Topology.flat(2), mode=mode, slow_axes=("flat",) if mode != "exact" else ())
-    session = in_force(group, config)
+    session = use_config(group, config)
     session.runs.begin(20)
     for _ in range(4):
         step()

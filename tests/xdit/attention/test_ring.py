@@ -12,7 +12,7 @@ from torch.nn import functional
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
-from tests.xdit.test_pipelines import MODELS, SIZE, Run, moved
+from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -39,7 +39,7 @@ def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RI
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
 
 
-def asked(placement: str, **more: Any) -> dict[str, Any]:
+def ring_options(placement: str, **more: Any) -> dict[str, Any]:
     return {"use_cocodiff": True, "cocodiff_ring": placement, "cocodiff_topology": WHOLE, **more}
 
 
@@ -60,7 +60,7 @@ def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
     """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
     from xfuser.model_executor.layers import usp
 
-    start(rank, asked(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    start(rank, ring_options(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         tensors = [whole(seed, 24, dtype) for seed in range(3)]
         text = [whole(seed, 5, dtype) for seed in (3, 4, 5)]
@@ -136,7 +136,7 @@ def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tupl
 
 def test_where_groups_lie_and_what_their_topology_is() -> None:
     exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
-    whole = asked("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
+    whole = ring_options("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
     del whole["cocodiff_ring"]
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
@@ -150,7 +150,7 @@ def stock_after(rank: int, placement: str) -> list[str]:
     """What is said of a session without the plugin after one with it."""
     import logging
 
-    start(rank, asked(placement, cocodiff_mode="exact"))
+    start(rank, ring_options(placement, cocodiff_mode="exact"))
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -166,7 +166,7 @@ def test_an_engine_without_the_plugin_says_that_its_ring_is_not_stocks(placement
 
 
 def findings_of(rank: int, placement: str, folder: str) -> None:
-    start(rank, asked(placement, cocodiff_mode="exact", cocodiff_cache=folder))
+    start(rank, ring_options(placement, cocodiff_mode="exact", cocodiff_cache=folder))
 
 
 def test_findings_are_of_the_placement_of_a_ring(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def groups_before_settings(rank: int) -> tuple[str, list[str]]:
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
     init_distributed_environment(rank=rank, world_size=WORLD)
     initialize_model_parallel(sequence_parallel_degree=WORLD, ulysses_degree=ULYSSES, ring_degree=RING)
-    return groups_of(rank, WORLD, RING, asked("inner"))[1], said
+    return groups_of(rank, WORLD, RING, ring_options("inner"))[1], said
 
 
 def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
@@ -199,7 +199,7 @@ def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
 
 
 def agree(rank: int) -> list[float]:
-    start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
+    start(rank, ring_options("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     return all_reduce([rank, -rank], "max")
 
 
@@ -220,7 +220,7 @@ def find_out(rank: int, folder: str) -> tuple[str, int]:
         return times[-1]
 
     Probe._taken = slower
-    start(rank, asked("outer", cocodiff_mode="exact", cocodiff_cache=folder))
+    start(rank, ring_options("outer", cocodiff_mode="exact", cocodiff_cache=folder))
     session = active()
     mine = [whole(seed, 24, torch.float32).chunk(WORLD, 2)[rank] for seed in range(3)]
     session.runs.begin(100)
@@ -242,16 +242,16 @@ def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
 def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     """No Ulysses group at all: bytes that a rank sends along each axis; decibels of a mode, and the bytes that it sends
     of those that cross nodes."""
-    options = asked("outer", cocodiff_mode="exact")
+    options = ring_options("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
     with mock.patch.object(link_probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
         run = Approximating(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
     exact = run()
     sent = active().traffic.sent_bytes
-    run.use(None)
+    run.use_plugin(None)
     assert torch.equal(run(), exact)
-    run.owner("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
+    run.use_mode("balanced", "flat", slow_axes=("node",), ring_topology=Topology.parse(WHOLE))
     return dict(sent), decibels(run(), exact), share(run.runtime.reports)
 
 
@@ -263,7 +263,7 @@ def virtual_ring(rank: int) -> tuple[float, float]:
     """The same by one rank that stands for four."""
     run = Approximating(rank, 1, "FLUX.1-dev")
     stock = run()
-    run.owner("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
+    run.use_mode("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
     return decibels(run(), stock), share(run.runtime.reports)
 
 
@@ -278,21 +278,21 @@ def test_a_ring_without_ulysses() -> None:
 
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
     """Latents of a model by stock, which those of the plugin on the same groups equal; and decibels of two modes."""
-    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
     run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
     assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
     axis = "node" if placement == "inner" else "gpu"
     exact = run()
-    assert {axis for stage in moved() for axis in stage.split("+")} == {"node", "gpu"}
-    run.use(None)
+    assert {axis for stage in used_axes() for axis in stage.split("+")} == {"node", "gpu"}
+    run.use_plugin(None)
     stock = run()
-    assert moved() == set()
+    assert used_axes() == set()
     assert torch.equal(exact, stock)
     found, around = {}, "gpu" if placement == "inner" else "node"
     for mode in ("balanced", "fast"):
         for slow in ((axis,), (around,), (axis, around)):
-            run.owner(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
+            run.use_mode(mode, f"{axis}=2", slow_axes=slow, ring=placement, ring_topology=Topology.parse(f"{around}=2"))
             found[mode, slow] = decibels(run(), stock)
             reports = run.runtime.reports
             assert len(reports) == STEPS
@@ -323,7 +323,7 @@ BASELINES = {
 def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     """Latents where twice as many ranks share the work in one more way: the plugin's are stock's."""
     (model, *more), degrees = BASELINES[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
-    flags = [f"--{name}={value}" for name, value in asked(placement, cocodiff_mode="exact").items()][1:]
+    flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
     run = Run(rank, 2 * WORLD, [*arguments, "--cocodiff_a2a", "hierarchical"])
     place = rank % WORLD
@@ -332,8 +332,8 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     )
     assert members() == ((far, near) if placement == "inner" else (near, far))
     exact = run()
-    assert {axis for stage in moved() for axis in stage.split("+")} == {"node", "gpu"}
-    run.use(None)
+    assert {axis for stage in used_axes() for axis in stage.split("+")} == {"node", "gpu"}
+    run.use_plugin(None)
     assert torch.equal(run(), exact)
     return exact
 

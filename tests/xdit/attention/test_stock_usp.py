@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import start, use_config
 from tests.xdit.test_compile import config_of
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -83,7 +83,7 @@ class World:
 
     def use(self, mode: str | None) -> Any:
         """Go on with the plugin, or as stock; returns the session."""
-        return in_force(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Session()
+        return use_config(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Session()
 
     def by_fp8(self, scale: float | None) -> Any:
         """Send in FP8 from now on, by a fixed scale or by those that are to be seen."""

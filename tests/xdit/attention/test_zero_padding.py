@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow, slow_but
-from tests.xdit.attention.test_ring import asked, start
+from tests.xdit.attention.test_ring import ring_options, start
 from tests.xdit.test_approximation import Approximating, decibels
 from xfuser_cocodiff.xdit.session.session import active
 
@@ -21,7 +21,7 @@ def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str)
     from xfuser.model_executor.layers import usp
 
     topology = {"cocodiff_topology": f"{world}x1" if ring == 1 else f"{ring}x{world // ring}"}
-    start(rank, asked("outer", cocodiff_a2a="hierarchical", cocodiff_mode=mode) | topology, world, ring)
+    start(rank, ring_options("outer", cocodiff_a2a="hierarchical", cocodiff_mode=mode) | topology, world, ring)
     errors = []
     for joint in (False, True)[: 1 if repeat > 1 else 2]:
         tensors = [whole(seed, count, 24) for seed, count in enumerate((heads * repeat, heads, heads))]
@@ -64,7 +64,7 @@ def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
     exact = run()
     if world == 1 or ring > 1 or flags:
         return exact, None
-    run.owner("balanced", "flat", slow_axes=("flat",))
+    run.use_mode("balanced", "flat", slow_axes=("flat",))
     return exact, decibels(run(), exact)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, inputs_of, start
+from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.xdit.session import session as session_module
 
@@ -24,7 +24,7 @@ class Runs:
         group, self.transformer, step = start(rank, depth=3)
         self.other = copy.deepcopy(self.transformer)
         self.given = inputs_of(self.transformer, step)
-        self.session = in_force(group, config_of(mode))
+        self.session = use_config(group, config_of(mode))
         self.sent: list[str] = []
 
     @torch.no_grad()

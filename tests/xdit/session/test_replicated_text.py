@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -59,7 +59,7 @@ def steps_with_stocks_bits(rank: int) -> list[bool]:
         return found
 
     expected = steps()
-    in_force(group, CocoDiffConfig(topology=Topology.flat(2)))
+    use_config(group, CocoDiffConfig(topology=Topology.flat(2)))
     return [torch.equal(*pair) for pair in zip(steps(), expected, strict=True)]
 
 

@@ -13,7 +13,7 @@ import xfuser_cocodiff
 from tests import ranks
 from tests.engine.compression.test_runtime import SHARE, held, hold, runtime
 from tests.quick import slow
-from tests.xdit.attention.test_overlap import in_force, inputs_of, start
+from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
 from xfuser_cocodiff.xdit.layers.root_module import RootModule
 from xfuser_cocodiff.xdit.session import runs, step_key
@@ -349,7 +349,7 @@ class Loops:
     def __init__(self, rank: int, config: object) -> None:
         group, self.transformer, step = start(rank, depth=3)
         self.given = inputs_of(self.transformer, step)
-        self.session = in_force(group, config)
+        self.session = use_config(group, config)
         self.scheduler = FlowMatchEulerDiscreteScheduler()
         self.pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
 

@@ -8,7 +8,7 @@ import torch
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
@@ -231,7 +231,7 @@ def differing(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], l
     group, _, step = start(rank, depth=3)
     expected, clock = step(), RunTracker()
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V surely goes first
-    session = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     session.runs.begin(20)
     with mock.patch.object(schedule_trials, "time", clock):
         for _ in range(2 + len(TURNS)):
@@ -263,7 +263,7 @@ def counted(rank: int) -> list[int]:
     config = CocoDiffConfig(
         topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
     )
-    session = in_force(group, config)
+    session = use_config(group, config)
     session.runs.begin(20)
     found = []
     for _ in range(9):
@@ -284,7 +284,7 @@ def left_at_other_steps(rank: int, ended: int) -> tuple[list[bool], bool]:
     after so many; and whether a schedule was chosen at last."""
     group, _, step = start(rank, depth=3)
     links = profile_of([2], [1e3], latency=0.0, launch=0.0)
-    session = in_force(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
     session.runs.begin(20)
     for _ in range(ended):
         step()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, start
+from tests.xdit.attention.test_overlap import start, use_config
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -76,7 +76,7 @@ def in_a_row(rank: int) -> None:
     from xfuser.core.distributed import initialize_runtime_state
 
     group, transformer, step = start(rank, depth=3)
-    in_force(group, config_of("balanced"))
+    use_config(group, config_of("balanced"))
     active().runs.begin(STEPS)
     for _ in range(3):
         step()
@@ -98,7 +98,7 @@ def test_an_engine_ends_with_its_runtime_state() -> None:
 def agreed(rank: int) -> tuple[list[float], list[float]]:
     """What ranks that measure different things go by: a mean of times, the largest error."""
     group, *_ = start(rank, depth=3)
-    session = in_force(group, config_of("balanced"))
+    session = use_config(group, config_of("balanced"))
     return session._mean([float(rank)]), session.runtime._agreed([float(rank), -float(rank)])
 
 
