@@ -1,4 +1,4 @@
-"""xDiT's long-context attention: the bits of stock, V first, and codecs that know the layer."""
+"""Long-context attention of xDiT: bit-identical to stock in exact mode, V-First, and codecs by layer."""
 
 import os
 from typing import Any
@@ -21,7 +21,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Attention(nn.Module):
-    """As StepVideo's and Sana's: xDiT's attention between projections, with text that every rank has beside it."""
+    """Attention as in StepVideo and Sana: xDiT's attention between projections, with replicated text."""
 
     def __init__(self, linear: bool, joint: str) -> None:
         super().__init__()
@@ -81,35 +81,38 @@ def attend(rank: int, linear: bool, joint: str) -> dict[str, Any]:
         } == {v_first}
     session = use_config(group, config_of("balanced", schedule="bits=4,bits_o=4"))
     session.runs.begin(STEPS)
-    near = []
+    errors = []
     for number in range(STEPS):
         found = step(number)
-        near.append(((found - expected[number]).norm() / expected[number].norm()).item())
+        errors.append(((found - expected[number]).norm() / expected[number].norm()).item())
         session.runs.end_step()
-    return {"near": near, "reports": session.runtime.reports}
+    return {"errors": errors, "reports": session.runtime.reports}
 
 
 @pytest.mark.parametrize(("linear", "joint"), [(False, "none"), (False, "rear"), (False, "front"), (True, "none")])
-def test_it_has_stocks_bits_and_codecs_know_its_layers(linear: bool, joint: str) -> None:
+def test_exact_mode_equals_stock_and_codecs_know_layers(linear: bool, joint: str) -> None:
     for found in ranks.run(attend, 2, linear, joint):
-        near, reports = found["near"], found["reports"]
-        assert 0 < near[0] < 0.01 and 0 < near[-1] < 0.02
+        errors, reports = found["errors"], found["reports"]
+        assert 0 < errors[0] < 0.01 and 0 < errors[-1] < 0.02
         assert [report.was_keyframe for report in reports] == [True, False, False, False]
         assert {*reports[-1].errors} == {f"blocks.{index}" for index in range(3)}
-        # 4 bits of 32, a scale for each row, and a flag and gaps in messages of a few kB.
+        # 4 bits of 32, a scale per row, and a flag and padding in messages of a few kB.
         assert all(0.12 < report.sent_bytes / report.exact_bytes < 0.17 for report in reports[1:])
 
 
-def attend_unevenly(rank: int, joint: str) -> None:
-    """Eight heads on three ranks, against attention to all tokens at once; with codecs too."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
+def attend_with_padding(rank: int, joint: str) -> None:
+    """Check eight heads on three ranks against attention on one rank, also with codecs."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+        "localhost",
+        "0",
+    )  # not used
     group = bare_runtime.start()
     bare_runtime.init_runtime_state(9, 0)
     torch.manual_seed(0)
     transformer, text = Transformer(linear=False, joint=joint), torch.randn(2, TEXT, WIDTH)
     whole = torch.randn(2, 3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(9))
 
-    def at_once(hidden_states: torch.Tensor) -> torch.Tensor:
+    def on_one_rank(hidden_states: torch.Tensor) -> torch.Tensor:
         for block in transformer.blocks:
             query, key, value = (heads(layer(hidden_states)) for layer in (block.to_q, block.to_k, block.to_v))
             if joint != "none":
@@ -133,11 +136,11 @@ def attend_unevenly(rank: int, joint: str) -> None:
                 states = whole * (1 + 0.02 * number)
                 with torch.inference_mode():
                     found = transformer(states.chunk(3, 1)[rank], text)
-                    expected = at_once(states).chunk(3, 1)[rank]
+                    expected = on_one_rank(states).chunk(3, 1)[rank]
                 assert torch.allclose(found, expected, atol=tolerance), (mode, v_first, number)
                 active().runs.end_step()
 
 
 @pytest.mark.parametrize("joint", ["none", "rear"])
-def test_heads_that_do_not_divide(joint: str) -> None:
-    ranks.run(attend_unevenly, 3, joint)
+def test_padded_heads_equal_attention(joint: str) -> None:
+    ranks.run(attend_with_padding, 3, joint)

@@ -1,4 +1,4 @@
-"""FLUX.1 in xDiT's wrapper, on real ranks: what is under way when, and what is said of it."""
+"""Overlap in xDiT's FLUX.1 on real ranks: the order of events, spans, and statuses of layers."""
 
 import contextlib
 import dataclasses
@@ -29,8 +29,11 @@ from xfuser_cocodiff.xdit.session.session import Session
 
 
 def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
-    """A group of all ranks, and a FLUX.1 with double and single blocks and its step, with so much text."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "0"  # not used: the ranks have met
+    """Return the group of all ranks, a FLUX.1 with double and single blocks, and a function that runs one step."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
+        "localhost",
+        "0",
+    )  # not used
     group, built, build = bare_runtime.start(), [], bare_runtime.flux_transformer
     with (
         mock.patch.object(model, "text_tokens", (lambda _: text_tokens) if text_tokens else model.text_tokens),
@@ -41,7 +44,7 @@ def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
 
 
 def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
-    """What a step gives a transformer."""
+    """Return the arguments of the transformer in a step."""
     given: dict[str, Any] = {}
     hook = transformer.register_forward_pre_hook(lambda *called: given.update(called[-1]), with_kwargs=True)
     step()
@@ -50,14 +53,14 @@ def inputs_of(transformer: torch.nn.Module, step: Callable) -> dict[str, Any]:
 
 
 def use_config(group: dist.ProcessGroup, config: CocoDiffConfig, known: TuningCache | None = None) -> Session:
-    """Go on with a session by these settings."""
+    """Run with a session of this config from now on."""
     session = starting.create_session(group, config, known)
     bare_runtime.use_session(session)
     return session
 
 
 def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = None, policy: Any = None) -> Any:
-    """Go on with a session on two ranks by flat collectives, and by a policy if there is one."""
+    """Run with a session on two ranks over flat collectives from now on, with a plan policy if it is given."""
     mesh = Mesh.over(group, Topology.flat(2), [Plan.flat(Topology.flat(2))])
     session = Session(mesh=dataclasses.replace(mesh, policy=policy or mesh.policy), overlap=Overlap(v_first, groups))
     bare_runtime.use_session(session)
@@ -65,7 +68,7 @@ def use(group: dist.ProcessGroup, v_first: bool | None, groups: int | None = Non
 
 
 def record_events(rank: int, v_first: bool) -> list[str]:
-    """What happens in a step, once layers are known: exchanges that start, and modules that are called."""
+    """Return the events of a step with known layers: all-to-alls that start, and modules that are called."""
     group, transformer, step = start(rank)
     expected = step()
     session = use(group, v_first, 2)
@@ -75,11 +78,11 @@ def record_events(rank: int, v_first: bool) -> list[str]:
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
     send = session_module.start_seq_to_heads
 
-    def sending(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
+    def recording(tensors: list, mesh: Mesh, label: object, *part: object) -> object:
         events.append(f"{label.layer} sends {label.tensors}")
         return send(tensors, mesh, label, *part)
 
-    with mock.patch.object(session_module, "start_seq_to_heads", sending):
+    with mock.patch.object(session_module, "start_seq_to_heads", recording):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)
@@ -87,7 +90,7 @@ def record_events(rank: int, v_first: bool) -> list[str]:
     return events
 
 
-def test_v_starts_before_q_is_projected_in_every_layer() -> None:
+def test_v_is_sent_before_q_is_projected_in_every_layer() -> None:
     for events in ranks.run(record_events, 2, True):
         layers = [f"transformer_blocks.{i}" for i in range(2)] + [f"single_transformer_blocks.{i}" for i in range(4)]
         sent = {layer: events.index(f"{layer}.attn sends v") for layer in layers}
@@ -97,13 +100,13 @@ def test_v_starts_before_q_is_projected_in_every_layer() -> None:
             assert sent[layer] < events.index(f"{layer}.attn.add_q_proj")
 
 
-def test_without_v_first_nothing_starts_early() -> None:
+def test_nothing_is_sent_early_without_v_first() -> None:
     for events in ranks.run(record_events, 2, False):
         assert events and not any("sends" in event for event in events)
 
 
 def take_spans(rank: int) -> list[tuple[str, str, bool]]:
-    """Exchanges of a step with V first and two head groups, and whether something was hidden behind them."""
+    """Return the spans of a step with V-First and two head groups; check that some communication is hidden."""
     group, _, step = start(rank, depth=3)
     traffic = use(group, True, 2).traffic
     traffic.timed = True
@@ -113,7 +116,7 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     seconds, hidden = map(sum, zip(*traffic.hidden_by_layer().values(), strict=True))
     assert 0 < hidden < seconds <= sum(span.end - span.begin for span in traffic.spans)
     assert hidden == pytest.approx(traffic.hidden_seconds)
-    spans, traffic.timed = list(traffic.spans), False  # who profiles sees ranges without having asked for times
+    spans, traffic.timed = list(traffic.spans), False  # the profiler sees ranges also without timing
     with torch.profiler.profile(
         experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     ) as trace:
@@ -125,61 +128,61 @@ def take_spans(rank: int) -> list[tuple[str, str, bool]]:
     return [(span.label.layer, span.label.tensors) for span in spans]
 
 
-def test_every_exchange_leaves_a_span_and_a_range_in_the_profiler() -> None:
+def test_every_all_to_all_has_a_span_and_a_profiler_range() -> None:
     for spans in ranks.run(take_spans, 2):
         layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
         assert spans == [(f"{layer}.attn", what) for layer in layers for what in ("v", "qk", "qkv", "o", "o")]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_planner_says_what_travels_together(ahead: bool) -> None:
-    """Q, K and V are one message where V's own would cost more than it hides."""
+def test_planner_decides_on_v_first(ahead: bool) -> None:
+    """Q, K and V are one message if a message of V costs more than it hides."""
     together = ["qkv", "o"] * 3
-    for labels, asked, schedules in ranks.run(go_by_the_planner, 2, ahead, None):
+    for labels, asked, schedules in ranks.run(step_with_policy, 2, ahead, None):
         assert labels == (["v", "qk", "o"] * 3 if ahead else together)
         usual = "V first, 1 head group" if ahead else "QKV together, 1 head group"
         assert schedules == [usual, f"{usual}, MLP overlapped"]  # of double and of single blocks
         assert asked and {3 * value == whole for value, whole in asked} == {True}
 
 
-def test_the_user_s_word_stands_against_the_planner_s() -> None:
-    for labels, asked, _ in ranks.run(go_by_the_planner, 2, False, True):
+def test_option_takes_precedence_over_the_planner() -> None:
+    for labels, asked, _ in ranks.run(step_with_policy, 2, False, True):
         assert labels == ["v", "qk", "o"] * 3
         assert not asked
 
 
-def go_by_the_planner(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
-    """What a step sends when the planner has its word, once layers are known; and what it was asked."""
+def step_with_policy(rank: int, ahead: bool, v_first: bool | None) -> tuple[list[str], list, list[str]]:
+    """Return the messages of a step with known layers, the sizes the policy was asked for, and schedules."""
     group, _, step = start(rank, depth=3)
     flat, asked = Plan.flat(Topology.flat(2)), []
     policy = PlanPolicy(lambda size: flat, sends_early=lambda *sizes: asked.append(sizes) or ahead)
     expected = step()
     labels: list[str] = []
 
-    def noting(original: Callable) -> Callable:
-        def noted(*args: object) -> object:
+    def recording(original: Callable) -> Callable:
+        def recorded(*args: object) -> object:
             labels.extend(arg.tensors for arg in args if isinstance(arg, Label))
             return original(*args)
 
-        return noted
+        return recorded
 
-    sites = [
+    functions = [
         (session_module, "start_seq_to_heads"),
         *((ulysses, name) for name in ("reshard", "start_seq_to_heads", "start_heads_to_seq")),
     ]
     with contextlib.ExitStack() as patched:
-        for module, name in sites:
-            patched.enter_context(mock.patch.object(module, name, noting(getattr(module, name))))
+        for module, name in functions:
+            patched.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         session = use(group, v_first, policy=policy)
-        session.trials = None  # and nothing is compared
+        session.trials = None  # no schedule trials
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)
     return labels, asked, sorted({str(signature.candidates.schedule) for signature in session.layers.signatures})
 
 
-def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
-    """What happens in the single blocks of a step that run by a schedule; their bits are stock's."""
+def step_with_schedule(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> list[str]:
+    """Return the events of the single blocks in a step with a schedule; check the output against stock."""
     group, transformer, step = start(rank, depth=3)
     events: list[str] = []
     expected = step()
@@ -193,20 +196,22 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
         assert signature.candidates.schedules[-1].overlaps_mlp == signature.has_parallel_mlp
         signature.candidates = ScheduleCandidates([OverlapSchedule(*schedule)])
     signatures = [signature.has_parallel_mlp for signature in session.layers.signatures]
-    assert sorted(signatures) == [False, True]  # double blocks have none beside attention
+    assert sorted(signatures) == [False, True]  # double blocks have no parallel MLP
 
-    def noting(original: Callable, event: Callable[..., str]) -> Callable:
+    def recording(original: Callable, event: Callable[..., str]) -> Callable:
         return lambda *args, **kwargs: events.append(event(*args)) or original(*args, **kwargs)
 
-    gelu = noting(torch.nn.functional.gelu, lambda *_: "mlp")
+    gelu = recording(torch.nn.functional.gelu, lambda *_: "mlp")
     for number in range(2):
         events.clear()
         with (
             mock.patch.object(torch.nn.functional, "gelu", gelu),
             mock.patch.object(
-                ulysses, "start_seq_to_heads", noting(ulysses.start_seq_to_heads, lambda *a: f"sends {a[2].tensors}")
+                ulysses, "start_seq_to_heads", recording(ulysses.start_seq_to_heads, lambda *a: f"sends {a[2].tensors}")
             ),
-            mock.patch.object(ulysses, "start_heads_to_seq", noting(ulysses.start_heads_to_seq, lambda *_: "sends o")),
+            mock.patch.object(
+                ulysses, "start_heads_to_seq", recording(ulysses.start_heads_to_seq, lambda *_: "sends o")
+            ),
         ):
             found = step()
         session.runs.end_step()
@@ -227,41 +232,41 @@ def compute_beside(rank: int, mode: str, schedule: tuple[bool, int, bool]) -> li
         ("balanced", (False, 1, True), ["sends qkv", "mlp", "sends o"]),
     ],
 )
-def test_an_mlp_beside_attention_is_computed_while_others_travel(
+def test_parallel_mlp_is_computed_during_communication(
     mode: str, schedule: tuple[bool, int, bool], block: list[str]
 ) -> None:
-    for events in ranks.run(compute_beside, 2, mode, schedule):
+    for events in ranks.run(step_with_schedule, 2, mode, schedule):
         assert events[-len(block) :] == block and events.count("mlp") >= 1
 
 
 @pytest.mark.parametrize("groups", [2, 4])
-def test_groups_that_would_change_bits_are_not_used(groups: int) -> None:
-    for schedules, report in ranks.run(change_bits, 2, groups):
+def test_head_groups_that_are_not_bit_identical_are_not_used(groups: int) -> None:
+    for schedules, report in ranks.run(schedules_with_odd_attention, 2, groups):
         assert schedules == ["V first, 1 head group", "V first, 1 head group, MLP overlapped"]
         assert all(f"head groups off: {groups}" in status for status in report["FluxAttention"])
 
 
-def odd_by_heads(get: Callable) -> Callable:
-    """What gives attention functions, so that their bits depend on how many heads they are given."""
+def depend_on_heads(get: Callable) -> Callable:
+    """Return a getter of attention functions whose results depend on the number of heads."""
 
-    def get_odd(backend: object = None) -> Callable:
+    def get_dependent(backend: object = None) -> Callable:
         function = get(backend=backend)
 
-        def odd(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
+        def dependent(query: torch.Tensor, *args: object, **kwargs: object) -> tuple:
             result, *rest = function(query, *args, **kwargs)
             return result * (1 + query.shape[1] * 2**-10), *rest
 
-        return odd
+        return dependent
 
-    return get_odd
+    return get_dependent
 
 
-def change_bits(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]]:
-    """The schedules, and what is said of them, under an attention whose bits depend on how many heads it is given."""
+def schedules_with_odd_attention(rank: int, groups: int) -> tuple[list[str], dict[str, list[str]]]:
+    """Return schedules and their statuses with an attention whose results depend on the number of heads."""
     from xfuser.model_executor.layers import usp as stock
 
     group, _, step = start(rank)
-    with mock.patch.object(stock, "_get_attention_function", odd_by_heads(stock._get_attention_function)):
+    with mock.patch.object(stock, "_get_attention_function", depend_on_heads(stock._get_attention_function)):
         expected = step()
         signatures = use(group, True, groups).layers.signatures
         for _ in range(5):

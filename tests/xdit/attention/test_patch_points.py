@@ -1,4 +1,4 @@
-"""Every replaced function of xDiT against the original that it replaces, on the same ranks and tensors."""
+"""Replaced all-to-all functions of xDiT against their originals, on the same ranks and tensors."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ TOPOLOGIES = {2: ["2x1", "flat"], 4: ["2x2", "4"], 6: ["3x2"], 8: ["2x2x2", "2x4
 
 
 def start(rank: int, ring: int = 1) -> None:
-    """xDiT's groups for a world that is one sequence-parallel group."""
+    """Initialize xDiT with all ranks in one sequence-parallel group."""
     from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
 
     world = int(os.environ["WORLD_SIZE"])
@@ -26,12 +26,12 @@ def start(rank: int, ring: int = 1) -> None:
 
 
 def use(topology: str, ring: int = 1, **more: str) -> None:
-    """A runtime state with the plugin in use."""
+    """Initialize xDiT's runtime state with the plugin enabled."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
     from xfuser.core.distributed.runtime_state import RuntimeState
 
-    # xDiT refuses ring attention with every backend that a CPU has; its exchange works there all the same.
+    # xDiT rejects ring attention with the backends of CPUs; its all-to-all works there nevertheless.
     RuntimeState._check_if_backend_compatible_with_current_configuration = lambda *_: None
     world = int(os.environ["WORLD_SIZE"]) // ring
     options = {
@@ -80,23 +80,23 @@ def check_usp(rank: int, topologies: list[str], ring: int = 1) -> None:
                     (usp._ft_c_output_all_to_all, (attended,)),
                     (usp._ft_c_output_all_to_all, (strided,)),
                 ):
-                    assert moved(function, tensors), f"{function.__name__} fell through to stock"
+                    assert uses_plugin(function, tensors), f"{function.__name__} fell through to stock"
                     assert equal(function(*tensors), function.__wrapped__(*tensors)), function.__name__
 
 
-def moved(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the plugin's exchange ran in a call."""
+def uses_plugin(function: Callable, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Return whether a call used the plugin's all-to-all."""
     active().traffic.reset()
     function(*tensors)
     return bool(active().traffic.calls)
 
 
 @pytest.mark.parametrize("degree", slow_but([2, 4, 6], TOPOLOGIES))
-def test_usp_helpers_equal_stock(degree: int) -> None:
+def test_all_to_all_equals_stock(degree: int) -> None:
     ranks.run(check_usp, degree, TOPOLOGIES[degree])
 
 
-def test_beside_ring_parallelism() -> None:
+def test_all_to_all_in_a_ring_equals_stock() -> None:
     ranks.run(check_usp, 8, ["2x2"], 2)
 
 
@@ -114,23 +114,23 @@ def check_yunchang(rank: int, topologies: list[str]) -> None:
                 got = all_to_all.SeqAllToAll4D.apply(PROCESS_GROUP.ULYSSES_PG, tensor, scatter, gather)
                 expected = all_to_all.all_to_all_4D.__wrapped__(tensor, scatter, gather, group=PROCESS_GROUP.ULYSSES_PG)
                 assert equal(got, expected)
-            assert moved(all_to_all.SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
-            assert not moved(all_to_all.SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
+            assert uses_plugin(all_to_all.SeqAllToAll4D.apply, (PROCESS_GROUP.ULYSSES_PG, split, 2, 1))
+            assert not uses_plugin(all_to_all.SeqAllToAll4D.apply, (torch.distributed.group.WORLD, split, 2, 1))
 
 
 @pytest.mark.parametrize("degree", slow_but([4], [2, 4, 8]))
-def test_yunchang_equals_stock(degree: int) -> None:
+def test_all_to_all_of_yunchang_equals_stock(degree: int) -> None:
     ranks.run(check_yunchang, degree, TOPOLOGIES[degree])
 
 
-def rejected(rank: int) -> list[tuple[str, str]]:
-    """What stock and the patched functions say to tensors that do not fit."""
+def errors_of(rank: int) -> list[tuple[str, str]]:
+    """Return the errors of patched and stock functions on unsupported tensors."""
     from xfuser.model_executor.layers import usp
 
     start(rank)
     use("2x1")
     q, odd, flat = torch.zeros(1, 4, 2, 2), torch.zeros(1, 3, 3, 2), torch.zeros(4, 2, 2)
-    said = []
+    errors = []
     for function, tensors in (
         (usp._ft_c_input_all_to_all, (odd,)),
         (usp._ft_c_input_all_to_all, (flat,)),
@@ -143,17 +143,17 @@ def rejected(rank: int) -> list[tuple[str, str]]:
         for call in (function, function.__wrapped__):
             with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
                 call(*tensors)
-            said.append(f"{type(caught.value).__name__}: {caught.value}")
-    return list(zip(said[::2], said[1::2], strict=True))
+            errors.append(f"{type(caught.value).__name__}: {caught.value}")
+    return list(zip(errors[::2], errors[1::2], strict=True))
 
 
-def test_what_does_not_fit_is_rejected_in_stocks_words() -> None:
-    for pairs in ranks.run(rejected, 2):
+def test_unsupported_tensors_raise_stocks_errors() -> None:
+    for pairs in ranks.run(errors_of, 2):
         assert [ours for ours, _ in pairs] == [stock for _, stock in pairs]
 
 
-def test_nothing_is_coded_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would repeat what codecs did at one step."""
+def test_codecs_are_inactive_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph would repeat the codecs of one step."""
     session = Session(runtime=SimpleNamespace(layer_codecs=lambda *_: "coded", disable=lambda _: None))
     layer = SimpleNamespace(name="a", is_repeated=False, branch=0, root=SimpleNamespace(run="a run"), call=None)
     assert session.layer_codecs(layer, "share") == "coded"

@@ -1,4 +1,4 @@
-"""Ulysses x Ring on real ranks, in both placements: against attention over whole tensors, and against stock."""
+"""Ulysses x Ring on real ranks in both placements, against attention over whole tensors and against stock."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,11 @@ WORLD, ULYSSES, RING = 4, 2, 2
 GROUPS = {"outer": ([0, 1], [0, 2]), "inner": ([0, 2], [0, 1])}
 """Ulysses group and ring of rank 0."""
 WHOLE = "node=2,gpu=2"
-"""Of all ranks; a Ulysses group then lies in one node, or on two."""
+"""Topology of all ranks: a Ulysses group is in one node, or spans two."""
 
 
 def start(rank: int, options: dict[str, Any], world: int = WORLD, ring: int = RING, branches: int = 1) -> None:
-    """A runtime state that makes its groups by the settings, for each branch of guidance its own."""
+    """Initialize a runtime state with the groups of these options; each guidance branch has its own."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
 
@@ -52,12 +52,12 @@ def members() -> tuple[list[int], list[int]]:
 
 
 def whole(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor (B, H, S, D), the same on every rank."""
+    """Return a tensor (B, H, S, D), the same on every rank."""
     return torch.randn(2, 8, tokens, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
-    """USP in a ring, alone and with text that every rank has, against attention at once and against stock."""
+    """Check USP in a ring, without and with replicated text, against attention on one rank and against stock."""
     from xfuser.model_executor.layers import usp
 
     start(rank, ring_options(placement, cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
@@ -80,26 +80,26 @@ def attend(rank: int, placement: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_attention_in_a_ring(placement: str) -> None:
+def test_attention_in_a_ring_equals_stock(placement: str) -> None:
     assert ranks.run(attend, WORLD, placement)[0] == GROUPS[placement]
 
 
-def attend_beside(rank: int, placement: str) -> tuple[list[int], list[int]]:
-    """As on an XPU whose PyTorch has no flash attention for it."""
+def attend_with_computed_lse(rank: int, placement: str) -> tuple[list[int], list[int]]:
+    """Check USP as on an XPU without flash attention."""
     attention_kernels.kernel_for = lambda device_type: attention_kernels.sdpa_with_lse
     return attend(rank, placement)
 
 
-def test_attention_in_a_ring_whose_log_sum_exp_is_computed_beside_it() -> None:
-    ranks.run(attend_beside, WORLD, "outer")
+def test_attention_in_a_ring_with_computed_lse_equals_stock() -> None:
+    ranks.run(attend_with_computed_lse, WORLD, "outer")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
-def test_a_log_sum_exp_beside_attention(
+def test_computed_lse_equals_flash_attention(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, mask: torch.dtype | None
 ) -> None:
-    """Against flash attention's for CPUs, and against the definition."""
+    """Against the LSE of flash attention for CPUs, and against its definition."""
     monkeypatch.setattr(attention_kernels, "MAX_SCORES", 2 * 3 * 17 * 5)  # five queries at a time
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 16, generator=generator).to(dtype) for size in (23, 17, 17))
@@ -121,7 +121,7 @@ def test_a_log_sum_exp_beside_attention(
     assert torch.allclose(found.double(), scores.logsumexp(-1), atol=1e-5)
 
 
-def test_which_attention_stands_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_kernels.kernel_for("cpu") is attention_kernels.flash_attention
     for has_flash, expected in ((False, attention_kernels.sdpa_with_lse), (True, None)):
         monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
@@ -134,7 +134,7 @@ def groups_of(rank: int, world: int, ring: int, options: dict[str, Any]) -> tupl
     return members()[0], str(mesh.topology) if mesh else "stock"
 
 
-def test_where_groups_lie_and_what_their_topology_is() -> None:
+def test_groups_and_topology_of_both_placements() -> None:
     exact = {"cocodiff_a2a": "hierarchical", "cocodiff_mode": "exact"}
     whole = ring_options("inner", **exact) | {"cocodiff_topology": "node=2,gpu=4"}
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([1, 3, 5, 7], "node=2,gpu=2")
@@ -142,12 +142,12 @@ def test_where_groups_lie_and_what_their_topology_is() -> None:
     assert ranks.run(groups_of, 8, 8, 2, whole)[1] == ([0, 1, 2, 3], "gpu=4")
 
 
-def test_without_the_plugin_groups_are_xdits_own() -> None:
+def test_groups_without_the_plugin_are_xdits_own() -> None:
     assert ranks.run(groups_of, WORLD, WORLD, RING, {})[0] == ([0, 1], "stock")
 
 
 def stock_after(rank: int, placement: str) -> list[str]:
-    """What is said of a session without the plugin after one with it."""
+    """Return the messages of a session without the plugin after one with it."""
     import logging
 
     start(rank, ring_options(placement, cocodiff_mode="exact"))
@@ -160,25 +160,25 @@ def stock_after(rank: int, placement: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("placement", "words"), [("outer", []), ("inner", ["--cocodiff_ring inner of an earlier"])])
-def test_an_engine_without_the_plugin_says_that_its_ring_is_not_stocks(placement: str, words: list[str]) -> None:
+def test_session_without_the_plugin_warns_about_an_earlier_placement(placement: str, words: list[str]) -> None:
     said = ranks.run(stock_after, WORLD, placement)[0]
     assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
 
 
-def findings_of(rank: int, placement: str, folder: str) -> None:
+def fill_cache(rank: int, placement: str, folder: str) -> None:
     start(rank, ring_options(placement, cocodiff_mode="exact", cocodiff_cache=folder))
 
 
-def test_findings_are_of_the_placement_of_a_ring(tmp_path: Path) -> None:
+def test_tuning_cache_depends_on_the_placement(tmp_path: Path) -> None:
     counts = []
     for placement in (*PLACEMENTS, *PLACEMENTS):
-        ranks.run(findings_of, WORLD, placement, str(tmp_path))
+        ranks.run(fill_cache, WORLD, placement, str(tmp_path))
         counts.append(len(list(tmp_path.iterdir())))
     assert counts == [counts[0], 2 * counts[0], 2 * counts[0], 2 * counts[0]]
 
 
-def groups_before_settings(rank: int) -> tuple[str, list[str]]:
-    """A script that makes xDiT's groups by itself."""
+def groups_before_config(rank: int) -> tuple[str, list[str]]:
+    """Make process groups before the config, as some scripts do."""
     import logging
 
     from xfuser.core.distributed import init_distributed_environment, initialize_model_parallel
@@ -192,24 +192,24 @@ def groups_before_settings(rank: int) -> tuple[str, list[str]]:
     return groups_of(rank, WORLD, RING, ring_options("inner"))[1], said
 
 
-def test_groups_that_lie_otherwise_are_left_to_stock() -> None:
-    found = ranks.run(groups_before_settings, WORLD)
+def test_groups_of_the_other_placement_fall_back_to_stock() -> None:
+    found = ranks.run(groups_before_config, WORLD)
     assert [topology for topology, _ in found] == ["stock"] * WORLD
     assert "--cocodiff_ring inner" in found[0][1][0]
 
 
-def agree(rank: int) -> list[float]:
+def reduce_over_all(rank: int) -> list[float]:
     start(rank, ring_options("outer", cocodiff_a2a="hierarchical", cocodiff_mode="exact"))
     return all_reduce([rank, -rank], "max")
 
 
-def test_ulysses_groups_of_a_ring_decide_alike() -> None:
-    """Otherwise one would attend in groups of heads and the other at once, and the ring would never end."""
-    assert ranks.run(agree, WORLD) == [[3.0, 0.0]] * WORLD
+def test_decisions_are_reduced_over_all_ranks_of_a_ring() -> None:
+    """Otherwise one Ulysses group might use head groups and the other not, and the ring would hang."""
+    assert ranks.run(reduce_over_all, WORLD) == [[3.0, 0.0]] * WORLD
 
 
-def find_out(rank: int, folder: str) -> tuple[str, int]:
-    """A plan, and how often links were timed, which differ between the two Ulysses groups and between the two rings."""
+def probe_links(rank: int, folder: str) -> tuple[str, int]:
+    """Return a plan and the number of link timings, with links that differ between the groups."""
     import torch.distributed as dist
     from xfuser.model_executor.layers import usp
 
@@ -230,18 +230,18 @@ def find_out(rank: int, folder: str) -> tuple[str, int]:
     return str(session.mesh.policy.choose(2**16)), len(times)
 
 
-def test_ulysses_groups_of_a_ring_find_out_together(tmp_path: Path) -> None:
-    """And begin alike in the next process, though each has found something else."""
-    first = ranks.run(find_out, WORLD, str(tmp_path))
+def test_groups_of_a_ring_agree_on_measured_links(tmp_path: Path) -> None:
+    """They also agree in the next process, which reads different measurements from the cache."""
+    first = ranks.run(probe_links, WORLD, str(tmp_path))
     assert all(taken for _, taken in first)
-    assert len(list(tmp_path.iterdir())) == 2  # of Ulysses groups, and of rings
-    again = ranks.run(find_out, WORLD, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2  # one of Ulysses groups, one of rings
+    again = ranks.run(probe_links, WORLD, str(tmp_path))
     assert len({plan for plan, _ in again}) == 1 and not any(taken for _, taken in again)
 
 
 def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
-    """No Ulysses group at all: bytes that a rank sends along each axis; decibels of a mode, and the bytes that it sends
-    of those that cross nodes."""
+    """Return the bytes that a rank sends per axis in a ring without Ulysses, and the PSNR in dB and the fraction of
+    bytes sent in a lossy mode."""
     options = ring_options("outer", cocodiff_mode="exact")
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
@@ -260,7 +260,7 @@ def share(reports: list[Any]) -> float:
 
 
 def virtual_ring(rank: int) -> tuple[float, float]:
-    """The same by one rank that stands for four."""
+    """Return the PSNR in dB and the fraction of bytes sent of a virtual ring on one rank."""
     run = Approximating(rank, 1, "FLUX.1-dev")
     stock = run()
     run.use_mode("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
@@ -268,16 +268,16 @@ def virtual_ring(rank: int) -> tuple[float, float]:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_ring_without_ulysses() -> None:
+def test_ring_without_ulysses_has_the_quality_of_a_virtual_ring() -> None:
     [(virtual, foreseen)] = ranks.run(virtual_ring, 1)
     for sent, found, coded in ranks.run(ring_alone, WORLD):
-        assert sent["gpu"] == 2 * sent["node"] > 0  # a block crosses nodes once, and two go on there
+        assert sent["gpu"] == 2 * sent["node"] > 0  # a block crosses nodes once, and two are forwarded there
         assert found == pytest.approx(virtual, abs=2) and 20 < found < 60
         assert coded == pytest.approx(foreseen, rel=0.02)
 
 
 def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor, dict[str, float]]:
-    """Latents of a model by stock, which those of the plugin on the same groups equal; and decibels of two modes."""
+    """Return stock's latents, which exact mode must equal, and the PSNR in dB of two lossy modes."""
     flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
     run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
@@ -301,13 +301,13 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     return stock, found
 
 
-@pytest.mark.slow  # without a pipeline: test_attention_in_a_ring, tests/engine/attention/test_ring_attention.py
+@pytest.mark.slow  # test_attention_in_a_ring_equals_stock has no pipeline
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # text that is sharded, and text that every rank has
-def test_pipelines_in_a_ring(model: str) -> None:
+@pytest.mark.parametrize("model", ["FLUX.1-dev", "SD3.5"])  # sharded and replicated text
+def test_pipeline_in_a_ring_equals_stock(model: str) -> None:
     outer, inner = (ranks.run(whole_pipeline, WORLD, model, placement) for placement in PLACEMENTS)
     for (here, qualities), (there, others) in zip(outer, inner, strict=True):
-        assert decibels(there, here) > 90  # the same picture, but for the order in which K and V are met
+        assert decibels(there, here) > 90  # the same picture, except for the order of K and V
         for found in (qualities, others):
             for slow in {slow for _, slow in found}:
                 assert 20 < found["fast", slow] < found["balanced", slow] < 60, slow
@@ -317,11 +317,11 @@ BASELINES = {
     "guidance": ("SD3.5", "--use_cfg_parallel"),
     "pictures": ("FLUX.1-dev", "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket"),
 }
-"""What else ranks may be parted for; the prompt of the latter is for both halves."""
+"""Other kinds of parallelism beside a ring; the prompt of the second one is for both halves."""
 
 
-def beside(rank: int, other: str, placement: str) -> torch.Tensor:
-    """Latents where twice as many ranks share the work in one more way: the plugin's are stock's."""
+def with_other_parallelism(rank: int, other: str, placement: str) -> torch.Tensor:
+    """Return latents with twice as many ranks and another kind of parallelism; check them against stock."""
     (model, *more), degrees = BASELINES[other], ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
     flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     arguments = ["--model", model, *SIZE, *MODELS[model], *degrees, "--use_cocodiff", *flags, *more]
@@ -338,16 +338,16 @@ def beside(rank: int, other: str, placement: str) -> torch.Tensor:
     return exact
 
 
-@pytest.mark.slow  # test_pipelines_in_a_ring, and test_pipelines each without a ring
+@pytest.mark.slow  # test_pipeline_in_a_ring_equals_stock, and test_pipelines without a ring
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("other", BASELINES)
-def test_a_ring_beside(other: str) -> None:
-    outer, inner = (ranks.run(beside, 2 * WORLD, other, placement) for placement in PLACEMENTS)
+def test_ring_with_other_parallelism_equals_stock(other: str) -> None:
+    outer, inner = (ranks.run(with_other_parallelism, 2 * WORLD, other, placement) for placement in PLACEMENTS)
     assert all(decibels(there, here) > 90 for here, there in zip(outer, inner, strict=True))
 
 
-def test_attention_on_a_cpu_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA build of PyTorch has cuDNN on a machine without a GPU too."""
+def test_attention_on_a_cpu_does_not_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of PyTorch has cuDNN also on a machine without a GPU."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     state = SimpleNamespace(parallel_config=SimpleNamespace(ring_degree=1))
     assert attention_kernels._select_with_lse(lambda *_: None)(state).name == "SDPA"

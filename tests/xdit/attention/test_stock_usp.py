@@ -1,5 +1,4 @@
-"""Exchanges that xDiT's USP changes itself: in FP8, and of heads that change places. Both need kernels of AMD's GPUs;
-doubles of these stand for them here, and all the rest is xDiT's."""
+"""xDiT's own FP8 communication and balanced heads. Both need kernels of AMD's GPUs, which are mocked."""
 
 import sys
 from types import SimpleNamespace
@@ -51,18 +50,18 @@ class Transformer(nn.Module):
 
 
 def attention_of_a_gpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple:
-    """Takes what is quantised as such, and tells what each head has cost."""
-    told = options.get("attention_kwargs") or {}
-    if told.get("pre_quantized"):
-        scales = told["q_descale"], told["k_descale"], told["v_descale"]
+    """Compute attention of quantized tensors, and report the cost of each head."""
+    given = options.get("attention_kwargs") or {}
+    if given.get("pre_quantized"):
+        scales = given["q_descale"], given["k_descale"], given["v_descale"]
         query, key, value = (x.float() * scale for x, scale in zip((query, key, value), scales, strict=True))
-    if "_hb_cost_sink" in told:
-        told["_hb_cost_sink"].copy_(value.abs().sum((0, 2, 3)))
+    if "_hb_cost_sink" in given:
+        given["_hb_cost_sink"].copy_(value.abs().sum((0, 2, 3)))
     return nn.functional.scaled_dot_product_attention(query, key, value), None
 
 
 class World:
-    """A transformer on real ranks, under a runtime state of xDiT's."""
+    """Transformer on real ranks, with a runtime state of xDiT."""
 
     def __init__(self, rank: int) -> None:
         from xfuser.core.distributed import attention_backend, get_runtime_state
@@ -75,18 +74,18 @@ class World:
         self.state.attention_backend = AttentionBackendType.SDPA
         attention_backend.SUPPORTS_PRE_QUANTIZATION_BACKENDS = {AttentionBackendType.SDPA}
         usp._HEAD_BALANCE_BACKENDS = {AttentionBackendType.SDPA}
-        usp._FP8_NCCL_NEEDS_VIEW = True  # nor does gloo know these types
+        usp._FP8_NCCL_NEEDS_VIEW = True  # gloo does not support these types either
         usp.ATTENTION_FUNCTION_REGISTRY[AttentionBackendType.SDPA] = attention_of_a_gpu
         torch.manual_seed(0)
         self.transformer = Transformer()
         self.hidden_states = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
     def use(self, mode: str | None) -> Any:
-        """Go on with the plugin, or as stock; returns the session."""
+        """Use the plugin in a mode, or stock if it is None, and return the session."""
         return use_config(self.group, config_of(self.group.size(), "hierarchical", mode=mode)) if mode else Session()
 
-    def by_fp8(self, scale: float | None) -> Any:
-        """Send in FP8 from now on, by a fixed scale or by those that are to be seen."""
+    def use_fp8(self, scale: float | None) -> Any:
+        """Communicate in FP8 from now on, with a fixed scale or with measured ones."""
         from xfuser.core.distributed import fp8_comms
 
         self.state.fp8_comms = fp8_comms.Fp8CommsState(scale)
@@ -97,7 +96,7 @@ class World:
 
     @torch.inference_mode()
     def run(self, session: Any) -> list[torch.Tensor]:
-        """A run's steps."""
+        """Return the outputs of the steps of a run."""
         found = []
         if session.runtime:
             session.runs.begin(STEPS)
@@ -115,14 +114,14 @@ def send_in_fp8(rank: int) -> None:
     world = World(rank)
     stock = world.use(None)
     plain = world.run(stock)
-    world.by_fp8(0.02)
+    world.use_fp8(0.02)
     expected = world.run(stock)
     assert not equal(expected, plain)
     session = world.use("exact")
     assert equal(world.run(session), expected)
-    values = STEPS * LAYERS * 4 * 2 * TOKENS * WIDTH // 2  # a byte each; half of them stay, along each of two axes
+    values = STEPS * LAYERS * 4 * 2 * TOKENS * WIDTH // 2  # one byte each; half of them are sent along each of two axes
     assert dict(session.traffic.sent_bytes) == {"node": values, "gpu": values}
-    # A mode has its own way to send less.
+    # Codecs of a lossy mode replace FP8.
     session = world.use("balanced")
     for found, wanted in zip(world.run(session), plain, strict=True):
         assert torch.allclose(found, wanted, rtol=0, atol=0.05)
@@ -131,14 +130,14 @@ def send_in_fp8(rank: int) -> None:
     assert {*session.runtime.reports[-1].errors} == {f"blocks.{index}.attn" for index in range(LAYERS)}
 
 
-def test_fp8_goes_along_the_topology() -> None:
+def test_fp8_communication_follows_the_topology() -> None:
     ranks.run(send_in_fp8, 4)
 
 
-def see_scales(rank: int) -> None:
+def measure_scales(rank: int) -> None:
     world, seen, found = World(rank), [], []
     for mode in (None, "exact", "balanced"):
-        state, session = world.by_fp8(None), world.use(mode)
+        state, session = world.use_fp8(None), world.use(mode)
         world.run(session)
         model = state.get_model_state(world.transformer)
         seen.append([getattr(model, f"{name}_running_max").clone() for name in "qkvo"])
@@ -149,11 +148,11 @@ def see_scales(rank: int) -> None:
     assert equal(found[1], found[0]) and not equal(found[2], found[0])
 
 
-def test_xdit_sees_the_scales_that_it_would_see_without_the_plugin() -> None:
-    ranks.run(see_scales, 4)
+def test_xdit_measures_the_same_scales_with_the_plugin() -> None:
+    ranks.run(measure_scales, 4)
 
 
-def change_places(rank: int) -> None:
+def balance_heads(rank: int) -> None:
     world = World(rank)
     world.state.runtime_config.use_spargeattn_head_balance = True
 
@@ -172,5 +171,5 @@ def change_places(rank: int) -> None:
     assert "moves heads" in session.runtime.inactive_reason
 
 
-def test_heads_that_change_places_go_exactly() -> None:
-    ranks.run(change_places, 4)
+def test_balanced_heads_are_lossless() -> None:
+    ranks.run(balance_heads, 4)

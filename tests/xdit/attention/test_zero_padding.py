@@ -1,4 +1,4 @@
-"""Heads and tokens that ranks cannot share alike: against attention, and whole pipelines, on one rank."""
+"""Zero-padded heads and tokens: against attention and whole pipelines on one rank."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ from xfuser_cocodiff.xdit.session.session import active
 
 
 def whole(seed: int, heads: int, tokens: int) -> torch.Tensor:
-    """A tensor (B, H, S, D), the same on every rank."""
+    """Return a tensor (B, H, S, D), the same on every rank."""
     return torch.randn(2, heads, tokens, 8, generator=torch.Generator().manual_seed(seed))
 
 
 def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str) -> list[float]:
-    """Errors of USP, with text that every rank has and without."""
+    """Return the largest errors of USP, without and with replicated text."""
     from xfuser.model_executor.layers import usp
 
     topology = {"cocodiff_topology": f"{world}x1" if ring == 1 else f"{ring}x{world // ring}"}
@@ -30,16 +30,16 @@ def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str)
         options |= {"joint_strategy": "rear"} if joint else {}
         options |= {"kv_head_repeat": repeat} if repeat > 1 else {}
         active().traffic.reset()
-        mine = [tensor.chunk(world, 2)[rank] for tensor in tensors]
-        found = usp.USP(*mine, **options)
+        sharded = [tensor.chunk(world, 2)[rank] for tensor in tensors]
+        found = usp.USP(*sharded, **options)
         assert active().traffic.calls
-        every = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
+        tensors = [torch.cat(pair, 2) for pair in zip(tensors, text, strict=True)] if joint else tensors
         wanted = functional.scaled_dot_product_attention(
-            every[0], *(tensor.repeat_interleave(repeat, 1) for tensor in every[1:])
+            tensors[0], *(tensor.repeat_interleave(repeat, 1) for tensor in tensors[1:])
         )
-        here = torch.cat([wanted[:, :, :24].chunk(world, 2)[rank], wanted[:, :, 24:]], 2)
-        assert found.shape == here.shape
-        errors.append((found - here).abs().max().item())
+        expected = torch.cat([wanted[:, :, :24].chunk(world, 2)[rank], wanted[:, :, 24:]], 2)
+        assert found.shape == expected.shape
+        errors.append((found - expected).abs().max().item())
     return errors
 
 
@@ -50,13 +50,13 @@ def attend(rank: int, world: int, ring: int, heads: int, repeat: int, mode: str)
         [(4, 1, 6, 1), (4, 2, 3, 1), (2, 1, 3, 2), (3, 1, 8, 1), (4, 1, 3, 1), (4, 1, 3, 2)],
     ),
 )
-def test_heads_that_do_not_divide(world: int, ring: int, heads: int, repeat: int) -> None:
+def test_padded_heads_equal_attention(world: int, ring: int, heads: int, repeat: int) -> None:
     for errors in ranks.run(attend, world, world, ring, heads, repeat, "exact"):
         assert max(errors) < 1e-6
 
 
 def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]) -> tuple[torch.Tensor, float | None]:
-    """Latents, and decibels of a mode to them."""
+    """Return the exact latents, and the PSNR in dB of a lossy mode."""
     degrees = ["--ulysses_degree", str(world // ring), "--ring_degree", str(ring)]
     more = ["--height", str(size), "--width", str(size), "--max_sequence_length", "36", *flags]
     ours = ["--use_cocodiff", "--cocodiff_mode", "exact"] if world > 1 else []
@@ -78,18 +78,18 @@ def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
         slow(3, 1, 112, ("--use_torch_compile",)),
     ],
 )
-def test_a_picture_that_does_not_divide(world: int, ring: int, size: int, flags: tuple[str, ...]) -> None:
+def test_padded_picture_equals_one_rank(world: int, ring: int, size: int, flags: tuple[str, ...]) -> None:
     [(alone, _)] = ranks.run(pipeline, 1, 1, 1, size, ())
     for latents, coded in ranks.run(pipeline, world, world, ring, size, flags):
         assert decibels(latents, alone) > 90
         assert coded is None or 20 < coded < 60
 
 
-def refuse(rank: int) -> str:
+def error_of_stock(rank: int) -> str:
     with pytest.raises(RuntimeError, match="not divisible") as caught:
         start(rank, {}, 3, 1)
     return str(caught.value)
 
 
-def test_stock_still_refuses() -> None:
-    assert "8 heads" in ranks.run(refuse, 3)[0]
+def test_stock_rejects_heads_that_are_not_divisible() -> None:
+    assert "8 heads" in ranks.run(error_of_stock, 3)[0]

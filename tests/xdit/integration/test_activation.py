@@ -1,4 +1,4 @@
-"""How the plugin gets into xDiT and out again, in a fresh interpreter where that depends on import order."""
+"""Installation and removal of the plugin, in a new interpreter if that depends on the import order."""
 
 import functools
 import importlib.util
@@ -19,7 +19,7 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.patch import Patch, PatchSet
 
-# Where the plugin stays out, something else must make xDiT importable on a machine without an accelerator.
+# Makes xDiT importable without the plugin on a machine without an accelerator.
 STOCK = {"PYTHONPATH": str(Path(__file__).parent.parent.parent / "stock")}
 
 
@@ -40,7 +40,7 @@ def answer(code: str, **environment: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_torch_only_leaves_a_finder_and_codecs_load_no_compiler() -> None:
+def test_importing_torch_only_adds_a_finder_and_codecs_load_no_compiler() -> None:
     loaded, watching, compilers = answer("""
         import json, sys, torch
         ours = sorted(name for name in sys.modules if name.startswith("xfuser"))
@@ -51,10 +51,10 @@ def test_importing_torch_only_leaves_a_finder_and_codecs_load_no_compiler() -> N
     """)
     assert loaded == ["xfuser_cocodiff", "xfuser_cocodiff.autoload"]
     assert watching == 1
-    assert compilers == []  # a CPU needs no Triton: importing the plugin must not ask for it
+    assert compilers == []  # a CPU needs no Triton, so importing the plugin must not require it
 
 
-SITE = """
+ENTRY = """
     import json, sys
     {before}
     import xfuser.model_executor.layers.usp as usp, xfuser.config.args
@@ -66,27 +66,27 @@ SITE = """
 """
 
 
-@pytest.mark.slow  # the entry point is quick, where an error of options is one line
+@pytest.mark.slow  # the entry point is tested below
 @pytest.mark.parametrize(
     ("before", "after"),
     [("import xfuser_cocodiff.auto", ""), ("import torch", "import xfuser_cocodiff.auto")],
     ids=["auto", "twice"],
 )
-def test_doors(before: str, after: str) -> None:
-    assert answer(SITE.format(before=before, after=after)) == [True, True]
+def test_entry_points_install_the_plugin(before: str, after: str) -> None:
+    assert answer(ENTRY.format(before=before, after=after)) == [True, True]
 
 
 ERROR = """
     import torch.distributed as dist
     from xfuser_cocodiff.xdit.integration import flags
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which shows errors its own way
-    flags.settings({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it installs a hook for errors
+    flags.agree_on_config({"use_cocodiff": True, "cocodiff_mode": "lossy"}, 2)
 """
 
 
 @pytest.mark.parametrize("rank", slow_but(["0"], ["0", "1"]))
-def test_the_entry_point_installs_and_an_error_of_options_is_one_line_of_one_rank(rank: str) -> None:
-    done = python(SITE.format(before="import torch", after="") + ERROR, RANK=rank)
+def test_entry_point_installs_and_option_error_is_one_line_of_rank_0(rank: str) -> None:
+    done = python(ENTRY.format(before="import torch", after="") + ERROR, RANK=rank)
     assert json.loads(done.stdout.splitlines()[-1]) == [True, True]
     assert done.returncode == 2
     said = "cocodiff: --cocodiff_mode: 'lossy' is not valid; valid are exact, paper, balanced, fast"
@@ -94,8 +94,8 @@ def test_the_entry_point_installs_and_an_error_of_options_is_one_line_of_one_ran
     assert "Traceback" not in done.stderr
 
 
-def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path: Path) -> None:
-    """Until it is called a process that disables the plugin has stock; only one that is to record has the recorder."""
+def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path) -> None:
+    """A process with the plugin disabled runs stock until then; only one with COCODIFF_RECORD has the recorder."""
     *states, recording = answer(
         """
         import json, logging, os, sys
@@ -131,8 +131,8 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path:
 
         def recorded():
             loaded = any(name.startswith("xfuser_cocodiff.lab.comparison") for name in sys.modules)
-            rows = {row.why for row in activation._installed.patches}
-            return [loaded, len(activation._tracker.listeners), "stock's traffic" in rows]
+            reasons = {patch.why for patch in activation._installed.patches}
+            return [loaded, len(activation._tracker.listeners), "stock's traffic" in reasons]
 
         assert "site-packages" in xfuser.model_executor.layers.usp._ft_c_input_all_to_all.__code__.co_filename
         assert not hasattr(xfuser.xFuserArgs(), "use_cocodiff")
@@ -140,7 +140,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path:
         assert xfuser_cocodiff.install()
         activation.activate()
         assert graph_order.order_exchanges()
-        log.warn_once("said")
+        log.warn_once("a message")
         during, without = everything(), recorded()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename
         states = {state.state for state in activation.patch_states()}
@@ -165,7 +165,7 @@ def test_late_install_reaches_copies_and_uninstall_restores_everything(tmp_path:
 
 @pytest.fixture
 def warned(uninstalled: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings of this process, which has imported no xDiT and looks at its files anew."""
+    """Return the list of warnings of this process, as if xDiT had not been imported yet."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(symbol_lookup, "_tree", functools.cache(symbol_lookup._tree.__wrapped__))
@@ -175,7 +175,7 @@ def warned(uninstalled: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("version", ["0.6.9", "0.8.0", "1.0"])
-def test_an_unsupported_version_keeps_the_plugin_out(
+def test_unsupported_version_prevents_installation(
     version: str, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation, "xdit_version", lambda: version)
@@ -184,10 +184,10 @@ def test_an_unsupported_version_keeps_the_plugin_out(
     assert f"xfuser {version} is not supported" in warning and "<0.8" in warning
 
 
-def test_a_private_name_that_has_moved_keeps_the_plugin_out(
+def test_missing_private_name_prevents_installation(
     tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found when the plugin is installed, though it is only called in the middle of a run."""
+    """It is detected at installation, though it is only called in the middle of a run."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, tmp_path / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "xfuser/core/distributed/parallel_state.py"
@@ -198,8 +198,8 @@ def test_a_private_name_that_has_moved_keeps_the_plugin_out(
     assert "xfuser.core.distributed.parallel_state._SP does not exist" in warning
 
 
-@pytest.mark.slow  # a name that has moved keeps it out in the same way
-def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
+@pytest.mark.slow  # a name that has moved is handled in the same way
+def test_error_in_installation_does_not_break_xdits_import() -> None:
     done = python(
         """
         import xfuser_cocodiff
@@ -214,29 +214,29 @@ def test_a_broken_plugin_does_not_keep_xdit_from_being_imported() -> None:
     assert "disk on fire" in done.stderr
 
 
-def test_a_failure_in_a_nested_import_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "outer_host.py").write_text("import inner_host\ndef site(): return 'original'\n")
-    (tmp_path / "inner_host.py").write_text("def site(): return 'original'\n")
+def test_error_in_a_nested_import_removes_all_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "outer_host.py").write_text("import inner_host\ndef function(): return 'original'\n")
+    (tmp_path / "inner_host.py").write_text("def function(): return 'original'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    rows = [
-        Patch("outer_host", "site", "", lambda original: lambda: "replaced"),
-        Patch("inner_host", "site", "", lambda original: 1 / 0),
+    patches = [
+        Patch("outer_host", "function", "", lambda original: lambda: "replaced"),
+        Patch("inner_host", "function", "", lambda original: 1 / 0),
     ]
-    patch_set = PatchSet(rows, "outer_host")
+    patch_set = PatchSet(patches, "outer_host")
     patch_set.install()
     import outer_host
 
-    assert outer_host.site() == outer_host.inner_host.site() == "original"
+    assert outer_host.function() == outer_host.inner_host.function() == "original"
     assert patch_set.is_removed
     assert patch_set not in sys.meta_path
 
 
-def test_rows_notice_other_parameters() -> None:
-    row = Patch("xfuser.model_executor.layers.usp", "_ft_c_input_all_to_all", "", lambda x: x, ("tensor",))
-    assert "takes (x), expected (tensor)" in PatchSet([row], "xfuser").problems()[0]
+def test_patch_checks_parameters() -> None:
+    patch = Patch("xfuser.model_executor.layers.usp", "_ft_c_input_all_to_all", "", lambda x: x, ("tensor",))
+    assert "takes (x), expected (tensor)" in PatchSet([patch], "xfuser").problems()[0]
 
 
-def test_a_row_that_fails_takes_back_the_others() -> None:
+def test_failing_patch_removes_the_others() -> None:
     import tests.ranks as module
 
     before = module.run
@@ -244,23 +244,23 @@ def test_a_row_that_fails_takes_back_the_others() -> None:
     def fail(original: object) -> object:
         raise RuntimeError("no replacement")
 
-    rows = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
-    patch_set = PatchSet(rows, "tests")
+    patches = [Patch(module.__name__, "run", "", lambda _: len), Patch(module.__name__, "outcomes", "", fail)]
+    patch_set = PatchSet(patches, "tests")
     patch_set.install()
     assert patch_set.is_removed
     assert module.run is before
 
 
-def test_a_row_stays_out_where_the_host_does_its_work() -> None:
+def test_patch_is_not_applied_if_the_host_needs_none() -> None:
     import tests.ranks as module
 
     before = module.run
-    rows = [
+    patches = [
         Patch(module.__name__, "run", "", lambda _: len, unless_present=(module.__name__, "outcomes")),
         Patch(module.__name__, "gone", "", lambda _: len, unless_present=("xfuser.envs", "get_device")),
         Patch(module.__name__, "_read", "", lambda _: len, unless_present=(module.__name__, "gone")),
     ]
-    patch_set = PatchSet(rows, "tests")
+    patch_set = PatchSet(patches, "tests")
     assert patch_set.problems() == []
     patch_set.install()
     assert (module.run, module._read) == (before, len)
@@ -270,27 +270,25 @@ def test_a_row_stays_out_where_the_host_does_its_work() -> None:
 
 
 @pytest.mark.parametrize(("disable", "decided", "installs"), [("", False, 1), ("1", False, 0), ("", True, 0)])
-def test_the_entry_point_that_xdit_calls(
-    monkeypatch: pytest.MonkeyPatch, disable: str, decided: bool, installs: int
-) -> None:
+def test_entry_point_of_xdit(monkeypatch: pytest.MonkeyPatch, disable: str, decided: bool, installs: int) -> None:
     installed: list[bool] = []
     monkeypatch.setenv("COCODIFF_DISABLE", disable)
     monkeypatch.setattr(sys, "meta_path", [])
-    monkeypatch.setattr(autoload, "_decided", decided)  # by torch's entry point, by install() or by uninstall()
+    monkeypatch.setattr(autoload, "_decided", decided)  # by PyTorch's entry point, install() or uninstall()
     monkeypatch.setattr(autoload, "_install", lambda: installed.append(True))
     autoload.plug_in()
     autoload.plug_in()
-    autoload.watch()  # as installing imports torch
+    autoload.watch()  # installing imports torch
     assert len(installed) == installs
     assert sys.meta_path == []
 
 
-def test_the_table_fits_the_installed_xdit() -> None:
+def test_patches_fit_the_installed_xdit() -> None:
     assert [state for state in activation.patch_states() if state.state not in ("applied", "ready", "used")] == []
 
 
-@pytest.mark.slow  # settings are checked in the same way
-def test_the_xdit_command_checks_options_before_ranks_start() -> None:
+@pytest.mark.slow  # the config is checked in the same way
+def test_xdit_command_checks_options_before_ranks_start() -> None:
     done = python("""
         import sys
         from unittest import mock

@@ -1,4 +1,4 @@
-"""A process in which nobody asks for the plugin is stock xDiT, and none of the plugin's code runs in its steps."""
+"""Without --use_cocodiff xDiT is stock, and no code of the plugin runs in its steps."""
 
 import sys
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from tests import ranks
 PACKAGE = Path(xfuser_cocodiff.__file__).parent
 TOPOLOGY = {"topology": "node=2", "v_first": "on"}
 
-CHOICE = {"_get_attention_function"}
-"""Of a kernel that xDiT lacks on CPUs; it returns before attention begins."""
+SELECTION = {"_get_attention_function"}
+"""Selection of a kernel that xDiT lacks on CPUs; it returns before attention starts."""
 
 
 def run(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, set[str]]:
-    """What a call returns, and the plugin's functions that it ran."""
+    """Return the result of a call, and the functions of the plugin that it ran."""
     ours: set[str] = set()
 
-    def note(frame: Any, *_: Any) -> None:
+    def record(frame: Any, *_: Any) -> None:
         if PACKAGE in Path(frame.f_code.co_filename).parents:
             ours.add(frame.f_code.co_name)
 
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         return call(), ours
     finally:
         sys.setprofile(None)
 
 
-def take_turns(rank: int) -> None:
+def alternate_stock_and_plugin(rank: int) -> None:
     from xfuser.core.distributed.group_coordinator import GroupCoordinator
     from xfuser.model_executor.layers import usp
 
@@ -49,7 +49,7 @@ def take_turns(rank: int) -> None:
     transformer = Wan()
     small.use(transformer, 2)
     stock, ours = run(transformer.denoise)
-    assert ours <= CHOICE
+    assert ours <= SELECTION
     small.use(transformer, 2, mode="exact", **TOPOLOGY)
     exact, ours = run(transformer.denoise)
     assert usp.USP is script.USP is not original
@@ -63,21 +63,21 @@ def take_turns(rank: int) -> None:
     assert torch.equal(transformer.denoise(), stock)
     modules = transformer.transformer.modules()
     processors = [vars(module.processor) for module in modules if hasattr(module, "processor")]
-    kept = [values for values in processors if any(value is usp.USP for value in values.values())]
-    assert kept
+    holders = [values for values in processors if any(value is usp.USP for value in values.values())]
+    assert holders
     xfuser_cocodiff.uninstall()
     assert usp.USP is script.USP is original
-    assert all(any(value is original for value in values.values()) for values in kept)
+    assert all(any(value is original for value in values.values()) for values in holders)
     assert active().mesh is None
 
 
-def test_stock_runs_without_the_plugin_before_it_is_asked_for() -> None:
-    """Also a transformer that was built by then, and keeps xDiT's attention as an attribute."""
-    ranks.run(take_turns, 2)
+def test_no_code_of_the_plugin_runs_before_activation() -> None:
+    """Activation also reaches a transformer that was built before and holds xDiT's attention as an attribute."""
+    ranks.run(alternate_stock_and_plugin, 2)
 
 
 def raise_in_attention(rank: int, **options: Any) -> bool:
-    """Whether the plugin stands in the traceback of an error inside attention."""
+    """Return whether the traceback of an error inside attention has functions of the plugin."""
     from xfuser.model_executor.layers import usp
 
     from tests.small_transformers import base as small
@@ -98,11 +98,11 @@ def raise_in_attention(rank: int, **options: Any) -> bool:
     raise AssertionError
 
 
-def test_a_traceback_of_stock_is_stocks() -> None:
+def test_traceback_of_stock_has_no_code_of_the_plugin() -> None:
     assert ranks.run(raise_in_attention, 2) == [False] * 2
 
 
-def lose_a_function(rank: int) -> None:
+def remove_a_function(rank: int) -> None:
     from xfuser import xFuserArgs
     from xfuser.model_executor.layers import usp
 
@@ -111,8 +111,8 @@ def lose_a_function(rank: int) -> None:
     xFuserArgs(model="small", ulysses_degree=2, use_cocodiff=True).create_config()
 
 
-def test_what_cannot_be_put_in_on_one_rank_is_an_error_on_all() -> None:
-    results = ranks.outcomes(lose_a_function, 2)
+def test_patch_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    results = ranks.outcomes(remove_a_function, 2)
     assert {str(result) for result in results} == {
         "on rank 1: RuntimeError: CoCoDiff's patches of xDiT were removed because of an error"
     }

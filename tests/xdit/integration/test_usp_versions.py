@@ -1,4 +1,4 @@
-"""What the plugin knows of its hosts beyond what they promise: private names, and how USP is written."""
+"""Private names of host packages that the plugin uses, and known versions of USP."""
 
 import ast
 import importlib.util
@@ -19,8 +19,8 @@ from xfuser_cocodiff.xdit.session import usp_versions
 
 PACKAGE = Path(activation.__file__).parents[2]
 HOSTS = ("xfuser", "yunchang", "torch", "diffusers", "transformers", "accelerate")
-OURS = ("_replace", "_exit", "_getframe")
-"""Of Python itself."""
+PYTHONS = ("_replace", "_exit", "_getframe")
+"""Private names of Python itself."""
 
 
 def private(name: str) -> bool:
@@ -28,8 +28,8 @@ def private(name: str) -> bool:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Private names that a file takes of hosts, or of objects that it did not define the name of."""
-    own, found = set(OURS), set()
+    """Return the private names in a file that it does not define itself."""
+    own, found = set(PYTHONS), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
@@ -47,7 +47,7 @@ def private_names(tree: ast.Module) -> set[str]:
     return found - own
 
 
-def test_every_private_name_of_a_host_is_a_row() -> None:
+def test_private_names_of_hosts_are_checked_by_patches() -> None:
     rows = activation.patch_table()
     known = {part for row in rows for part in (*row.module.split("."), *row.symbol.split("."), *row.used_names)}
     known |= {
@@ -78,14 +78,14 @@ def forget() -> None:
     ("text", "same"),
     [
         (USP, True),
-        ('def USP( x ):\n    """Other words."""\n\n    return (x)\n', True),
+        ('def USP( x ):\n    """Another docstring."""\n\n    return (x)\n', True),
         ("def USP(x):\n    return x\n", True),
         (USP.replace("return x", "return -x"), False),
         (USP.replace("(x)", "(x=None)"), False),
         (USP.replace("'''Attention.'''", "x += 1"), False),
     ],
 )
-def test_a_digest_is_of_what_a_function_does(
+def test_digest_ignores_comments_and_formatting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, same: bool
 ) -> None:
     digests = []
@@ -100,9 +100,9 @@ def test_a_digest_is_of_what_a_function_does(
     assert symbol_lookup.source_digest("one.usp", ("USP", "ring_attn")) is None
 
 
-def changed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
-    """Attention by the plugin against stock's, and whether its exchanges went by the plugin, with the xfuser of a
-    folder."""
+def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
+    """Return whether attention equals stock with the xfuser of a folder, whether the plugin's all-to-all ran, and the
+    messages."""
     xfuser_cocodiff.uninstall()
     for name in [name for name in sys.modules if name.partition(".")[0] == "xfuser"]:
         del sys.modules[name]
@@ -115,9 +115,9 @@ def changed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     from xfuser_cocodiff.xdit.launching import bare_runtime
     from xfuser_cocodiff.xdit.session.session import Session, active
 
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
     test_patch_points.start(rank)
     test_patch_points.use("node=2", cocodiff_mode="fast")
@@ -128,17 +128,17 @@ def changed(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     for _ in range(3):
         found.append(usp.USP(*tensors))
         session.runs.end_step()
-    moved = bool(session.traffic.calls)
+    uses_plugin = bool(session.traffic.calls)
     bare_runtime.use_session(Session())
     stock = usp.USP(*tensors)
-    return all(torch.equal(each, stock) for each in found), moved, said
+    return all(torch.equal(each, stock) for each in found), uses_plugin, messages
 
 
 STEP = "    if combine_qkv_a2a is None:\n"
 
 
 def other_xfuser(folder: Path, old: str, new: str) -> None:
-    """Write an xfuser in whose USP a text is another one."""
+    """Write a copy of xfuser with a text of its USP replaced."""
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / "xfuser/model_executor/layers/usp.py"
@@ -154,19 +154,19 @@ def other_xfuser(folder: Path, old: str, new: str) -> None:
         slow("    kv_head_repeat: int = 1,\n", "    kv_head_repeat: int = 1,\n    scale: float = 1.0,\n"),
         slow("_has_kv_cache", "_holds_kv_cache"),
         slow("_sdpa_all_to_all_single", "_exchanged"),
-        # An exchange that does more than to move heads.
+        # An all-to-all that also changes values.
         slow(".permute(2, 1, 0, 3, 4).reshape(b, h // world_size, -1, d)\n", None),
     ],
 )
-def test_another_usp_runs_as_it_is_over_exact_exchanges(tmp_path: Path, old: str, new: str | None) -> None:
+def test_unknown_usp_runs_unchanged_and_lossless(tmp_path: Path, old: str, new: str | None) -> None:
     other_xfuser(tmp_path, old, new or old.replace("\n", " * 2\n"))
-    results = ranks.run(changed, 2, str(tmp_path))
-    moved_by_us = old != "_sdpa_all_to_all_single"  # which all four exchanges call
-    assert [(same, moved) for same, moved, _ in results] == [(True, moved_by_us)] * 2
+    results = ranks.run(compare_with_stock, 2, str(tmp_path))
+    expected = old != "_sdpa_all_to_all_single"  # which all four all-to-alls call
+    assert [(same, uses_plugin) for same, uses_plugin, _ in results] == [(True, expected)] * 2
     [line] = results[0][2]
     assert "USP is unknown" in line and "install version 0.7.0" in line and "mode 'fast' has no effect" in line
 
 
-def test_the_installed_usp_is_the_known_one() -> None:
+def test_installed_usp_is_known() -> None:
     assert usp_versions.is_known()
     assert activation.xdit_version() in usp_versions.DIGESTS

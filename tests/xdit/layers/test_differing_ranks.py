@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import odd_by_heads, start
+from tests.xdit.attention.test_overlap import depend_on_heads, start
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.settings.config import Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -41,7 +41,7 @@ def decide(rank: int, what: str) -> tuple[bool, list[str]]:
     if what == "attention's bits":
         overlap = Overlap(True, 2)
         if is_odd:
-            odd = odd_by_heads(usp._get_attention_function)
+            odd = depend_on_heads(usp._get_attention_function)
             attention = mock.patch.object(usp, "_get_attention_function", odd)
     if what == "links":
         overlap, policy = Overlap(), dataclasses.replace(policy, sends_early=lambda *_: not is_odd)
