@@ -61,7 +61,7 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
 
     prepare_ranks(rank, degree, cfg)
     activation.activate()
-    activation._clock.listeners = [recorder := Recorder(Path(folder))]
+    activation._tracker.listeners = [recorder := Recorder(Path(folder))]
 
     def config(**options: Any) -> Any:
         flags = {f"cocodiff_{option}": value for option, value in options.items()}

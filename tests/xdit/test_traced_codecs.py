@@ -117,14 +117,14 @@ def poison(rank: int) -> tuple[list[bool], bool]:
     run.use_mode("balanced", "node=2")
     compile_transformer(run, "whole")
     healthy = run()
-    send, runtime = reshard.exchange.send, run.runtime
+    send, runtime = reshard.coded_all_to_all.start, run.runtime
 
     def poisoned(pieces: list, *given: Any) -> Any:
         if runtime.step == 2 and rank == 0:
             pieces[0][(0,) * pieces[0].ndim] = float("nan")
         return send(pieces, *given)
 
-    with mock.patch.object(reshard.exchange, "send", poisoned):
+    with mock.patch.object(reshard.coded_all_to_all, "start", poisoned):
         run()
     return [report.repeated > 0 for report in runtime.reports], torch.equal(run(), healthy)
 

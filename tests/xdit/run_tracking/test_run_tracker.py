@@ -47,7 +47,7 @@ def heard(uninstalled: None, session: Session, monkeypatch: pytest.MonkeyPatch) 
     rows = PatchSet(clock.patches(), "xfuser")
     rows.install()
     monkeypatch.setattr(activation, "_installed", SimpleNamespace(is_removed=False))
-    monkeypatch.setattr(activation, "_clock", clock)
+    monkeypatch.setattr(activation, "_tracker", clock)
     monkeypatch.setattr(activation, "PACKAGE", "diffusers")  # xDiT itself is not needed
     yield heard
     clock.close()
