@@ -1,4 +1,4 @@
-"""`cocodiff plan`: what the planner chooses, and how long it expects that to take."""
+"""Provides `cocodiff plan`: chosen plans for message sizes, or the best split of a degree for a full-size model."""
 
 import argparse
 import os
@@ -13,24 +13,30 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="the planner's choice for each message size, or how to split a degree for a model of real size",
-        description="With --model, it needs no ranks, and goes by --profile or by a --cluster that is known on paper. "
-        "Without, it goes by message sizes: with --profile it runs anywhere, else on every rank, under torchrun or "
-        "scripts/emulated_cluster.sh, and probes the links first.",
+        help="choose plans for message sizes, or a split of a degree for a full-size model",
+        description="With --model, predict all splits of a degree into Ulysses and ring, on a --cluster or with a "
+        "--profile; this needs no ranks. Without --model, choose an all-to-all plan for each of --sizes. Without "
+        "--profile, this runs on all ranks, under torchrun or scripts/emulated_cluster.sh, and probes the links first.",
     )
     on_ranks.add_arguments(parser)
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="a file that `cocodiff probe --json` wrote")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="link profile that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
-    group = parser.add_argument_group("for a model of real size")
-    group.add_argument("--model", help="flux1, flux2, sd35, qwen-image")
-    group.add_argument("--resolution", type=int, help="pixels on a side")
-    group.add_argument("--degree", type=int, help="ranks that share a sequence: Ulysses degree times Ring degree")
-    group.add_argument("--cluster", help="aurora, dgx-h100, pcie, ethernet; or a --profile")
-    group.add_argument("--mode", help="exact, paper, balanced, fast (default: what a run without it would take)")
+    group = parser.add_argument_group("full-size models")
+    group.add_argument("--model", help="model: flux1, flux2, sd35, qwen-image")
+    group.add_argument("--resolution", type=int, help="pixels per side")
+    group.add_argument(
+        "--degree", type=int, help="number of ranks that share a sequence: Ulysses degree times ring degree"
+    )
+    group.add_argument("--cluster", help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet")
+    group.add_argument("--mode", help="exact, paper, balanced, fast (default: the default mode of a run)")
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
-    group.add_argument("--batch", type=int, default=1, help="pictures (%(default)s)")
-    group.add_argument("--text-tokens", type=int, help="of the prompt (default: the pipeline's; qwen-image: 128)")
-    group.add_argument("--tflops", type=float, help="what a rank reaches, for steps and speedup on a --profile")
+    group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
+    group.add_argument(
+        "--text-tokens", type=int, help="text tokens of the prompt (default: the pipeline's; qwen-image: 128)"
+    )
+    group.add_argument(
+        "--tflops", type=float, help="achieved TFLOP/s of a rank; required for step times with --profile"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -38,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     if options.model:
         return _for_model(options)
-    lone = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")
-    if given := [name for name in lone if getattr(options, name) is not None]:
-        return fail(f"--{given[0].replace('_', '-')} goes with --model")
+    model_options = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")
+    if given := [name for name in model_options if getattr(options, name) is not None]:
+        return fail(f"--{given[0].replace('_', '-')} requires --model")
     return _for_sizes(options)
 
 
@@ -68,7 +74,7 @@ def _for_model(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.simulation import plan_model
 
     if missing := [f"--{name}" for name in ("resolution", "degree") if getattr(options, name) is None]:
-        return fail(f"--model needs {' and '.join(missing)}")
+        return fail(f"--model requires {' and '.join(missing)}")
     names = ("model", "resolution", "degree", "topology", "profile", "cluster", "mode", "steps", "batch", "text_tokens")
     given = {name: getattr(options, name) for name in names}
     try:

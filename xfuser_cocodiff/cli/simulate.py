@@ -1,4 +1,4 @@
-"""`cocodiff simulate`: predicted steps on machines that are known on paper only."""
+"""Provides `cocodiff simulate`: predicted steps of full-size models on known clusters."""
 
 import argparse
 from pathlib import Path
@@ -11,19 +11,20 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
     parser = subparsers.add_parser(
         "simulate",
-        help="predicted steps on Aurora and other clusters",
-        description="Predicts steps on machines that are known on paper only: each mode by its fastest split into "
-        "Ulysses and Ring, against stock's fastest. Options take lists such as 1,2,4; those of names also take 'all'.",
+        help="predict step times of full-size models on known clusters",
+        description="Predict step times of full-size models on known clusters. Each mode uses its fastest split into "
+        "Ulysses and ring; speedups are over stock's fastest split. Options take lists such as 1,2,4; those that take "
+        "names also take 'all'.",
     )
-    parser.add_argument("--cluster", default="aurora", help="aurora, dgx-h100, pcie, ethernet (%(default)s)")
-    parser.add_argument("--nodes", default="1,2,4,8", help="(%(default)s)")
+    parser.add_argument("--cluster", default="aurora", help="clusters: aurora, dgx-h100, pcie, ethernet (%(default)s)")
+    parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes (%(default)s)")
     parser.add_argument(
-        "--model", default="qwen-image", help="flux.1-dev, flux.2-dev, sd3.5-large, qwen-image (the default)"
+        "--model", default="qwen-image", help="models: flux.1-dev, flux.2-dev, sd3.5-large, qwen-image (%(default)s)"
     )
-    parser.add_argument("--resolution", default="768,1536,2304", help="pixels on a side (%(default)s)")
-    parser.add_argument("--mode", default="all", help="stock, exact, paper, balanced, fast (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="pictures (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    parser.add_argument("--resolution", default="768,1536,2304", help="pixels per side (%(default)s)")
+    parser.add_argument("--mode", default="all", help="modes: stock, exact, paper, balanced, fast (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
 
 

@@ -1,4 +1,4 @@
-"""`cocodiff plan --model`: divisibility, traffic, memory and times, each against a truth of its own."""
+"""Tests of `cocodiff plan --model`: divisibility, traffic, memory and step times, each against independent values."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ import torch
 
 from tests import ranks
 from tests.engine.settings.test_ring_placement import profile
-from tests.lab.simulation.test_simulate import flops
+from tests.lab.simulation.test_simulate import step_flops
 from tests.quick import slow
 from tests.xdit.test_approximation import STEPS, Approximating
 from xfuser_cocodiff import cli
@@ -24,14 +24,14 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, predict, predictions, splits
+from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, estimate_step, possible_splits, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
 FAST = 1e12
 
 
-def case_of(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> Case:
-    return plan_model.case_of(model, resolution, degree, **{"cluster": "aurora", **more})
+def make_scenario(model: str = "flux1", resolution: int = 1024, degree: int = 16, **more: Any) -> Scenario:
+    return plan_model.make_scenario(model, resolution, degree, **{"cluster": "aurora", **more})
 
 
 # Heads and tokens.
@@ -39,33 +39,31 @@ def case_of(model: str = "flux1", resolution: int = 1024, degree: int = 16, **mo
 
 @pytest.mark.parametrize("cluster", MACHINES)
 @pytest.mark.parametrize("model", [*plan_model.ALIASES, "qwen-image"])
-def test_every_split_divides_and_lies_on_the_axes(model: str, cluster: str) -> None:
+def test_every_split_is_divisible_and_aligned_with_the_axes(model: str, cluster: str) -> None:
     machine = MACHINES[cluster]
     for nodes in (1, 2, 3, 4):
-        case = case_of(model, 2304, nodes * machine.ranks_per_node, cluster=cluster)
-        found = splits(case, "exact")
-        assert found
-        for split in found:
+        scenario = make_scenario(model, 2304, nodes * machine.ranks_per_node, cluster=cluster)
+        splits = possible_splits(scenario, "exact")
+        assert splits
+        for split in splits:
             assert split.ulysses * split.ring == nodes * machine.ranks_per_node
-            assert split.ulysses_topology(case.topology).size == split.ulysses
-            assert split.ring_topology(case.topology).size == split.ring
-        assert all(case.workload.heads % split.ulysses == 0 for split in splits(case, STOCK))
-        rows = predictions(case, None)
-        assert {(row.ulysses, row.ring, row.placement) for row in rows} == {
-            (split.ulysses, split.ring, split.placement) for split in found
-        }
-        assert rows[0].step_seconds == min(row.step_seconds for row in rows)
+            assert split.ulysses_topology(scenario.topology).size == split.ulysses
+            assert split.ring_topology(scenario.topology).size == split.ring
+        assert all(scenario.workload.heads % split.ulysses == 0 for split in possible_splits(scenario, STOCK))
+        estimates = rank_splits(scenario, None)
+        assert {estimate.split for estimate in estimates} == {*splits}
+        assert estimates[0].step_seconds == min(estimate.step_seconds for estimate in estimates)
 
 
-def test_heads_are_those_of_the_model() -> None:
-    """xDiT pads none: 38 heads divide by 1, 2, 19 and 38 only."""
-    assert case_of("sd35", degree=12).workload.heads == 38
+def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
+    """xDiT does not pad heads: 38 heads are divisible by 1, 2, 19 and 38 only."""
+    assert make_scenario("sd35", degree=12).workload.heads == 38
     assert sharding.ulysses_degrees(38, 24) == [1, 2]
     assert sharding.ulysses_degrees(24, 96) == [1, 2, 3, 4, 6, 8, 12, 24]
 
 
 @pytest.mark.parametrize(
-    ("model", "resolution", "degree", "image", "queries", "keys", "attended", "words"),
+    ("model", "resolution", "degree", "image", "queries", "keys", "attended", "phrases"),
     [
         ("flux.1-dev", 1024, 16, 256, 288, 288, 4608, []),
         (
@@ -76,99 +74,99 @@ def test_heads_are_those_of_the_model() -> None:
             608,
             608,
             24 * 608,
-            ["512 text tokens", "sees them 24 times", "--max_sequence_length 504"],
+            ["512 text tokens", "attention sees 24 copies", "--max_sequence_length 504"],
         ),
-        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin pads"]),
+        ("flux.1-dev", 1024, 24, 171, 683, 683, 24 * 683, ["4096 image tokens", "xDiT fails", "the plugin zero-pads"]),
         ("flux.2-dev", 1024, 24, 171, 193, 193, 24 * 193, ["padded to 4104", "--max_sequence_length 504"]),
-        ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["every rank has all of them", "once"]),
-        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "768 px and 1152 px"]),
+        ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["replicated on every rank", "one copy"]),
+        ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "use 768 px or 1152 px"]),
         ("qwen-image", 1024, 24, 171, 177, 177, 24 * 177, ["padded to 4104", "padded to 144"]),
     ],
 )
-def test_tokens(
-    model: str, resolution: int, degree: int, image: int, queries: int, keys: int, attended: int, words: list[str]
+def test_tokens_per_rank_and_remarks(
+    model: str, resolution: int, degree: int, image: int, queries: int, keys: int, attended: int, phrases: list[str]
 ) -> None:
-    held = sharding.shard(WORKLOADS[model], resolution, degree)
-    assert (held.image, held.queries, held.keys, held.attended) == (image, queries, keys, attended)
-    said = " ".join([*held.remarks, held.problem or ""])
-    assert all(word in said for word in words), said
-    assert bool(held.problem) == ("would do" in said)
+    shard = sharding.shard(WORKLOADS[model], resolution, degree)
+    assert (shard.image, shard.queries, shard.keys, shard.attended) == (image, queries, keys, attended)
+    text = " ".join([*shard.remarks, shard.problem or ""])
+    assert all(phrase in text for phrase in phrases), text
+    assert bool(shard.problem) == ("xDiT fails; use" in text)
 
 
-def test_what_is_proposed_would_do() -> None:
+def test_proposed_sizes_are_valid() -> None:
     for resolution in (768, 1152):
         assert sharding.shard(WORKLOADS["sd3.5-large"], resolution, 24).problem is None
     shorter = dataclasses.replace(WORKLOADS["flux.2-dev"], text_tokens=504)
     assert sharding.shard(shorter, 1024, 24).problem is None
 
 
-# Bytes and memory.
+# Traffic and memory.
 
 
-def test_traffic_by_hand() -> None:
-    """FLUX.1-dev, 1024 px, 16 ranks as two nodes of 8, 8 x 2 with the ring inside, exact."""
-    case = case_of(cluster="ethernet")
-    found = predict(case, UlyssesRingSplit(8, 2, "inner"), "exact")
-    one = 57 * 288 * 24 * 128 * 2  # a tensor of all layers: 288 tokens of 24 heads of 128 values in two bytes
-    assert found.ring_bytes == {"gpu": 2 * one}  # K and V to the one other rank
-    assert found.sent_bytes["node"] == pytest.approx(4 * one / 2)  # half of all ranks are in the other node
-    flat, by_axis = 4 * one * 3 / 8, 4 * one * 3 / 4
-    assert found.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(by_axis))
-    encoded = predict(case, UlyssesRingSplit(8, 2, "inner"), "balanced")
-    assert encoded.sent_bytes["gpu"] == pytest.approx(4 * one * 3 / 4)  # all of it goes along fast axes first
-    # A step in 8 bits, then 1.6 for Q, 2 for K and V and 2.7 for O; and a byte for each 128 values.
+def test_traffic_equals_a_calculation_by_hand() -> None:
+    """FLUX.1-dev at 1024 px on two nodes of 8 ranks, as 8 x 2 with the ring within nodes."""
+    scenario = make_scenario(cluster="ethernet")
+    exact = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "exact")
+    tensor = 57 * 288 * 24 * 128 * 2  # one tensor of all layers: 288 tokens, 24 heads of 128 values, two bytes
+    assert exact.ring_bytes == {"gpu": 2 * tensor}  # K and V to the other rank of the ring
+    assert exact.sent_bytes["node"] == pytest.approx(4 * tensor / 2)  # half of the ranks are in the other node
+    flat, hierarchical = 4 * tensor * 3 / 8, 4 * tensor * 3 / 4
+    assert exact.sent_bytes["gpu"] in (pytest.approx(flat), pytest.approx(hierarchical))
+    encoded = estimate_step(scenario, UlyssesRingSplit(8, 2, "inner"), "balanced")
+    assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 3 / 4)  # fast axes first, without compression
+    # Bits per value: 8 in the first step; later 1.6 for Q, 2 for K and V, 2.7 for O. One byte of scale per 128 values.
     first, later = 4 * 128, 26 + 2 * 32 + 43
-    share = (first + 49 * later + 50 * 4) / (4 * 256) / 50
-    assert encoded.sent_bytes["node"] == pytest.approx(share * 4 * one / 2, rel=1e-3)  # with flags and gaps
+    ratio = (first + 49 * later + 50 * 4) / (4 * 256) / 50
+    assert encoded.sent_bytes["node"] == pytest.approx(ratio * 4 * tensor / 2, rel=1e-3)  # plus flags and alignment
 
 
-def test_heads_that_are_added_travel_too() -> None:
-    """FLUX.1-dev's 24 heads on 16 ranks are two on each, 32 in all."""
-    found = predict(case_of(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
-    assert found.sent_bytes["node"] == pytest.approx(57 * 4 * 288 * 32 * 128 * 2 / 2)  # half of it to the other node
+def test_traffic_includes_zero_padded_heads() -> None:
+    """FLUX.1-dev's 24 heads on 16 ranks are zero-padded to 32, two per rank."""
+    estimate = estimate_step(make_scenario(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
+    assert estimate.sent_bytes["node"] == pytest.approx(57 * 4 * 288 * 32 * 128 * 2 / 2)  # half to the other node
 
 
-def test_what_is_coded_depends_on_nodes_alone() -> None:
-    """Aurora's links between GPUs are slow by a profile's measure too, but a run without --cocodiff_slow_axes codes and
-    holds only what crosses nodes, and nothing in one node."""
-    case = case_of("qwen-image", 1536, 24)
-    assert case.slow_axes == ("node",) != case.profile_of(case.topology, 1e6).slow_axes
-    coded = predict(case, UlyssesRingSplit(24, 1), "balanced")
+def test_only_traffic_between_nodes_is_compressed() -> None:
+    """Aurora's profile has slow links between GPUs too, but without --cocodiff_slow_axes only `node` is slow."""
+    scenario = make_scenario("qwen-image", 1536, 24)
+    assert scenario.slow_axes == ("node",) != scenario.link_profile(scenario.topology, 1e6).slow_axes
+    encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
-    need = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), places=2)
-    assert (coded.reference_bytes, coded.compact_reference_bytes) == (need.full * 120, need.compact * 120)
-    inside = case_of("qwen-image", 1536, 12)
-    one, other = (predict(inside, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))
-    assert one == dataclasses.replace(other, mode="balanced")
+    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), places=2)
+    assert encoded.reference_bytes == expected.full * 120
+    assert encoded.compact_reference_bytes == expected.compact * 120
+    one_node = make_scenario("qwen-image", 1536, 12)
+    balanced, exact = (estimate_step(one_node, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))
+    assert balanced == dataclasses.replace(exact, mode="balanced")
 
 
 SMALL = {
     "FLUX.1-dev": Workload("flux.1-dev", 6, 8, 16, mlp_ratio=4, gated=False, text_tokens=32),
-    "SD3.5": Workload("sd3.5-large", 4, 24, 8, mlp_ratio=4, gated=False, text_tokens=333, rows=2),
+    "SD3.5": Workload("sd3.5-large", 4, 24, 8, mlp_ratio=4, gated=False, text_tokens=333, rows_per_image=2),
 }
-"""Models of `cocodiff models`. At 128 pixels they have the tokens of 256 here: theirs are half as wide."""
+"""Models of `cocodiff models`. They have 8 pixels per token, so 128 pixels are as many tokens as 256 in a workload."""
 
 
-def moved_by_ranks(
+def traffic_and_references(
     rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology
 ) -> tuple[dict[str, int], int]:
-    """What a rank sends in a run, and what references it then holds."""
+    """Return the bytes that a rank sends in a run along each axis, and the bytes of its link references."""
     from xfuser_cocodiff.xdit.session.session import active
 
     degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
     flags = ["--use_cocodiff", "--cocodiff_ring", split.placement, "--cocodiff_topology", str(whole)]
     length = ["--max_sequence_length", str(text)] if model == "FLUX.1-dev" else []
     flags += ["--cocodiff_a2a", "flat"]
-    run = Approximating(rank, whole.size, model, *length, *degrees, *flags, dtype=torch.bfloat16)  # of a case's values
+    run = Approximating(rank, whole.size, model, *length, *degrees, *flags, dtype=torch.bfloat16)
     topology = split.ulysses_topology(whole)
     overlap = Overlap(v_first=False, head_groups=1)
-    around = split.ring_topology(whole) if split.ring > 1 else None
+    ring_topology = split.ring_topology(whole) if split.ring > 1 else None
     options = {"plan": Plan.hierarchical(topology), "overlap": overlap, "ring": split.placement}
-    run.by(mode, str(topology), **options, ring_topology=around)
+    run.by(mode, str(topology), **options, ring_topology=ring_topology)
     active().traffic.reset()
     run()
-    held = run.runtime.reports[-1].reference_bytes if run.runtime else 0
-    return dict(active().traffic.sent_bytes), held
+    reference_bytes = run.runtime.reports[-1].reference_bytes if run.runtime else 0
+    return dict(active().traffic.sent_bytes), reference_bytes
 
 
 @pytest.mark.usefixtures("hub")
@@ -182,50 +180,50 @@ def moved_by_ranks(
         slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "inner"), "2x2"),
         slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "outer"), "2x2"),
         slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(1, 4), "2x2"),
-        slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2"),  # every rank has all text, beside Q and O alone
+        slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2"),  # replicated text, which only Q and O include
     ],
 )
-def test_ranks_send_and_hold_what_is_foreseen(
+def test_estimates_equal_traffic_and_references_of_real_ranks(
     model: str, mode: str, text: int, split: UlyssesRingSplit, whole: str
 ) -> None:
     topology = Topology.parse(whole)
-    known = profile(whole, *(1e3, FAST)[: len(topology.axes)])
+    link_profile = profile(whole, *(1e3, FAST)[: len(topology.axes)])
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
-    case = Case(workload, 256, 1, STEPS, topology, lambda part, _: known.restrict_to(part), None)
-    found = predict(case, split, mode)
+    scenario = Scenario(workload, 256, 1, STEPS, topology, lambda part, _: link_profile.restrict_to(part), None)
+    estimate = estimate_step(scenario, split, mode)
     if mode == "exact":
-        sent = [Plan.hierarchical(topology).sent_bytes(case.message_bytes(name)) for name in "qkvo"]
-        expected = {axis: case.layer_calls * sum(each[axis] for each in sent) for axis in sent[0]}
+        tensors = [Plan.hierarchical(topology).sent_bytes(scenario.message_bytes(name)) for name in "qkvo"]
+        expected = {axis: scenario.layer_calls * sum(sent[axis] for sent in tensors) for axis in tensors[0]}
     else:
-        expected = Counter(found.sent_bytes) + Counter(found.ring_bytes)
-    for sent, held in ranks.run(moved_by_ranks, topology.size, model, mode, text, split, topology):
+        expected = Counter(estimate.sent_bytes) + Counter(estimate.ring_bytes)
+    for sent, reference_bytes in ranks.run(traffic_and_references, topology.size, model, mode, text, split, topology):
         assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
-        assert held == found.reference_bytes
+        assert reference_bytes == estimate.reference_bytes
 
 
 # The command.
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "plan.json"
     arguments = ["plan", "--model", "flux1", "--resolution", "1024", "--degree", "16", "--cluster", "ethernet"]
     assert cli.main([*arguments, "--json", str(record)]) == 0
-    shown, written = capsys.readouterr().out, json.loads(record.read_text())
-    assert written["flags"] in shown
+    printed, written = capsys.readouterr().out, json.loads(record.read_text())
+    assert written["flags"] in printed
     assert written["stock"]["step_seconds"] > written["splits"][0]["step_seconds"]
     assert [row["mode"] for row in written["modes"]] == ["exact", "paper", "balanced", "fast"]
     best = written["splits"][0]
     assert best["speedup"] == pytest.approx(written["stock"]["step_seconds"] / best["step_seconds"])
-    # The flags are ones that the plugin takes, and they give the groups that were planned for.
+    # The flags are valid and select the groups of the best split.
     words = written["flags"].split()
     given = {words[i].lstrip("-"): words[i + 1] for i in range(len(words) - 1) if words[i].startswith("--cocodiff")}
     ulysses, ring = (int(words[words.index(flag) + 1]) for flag in ("--ulysses_degree", "--ring_degree"))
     flat = SequenceRanks(ulysses, Topology.flat(ulysses), ring, Topology.flat(ulysses * ring))
-    found = resolve({"use_cocodiff": True, **given}, {}, flat)
-    assert (str(found.topology), found.ring, found.mode) == (best["topology"], best["placement"], best["mode"])
+    config = resolve({"use_cocodiff": True, **given}, {}, flat)
+    assert (str(config.topology), config.ring, config.mode) == (best["topology"], best["placement"], best["mode"])
 
 
-def test_a_profile_tells_communication_and_with_a_speed_steps(
+def test_profile_gives_communication_and_with_tflops_step_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, record = tmp_path / "profile.json", tmp_path / "plan.json"
@@ -237,20 +235,20 @@ def test_a_profile_tells_communication_and_with_a_speed_steps(
     assert cli.main([*arguments, "--json", str(record), "--tflops", "100"]) == 0
     rows = json.loads(record.read_text())["splits"]
     assert all(math.isfinite(row["speedup"]) for row in rows)
-    assert rows[0]["compute_seconds"] == pytest.approx(flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14)
+    assert rows[0]["compute_seconds"] == pytest.approx(step_flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14)
 
 
 MODEL = "--model flux1 --resolution 1024"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "phrases"),
     [
         ("--model flux9 --resolution 1024 --degree 12 --cluster aurora", ["--model 'flux9'", "flux1", "qwen-image"]),
         ("--model flux1 --degree 12 --cluster aurora", ["--resolution"]),
         ("--model flux1 --resolution 1000 --degree 12 --cluster aurora", ["--resolution 1000", "16"]),
         (f"{MODEL} --degree 8", ["--cluster, one of aurora, dgx-h100, pcie, ethernet", "--profile"]),
-        (f"{MODEL} --degree 8 --cluster pcie --profile file", ["one machine", "--profile"]),
+        (f"{MODEL} --degree 8 --cluster pcie --profile file", ["either --cluster", "--profile"]),
         (f"{MODEL} --degree 1 --cluster aurora", ["--degree 1"]),
         (f"{MODEL} --degree 16 --cluster aurora", ["--degree 16", "aurora", "gpu=6,tile=2"]),
         (f"{MODEL} --degree 8 --cluster aurora --topology 2x3", ["6 ranks", "--degree is 8"]),
@@ -260,10 +258,12 @@ MODEL = "--model flux1 --resolution 1024"
         (f"{MODEL} --degree 12 --cluster aurora --tflops 0", ["--tflops 0"]),
         (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
         (f"{MODEL} --degree 12 --profile none.json", ["none.json"]),
-        ("--degree 12", ["--degree goes with --model"]),
+        ("--degree 12", ["--degree requires --model"]),
     ],
 )
-def test_errors(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_option_and_valid_set(
+    arguments: str, phrases: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["plan", *arguments.split()]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in words), said
+    error = capsys.readouterr().err
+    assert all(phrase in error for phrase in phrases), error

@@ -1,4 +1,4 @@
-"""What the planner expects of a machine, for `cocodiff plan`."""
+"""Provides the record of `cocodiff plan` for message sizes: chosen all-to-all plans and their predicted times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,15 +8,20 @@ from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.reporting import host
 
-_RUNNERS_UP = 3
+_NUM_ALTERNATIVES = 3
 
 
 def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
-    """The record: for each size the chosen plan, the flat one and the best others, with predicted seconds."""
+    """Return the record: for each size, predicted times of the chosen plan, the flat plan and the best alternatives.
+
+    Args:
+        profile: link profile of the ranks.
+        sizes: bytes per rank.
+    """
     rows = []
     for size in sizes:
         chosen, flat = planner.choose_plan(profile, size), Plan.flat(profile.topology)
-        best = [plan for plan, _ in planner.rank_plans(profile, size)[:_RUNNERS_UP]]
+        best = [plan for plan, _ in planner.rank_plans(profile, size)[:_NUM_ALTERNATIVES]]
         for plan in dict.fromkeys((chosen, flat, *best)):
             seconds = planner.all_to_all_seconds(profile, plan, size)
             row = {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds, "chosen": plan == chosen}

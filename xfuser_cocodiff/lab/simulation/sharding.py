@@ -1,125 +1,150 @@
-"""How xDiT shards the heads and tokens of a model, what it does where they do not divide, and what to do about that.
+"""Provides the number of tokens per rank of each model, and how xDiT handles tokens that are not divisible.
 
-Read in the source of xfuser 0.7.0: its transformer wrappers and its runtime state. Heads are not padded there for these
-models; the plugin pads them, see :mod:`prediction`.
+The rules follow the source of xfuser 0.7.0, its transformer wrappers and its runtime state. xDiT does not pad the heads
+of these models; the plugin does, see :mod:`step_time`.
 """
 
 from dataclasses import dataclass
 
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
-PADS, FAILS, ROWS, WHOLE, JOINT = "pads", "fails", "rows", "whole", "joint"
+PADDED, UNSUPPORTED, ROWS, REPLICATED, JOINT = "padded", "unsupported", "rows", "replicated", "joint"
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What xDiT does with the tokens of a model."""
+class ShardingRule:
+    """How xDiT handles the tokens of a model that are not divisible by the degree."""
 
     image: str
-    """Tokens that do not divide: PADS them with zeros, which attention then sees, or FAILS, where the plugin pads them;
-    ROWS: rows of tokens must divide, and it fails where they do not."""
+    """For image tokens: PADDED with zeros that attention does not mask; UNSUPPORTED by xDiT, but padded by the plugin;
+    or ROWS, where xDiT fails unless the number of token rows is divisible."""
     text: str
-    """The same; WHOLE: every rank has all text, and attention sees it once for each of them; JOINT: every rank has it,
-    and attention sees it once."""
+    """For text tokens: PADDED or UNSUPPORTED; REPLICATED on every rank, where attention sees one copy per rank; or
+    JOINT, replicated on every rank, where attention sees one copy."""
 
 
 RULES = {
-    "flux.1-dev": Rule(FAILS, WHOLE),
-    "flux.2-dev": Rule(PADS, FAILS),
-    "sd3.5-large": Rule(ROWS, JOINT),
-    "qwen-image": Rule(PADS, PADS),
+    "flux.1-dev": ShardingRule(UNSUPPORTED, REPLICATED),
+    "flux.2-dev": ShardingRule(PADDED, UNSUPPORTED),
+    "sd3.5-large": ShardingRule(ROWS, JOINT),
+    "qwen-image": ShardingRule(PADDED, PADDED),
 }
 
 
 @dataclass(frozen=True)
-class Shard:
-    """What one of the ranks that share a sequence has of it, in tokens of one call."""
+class TokenShard:
+    """Tokens that one rank of a sequence-parallel group holds in one call of the model."""
 
     image: int
+    """Image tokens."""
     text: int
-    """Of Q and O."""
+    """Text tokens of Q and O."""
     key_text: int
-    """Of K and V."""
+    """Text tokens of K and V."""
     attended: int
-    """Tokens that each one attends."""
+    """Tokens that each query attends to."""
     remarks: tuple[str, ...] = ()
-    """What xDiT does where tokens do not divide."""
+    """How xDiT handles tokens that are not divisible."""
     problem: str | None = None
-    """Why xDiT cannot run this."""
+    """Reason why xDiT cannot run this size; None if it can."""
 
     @property
     def queries(self) -> int:
-        """Tokens of Q and O."""
+        """Number of tokens of Q and O."""
         return self.image + self.text
 
     @property
     def keys(self) -> int:
-        """Tokens of K and V."""
+        """Number of tokens of K and V."""
         return self.image + self.key_text
 
-    def of(self, name: str) -> int:
-        """Tokens of one of q, k, v and o."""
+    def num_tokens(self, name: str) -> int:
+        """Return the number of tokens of one of q, k, v and o."""
         return self.queries if name in "qo" else self.keys
 
 
-def shard(workload: Workload, resolution: int, degree: int) -> Shard:
-    """Part the tokens of a model among `degree` ranks.
+def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
+    """Divide the tokens of a model among `degree` ranks.
 
     Args:
-        workload: one with a rule.
-        resolution: pixels on a side.
-        degree: Ulysses degree times Ring degree.
+        workload: model with an entry in :data:`RULES`.
+        resolution: pixels per side.
+        degree: Ulysses degree times ring degree.
     """
-    rule, side = RULES[workload.name], resolution // PIXELS_PER_TOKEN
-    tokens, text = side**2, workload.text_tokens
-    image, key_text = -(-tokens // degree), -(-text // degree)
-    query_text, attended = key_text, (image + key_text) * degree
-    remarks, problems = [], []
-    if not _divides(workload, resolution, degree):
-        what = f"{side} rows of image tokens" if rule.image == ROWS else f"{tokens} image tokens"
-        if rule.image == PADS:
-            remarks.append(f"{what} are padded to {image * degree}, and attention sees the padding")
-        elif rule.image == FAILS:
-            remarks.append(
-                f"{what} do not divide by {degree}: xDiT fails, and the plugin pads them, unseen by attention"
-            )
-        else:
-            near = " and ".join(f"{other} px" for other in _near(workload, resolution, degree))
-            problems.append(f"{what} do not divide by {degree}, and xDiT fails; {near} would do")
-    if text % degree:
-        what, shorter = f"{text} text tokens", f"--max_sequence_length {text // degree * degree}"
-        if rule.text == FAILS:
-            problems.append(f"{what} do not divide by {degree}, and xDiT fails; {shorter} would do")
-        elif rule.text == PADS:
-            remarks.append(f"{what} are padded to {key_text * degree}, and attention sees the padding")
-        else:
-            every_rank = f"{what} do not divide by {degree}: every rank has all of them, attention sees them"
-            query_text = text
-            if rule.text == WHOLE:
-                remarks.append(f"{every_rank} {degree} times; {shorter} would share them")
-                key_text, attended = text, (image + text) * degree
-            else:
-                remarks.append(f"{every_rank} once")
-                key_text, attended = 0, image * degree + text
-    return Shard(image, query_text, key_text, attended, tuple(remarks), problems[0] if problems else None)
+    rule = RULES[workload.name]
+    image, text = -(-_image_tokens(resolution) // degree), workload.text_tokens
+    key_text = query_text = -(-text // degree)
+    attended = (image + key_text) * degree
+    if text % degree and rule.text == REPLICATED:
+        query_text = key_text = text
+        attended = (image + text) * degree
+    elif text % degree and rule.text == JOINT:
+        query_text, key_text = text, 0
+        attended = image * degree + text
+    notes = [
+        (_image_note(workload, resolution, degree), rule.image == ROWS),
+        (_text_note(workload, degree), rule.text == UNSUPPORTED),
+    ]
+    remarks = tuple(note for note, is_problem in notes if note and not is_problem)
+    problem = next((note for note, is_problem in notes if note and is_problem), None)
+    return TokenShard(image, query_text, key_text, attended, remarks, problem)
 
 
-def _near(workload: Workload, resolution: int, degree: int) -> list[int]:
-    """The next smaller and larger resolutions at which image tokens divide."""
-    found = []
+def _image_note(workload: Workload, resolution: int, degree: int) -> str | None:
+    """Return how xDiT handles the image tokens, or None if they are divisible."""
+    rule, tokens = RULES[workload.name].image, _image_tokens(resolution)
+    if _is_divisible(workload, resolution, degree):
+        return None
+    if rule == PADDED:
+        return _padding_note(f"{tokens} image tokens", -(-tokens // degree) * degree)
+    if rule == UNSUPPORTED:
+        return f"{tokens} image tokens are not divisible by {degree}: xDiT fails; the plugin zero-pads and masks them"
+    valid = " or ".join(f"{other} px" for other in _nearest_resolutions(workload, resolution, degree))
+    rows = resolution // PIXELS_PER_TOKEN
+    return f"{rows} rows of image tokens are not divisible by {degree}: xDiT fails; use {valid}"
+
+
+def _text_note(workload: Workload, degree: int) -> str | None:
+    """Return how xDiT handles the text tokens, or None if they are divisible."""
+    rule, tokens = RULES[workload.name].text, workload.text_tokens
+    if tokens % degree == 0:
+        return None
+    if rule == PADDED:
+        return _padding_note(f"{tokens} text tokens", -(-tokens // degree) * degree)
+    reason = f"{tokens} text tokens are not divisible by {degree}"
+    shorter = f"--max_sequence_length {tokens // degree * degree}"
+    if rule == UNSUPPORTED:
+        return f"{reason}: xDiT fails; use {shorter}"
+    if rule == REPLICATED:
+        copies = f"replicated on every rank, and attention sees {degree} copies"
+        return f"{reason}: {copies}; use {shorter} to shard them"
+    return f"{reason}: replicated on every rank, and attention sees one copy"
+
+
+def _padding_note(tokens: str, padded: int) -> str:
+    return f"{tokens} are zero-padded to {padded}; attention does not mask the padding"
+
+
+def _nearest_resolutions(workload: Workload, resolution: int, degree: int) -> list[int]:
+    """Return the next smaller and the next larger resolution with divisible image tokens."""
+    resolutions = []
     for step in (-PIXELS_PER_TOKEN, PIXELS_PER_TOKEN):
         other = resolution + step
-        while other > 0 and not _divides(workload, other, degree):
+        while other > 0 and not _is_divisible(workload, other, degree):
             other += step
-        found += [other] if other > 0 else []
-    return found
+        resolutions += [other] if other > 0 else []
+    return resolutions
 
 
-def _divides(workload: Workload, resolution: int, degree: int) -> bool:
-    side = resolution // PIXELS_PER_TOKEN
-    return (side if RULES[workload.name].image == ROWS else side**2) % degree == 0
+def _is_divisible(workload: Workload, resolution: int, degree: int) -> bool:
+    in_rows = RULES[workload.name].image == ROWS
+    return (resolution // PIXELS_PER_TOKEN if in_rows else _image_tokens(resolution)) % degree == 0
+
+
+def _image_tokens(resolution: int) -> int:
+    return (resolution // PIXELS_PER_TOKEN) ** 2
 
 
 def ulysses_degrees(heads: int, degree: int) -> list[int]:
-    """Ulysses degrees that `degree` ranks may have: those that divide both it and the heads."""
+    """Return the Ulysses degrees that divide both the number of ranks and the number of heads."""
     return [count for count in range(1, degree + 1) if degree % count == 0 and heads % count == 0]

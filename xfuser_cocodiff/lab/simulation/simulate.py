@@ -1,24 +1,31 @@
-"""`cocodiff simulate`: predicted steps of models of real size on machines that are known on paper."""
+"""Provides the rows and the table of `cocodiff simulate`: predicted steps of full-size models on known clusters."""
 
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.options import MODES as OURS
+from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
-from xfuser_cocodiff.lab.simulation.plan_model import check_count, check_name
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Case, predictions
+from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
+from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
 
-MODES = (STOCK, *OURS)
+MODES = (STOCK, *PLUGIN_MODES)
 STEPS = 50
-"""Denoising steps of a run; what a mode sends may change from step to step."""
+"""Denoising steps of a run. Bytes that a mode sends can differ from step to step."""
 ALL = "all"
 
 
-def case_on(machine: Machine, nodes: int, workload: Workload, resolution: int, batch: int = 1) -> Case:
-    """Return a model on all ranks of some nodes.
+def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resolution: int, batch: int = 1) -> Scenario:
+    """Return the scenario of a model on all ranks of some nodes.
+
+    Args:
+        machine: cluster of the nodes.
+        nodes: number of nodes.
+        workload: model.
+        resolution: pixels per side.
+        batch: number of images.
 
     Raises:
         ValueError: an argument is not valid.
@@ -26,70 +33,70 @@ def case_on(machine: Machine, nodes: int, workload: Workload, resolution: int, b
     check_count("--nodes", nodes)
     check_count("--batch", batch)
     check_count("--resolution", resolution, PIXELS_PER_TOKEN)
-    return Case(workload, resolution, batch, STEPS, machine.topology(nodes), machine.over, machine.flops)
+    return Scenario(workload, resolution, batch, STEPS, machine.topology(nodes), machine.link_profile, machine.flops)
 
 
 def sweep(
     clusters: str, nodes: str, models: str, resolutions: str, modes: str = ALL, batch: int = 1
 ) -> list[dict[str, Any]]:
-    """Predict every combination of options as a command line has them, modes varying fastest.
+    """Predict a step for every combination of comma-separated options; modes vary fastest.
 
     Args:
-        clusters: names in :data:`machines.MACHINES`, separated by commas, or 'all'.
-        nodes: numbers of nodes, separated by commas.
+        clusters: names in :data:`machines.MACHINES`, or 'all'.
+        nodes: numbers of nodes.
         models: names in :data:`workloads.WORKLOADS`, or 'all'.
-        resolutions: pixels on a side, separated by commas.
-        modes: names in :data:`MODES`, or 'all'; each by its fastest split, against stock's fastest.
-        batch: pictures.
+        resolutions: pixels per side.
+        modes: names in :data:`MODES`, or 'all'. Each mode uses its fastest split.
+        batch: number of images.
 
     Returns:
-        The rows of a `simulate` record.
+        Rows of a `simulate` record, with the speedup over stock's fastest split.
 
     Raises:
         ValueError: an option is not valid.
     """
-    wanted, rows = _names("--mode", modes, MODES), []
-    for cluster in _names("--cluster", clusters, MACHINES):
-        for model in _names("--model", models, WORKLOADS):
-            for count in _counts("--nodes", nodes):
-                for resolution in _counts("--resolution", resolutions):
-                    case = case_on(MACHINES[cluster], count, WORKLOADS[model], resolution, batch)
-                    known = {"cluster": cluster, "nodes": count, "model": model, "resolution": resolution}
-                    rows += [{**known, "batch": batch, **row} for row in _of_modes(case, wanted)]
+    requested, rows = _parse_names("--mode", modes, MODES), []
+    for cluster in _parse_names("--cluster", clusters, MACHINES):
+        for model in _parse_names("--model", models, WORKLOADS):
+            for count in _parse_counts("--nodes", nodes):
+                for resolution in _parse_counts("--resolution", resolutions):
+                    scenario = scenario_on_nodes(MACHINES[cluster], count, WORKLOADS[model], resolution, batch)
+                    labels = {"cluster": cluster, "nodes": count, "model": model, "resolution": resolution}
+                    rows += [{**labels, "batch": batch, **row} for row in _mode_rows(scenario, requested)]
     return rows
 
 
-def _of_modes(case: Case, modes: Sequence[str]) -> Iterable[dict[str, Any]]:
-    stock = predictions(case, STOCK)[0]
+def _mode_rows(scenario: Scenario, modes: Sequence[str]) -> Iterable[dict[str, Any]]:
+    stock = rank_splits(scenario, STOCK)[0]
     for mode in modes:
-        found = stock if mode == STOCK else predictions(case, mode)[0]
-        assert stock.step_seconds and found.step_seconds and found.compute_seconds  # machines on paper have a speed
+        best = stock if mode == STOCK else rank_splits(scenario, mode)[0]
+        assert stock.step_seconds and best.step_seconds and best.compute_seconds  # clusters have known FLOP/s
         yield {
-            "degree": found.ulysses,
-            "ring_degree": found.ring,
-            "placement": found.placement,
+            "degree": best.ulysses,
+            "ring_degree": best.ring,
+            "placement": best.placement,
             "mode": mode,
             "share": stock.a2a_seconds / stock.step_seconds,
-            "step_seconds": found.step_seconds,
-            "speedup": stock.step_seconds / found.step_seconds,
-            "compute_seconds": found.compute_seconds,
-            "a2a_seconds": found.a2a_seconds,
-            "ring_seconds": found.ring_seconds,
-            "problem": case.shard.problem,
+            "step_seconds": best.step_seconds,
+            "speedup": stock.step_seconds / best.step_seconds,
+            "compute_seconds": best.compute_seconds,
+            "a2a_seconds": best.a2a_seconds,
+            "ring_seconds": best.ring_seconds,
+            "problem": scenario.shard.problem,
         }
 
 
-def _names(option: str, text: str, valid: Iterable[str]) -> list[str]:
+def _parse_names(option: str, text: str, valid: Iterable[str]) -> list[str]:
     names = list(valid) if text == ALL else [name.strip() for name in text.split(",")]
     for name in names:
-        check_name(option, name, valid)
+        check_choice(option, name, valid)
     return names
 
 
-def _counts(option: str, text: str) -> list[int]:
+def _parse_counts(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{option} {text!r} is not valid; it takes whole numbers separated by commas")
+        raise ValueError(f"{option} {text!r} is not valid; it must be integers separated by commas")
     return [int(part) for part in parts]
 
 
@@ -98,18 +105,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table, left = Table(box=None), ("cluster", "model", "mode")
-    columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "share", "compute", "all-to-all")
-    for column in (*columns, "ring", "step", "speedup"):
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    table, left_aligned = Table(box=None), ("cluster", "model", "mode")
+    columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "stock comm.")
+    for column in (*columns, "compute", "all-to-all", "ring", "step time", "speedup"):
+        table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("cluster", "nodes", "model", "resolution", "batch", "mode")),
             *(f"{row['degree']} x {row['ring_degree']}", format_percent(row["share"])),
             *(format_seconds(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "step")),
-            f"{row['speedup']:.2f}",
+            f"{row['speedup']:.2f}x",
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
-    console.print(table, "predicted, not measured; speedup over stock's fastest split", sep="\n")
+    notes = (
+        "predicted, not measured; speedup over stock's fastest split",
+        "stock comm.: communication share of stock's step, all-to-alls only",
+    )
+    console.print(table, *notes, sep="\n")
     for problem in dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if row["problem"]):
         console.print(problem)
