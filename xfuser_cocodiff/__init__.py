@@ -1,7 +1,7 @@
 """CoCoDiff for xDiT: Ulysses all-to-alls along the machine's topology, as a plugin of xfuser.
 
-Importing this package has no effect. :func:`install` patches xDiT, :func:`uninstall` takes every patch back; both work
-before and after xDiT is imported. :func:`run` is for samplers that show their steps to no diffusers pipeline.
+Importing this package has no effect. :func:`install` patches xDiT, :func:`uninstall` removes all patches; both work
+before and after xDiT is imported. :func:`run` declares a run of a sampler that uses no diffusers pipeline.
 """
 
 import os
@@ -20,7 +20,7 @@ def install() -> bool:
     """Patch xDiT now, or as soon as it is imported.
 
     Returns:
-        Whether the plugin is in place; False, after one warning, where xDiT is missing or not a supported version.
+        Whether the plugin is installed; False, after one warning, if xDiT is missing or its version is not supported.
     """
     from xfuser_cocodiff.engine.settings.options import RECORD_VARIABLE
     from xfuser_cocodiff.xdit.integration import activation
@@ -35,33 +35,33 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Give every patched site of xDiT its original back."""
+    """Restore every patched symbol of xDiT."""
     from xfuser_cocodiff.xdit.integration import activation
 
     activation.uninstall()
 
 
 def run(steps: int | None = None) -> "Sampling":
-    """Declare a run of a sampler that uses no diffusers pipeline, so that modes can code it::
+    """Declare a run of a sampler that uses no diffusers pipeline, so that lossy modes can compress it::
 
         with xfuser_cocodiff.run(steps=50) as run:
             for time, next_time in zip(times, times[1:]):
                 latents = latents + (next_time - time) * transformer(latents, timestep=time, ...)[0]
                 run.step()
 
-    `run.step()` ends a step, and takes its latents where `cocodiff compare` is to see them. Calls of the transformer
-    within a step are branches of guidance. Leaving the block ends the run, also by an exception, and drops all that is
-    held of it; so does reaching `steps`. Every rank must do the same. Without the plugin in use nothing happens.
+    `run.step()` ends a step; it takes the latents for `cocodiff compare`. Calls of the transformer within a step are
+    guidance branches. Leaving the block, also by an exception, ends the run and drops its link references; so does
+    reaching `steps`. All ranks must do the same. Without the plugin nothing happens.
 
-    Of runs inside each other, also those of diffusers pipelines, the innermost is encoded. A transformer that an outer
-    one has called already, and the outer one itself while the inner one is open, travel exactly.
+    Of nested runs, also those of diffusers pipelines, the innermost is compressed. The outer run is lossless while the
+    inner one is open, and so is a transformer that both call.
 
     Args:
-        steps: of the run. None where that is not known: then a mode goes by its settings for many steps, and what
-            changes over a run does so over the first 50.
+        steps: number of denoising steps. None if it is unknown: then the mode uses its schedule for many steps, and
+            changes over a run happen within the first 50.
 
     Raises:
-        ValueError: `steps` is no whole number from 1.
+        ValueError: `steps` is not an integer of at least 1.
     """
     from xfuser_cocodiff.xdit.integration import activation
 

@@ -1,9 +1,11 @@
-"""The entry points: one that PyTorch calls at the end of ``import torch`` (group ``torch.backends``), and one that an
-xDiT with the series in ``patches/`` calls at the start of ``import xfuser`` (group ``xfuser.plugins``).
+"""Entry points that install the plugin.
 
-The first must cost next to nothing and never raise, so it only leaves a standard-library finder behind; the plugin
-itself is loaded when somebody imports xDiT. Whoever installs or uninstalls the plugin first decides: entry points that
-come later do nothing.
+PyTorch calls :func:`watch` at the end of ``import torch`` (group ``torch.backends``). An xDiT with the series in
+``patches/`` calls :func:`plug_in` at the start of ``import xfuser`` (group ``xfuser.plugins``).
+
+The first one must take almost no time and never raise, so it only adds a finder of the standard library; the plugin
+itself is loaded when xDiT is imported. The first call that installs or uninstalls the plugin counts: later entry points
+do nothing.
 """
 
 import os
@@ -12,17 +14,18 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 _decided = False
-"""Whether the plugin has been installed or kept out."""
+"""Whether the plugin has been installed or uninstalled."""
 
 
 class XDiTWatch:
-    """Sits first in sys.meta_path until xDiT is looked for, installs the plugin, and leaves."""
+    """Finder that installs the plugin when xDiT is imported, and then removes itself from sys.meta_path."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Install the plugin if `name` is xDiT or a part of it, and find the module with the other finders."""
         if name.partition(".")[0] == "xfuser":
             unwatch()
             _install()
-            # What was installed comes first now, and has not been asked for this module yet.
+            # The finder of the plugin is first now, and has not been called for this module yet.
             specs = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
             return next(filter(None, specs), None)
         return None
@@ -30,7 +33,7 @@ class XDiTWatch:
 
 def watch() -> None:
     """Install the plugin as soon as xDiT is imported, unless COCODIFF_DISABLE is set."""
-    # xDiT may be half imported by now, when it is what imports torch: its parts are watched as well as its top.
+    # If xDiT imports torch, its import is running already: so the imports of its parts are watched too.
     if _undecided():
         sys.meta_path.insert(0, XDiTWatch())
 
@@ -43,8 +46,10 @@ def plug_in() -> None:
 
 
 def unwatch() -> None:
-    """Remove the finder and close the entry points, as whoever installs or uninstalls the plugin explicitly must:
-    looking for xDiT would trigger them."""
+    """Remove the finder and disable the entry points.
+
+    An explicit installation or removal of the plugin calls this first, since looking for xDiT would trigger them.
+    """
     global _decided
     _decided = True
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, XDiTWatch)]
@@ -55,7 +60,7 @@ def _undecided() -> bool:
 
 
 def _install() -> None:
-    # Whatever is wrong with the plugin must not keep anybody from importing xDiT.
+    # No error in the plugin may break the import of xDiT.
     try:
         from xfuser_cocodiff import install
 

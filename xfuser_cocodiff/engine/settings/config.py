@@ -32,8 +32,8 @@ from xfuser_cocodiff.engine.settings.ring_placement import (
     PLACEMENTS,
     GroupPlacement,
     SequenceRanks,
-    has_nodes,
     place_groups,
+    spans_nodes,
 )
 from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.engine.topology.link_profile import Profile
@@ -201,8 +201,8 @@ def _mode(
     given: Mapping[str, Given], ranks: SequenceRanks, virtual: Topology | None, slow_axes: tuple[str, ...]
 ) -> str:
     has_tuned_schedule = (given["cocodiff_schedule"][0] or "").startswith("@")
-    spans_nodes = has_nodes(ranks.full_topology or ranks.detected) and slow_axes
-    default = MULTI_NODE_MODE if virtual or has_tuned_schedule or spans_nodes else EXACT
+    is_multi_node = spans_nodes(ranks.full_topology or ranks.detected) and slow_axes
+    default = MULTI_NODE_MODE if virtual or has_tuned_schedule or is_multi_node else EXACT
     return _choice(given["cocodiff_mode"], default, MODES)
 
 
@@ -215,7 +215,7 @@ def _topology(text: str, ranks: SequenceRanks) -> Topology:
 
 def default_mode(topology: Topology) -> str:
     """Return the mode of a run without --cocodiff_mode, by the detected topology of the ranks that share a sequence."""
-    return MULTI_NODE_MODE if has_nodes(topology) else EXACT
+    return MULTI_NODE_MODE if spans_nodes(topology) else EXACT
 
 
 def _plan(text: str, topology: Topology) -> Plan | None:

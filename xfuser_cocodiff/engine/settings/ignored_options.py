@@ -34,17 +34,17 @@ def warnings(
         if given := [source for name, source in sources.items() if name in names]:
             yield f"{', '.join(given)}: no effect {reason}"
 
-    found = list(_unknown_variables(environment))
+    messages = list(_unknown_variables(environment))
     if config is None:
         rest = tuple(name for name in sources if name not in (ENABLE_OPTION, *_PREFERENCES))
-        return [*found, *ignored(rest, f"without --{ENABLE_OPTION}")]
+        return [*messages, *ignored(rest, f"without --{ENABLE_OPTION}")]
     if config.virtual:
-        found += ignored(_COMMUNICATION, "with --cocodiff_virtual: one rank does not communicate")
+        messages += ignored(_COMMUNICATION, "with --cocodiff_virtual: one rank does not communicate")
     elif ring_degree == 1:
-        found += ignored(("ring",), "without --ring_degree above 1")
+        messages += ignored(("ring",), "without --ring_degree above 1")
     if config.mode == EXACT:
-        found += ignored(_COMPRESSION, f"in mode {EXACT!r}")
-    return found
+        messages += ignored(_COMPRESSION, f"in mode {EXACT!r}")
+    return messages
 
 
 def _unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:

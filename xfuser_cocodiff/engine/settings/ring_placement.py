@@ -26,18 +26,18 @@ class UlyssesRingSplit:
     placement: str = OUTER
     """Placement of the ring, one of PLACEMENTS."""
 
-    def ulysses_topology(self, whole: Topology) -> Topology:
+    def ulysses_topology(self, full: Topology) -> Topology:
         """Return the topology of a Ulysses group, given that of all ranks."""
-        return whole.strided(self.ulysses) if self.placement == INNER else whole.contiguous(self.ulysses)
+        return full.strided(self.ulysses) if self.placement == INNER else full.contiguous(self.ulysses)
 
-    def ring_topology(self, whole: Topology) -> Topology:
+    def ring_topology(self, full: Topology) -> Topology:
         """Return the topology of a ring, given that of all ranks."""
-        return whole.contiguous(self.ring) if self.placement == INNER else whole.strided(self.ring)
+        return full.contiguous(self.ring) if self.placement == INNER else full.strided(self.ring)
 
-    def fits(self, whole: Topology) -> bool:
+    def fits(self, full: Topology) -> bool:
         """Return whether Ulysses groups and rings align with the axes of all ranks: none is flat."""
-        known = {axis.name for axis in whole.axes}
-        parts = self.ulysses_topology(whole), self.ring_topology(whole)
+        known = {axis.name for axis in full.axes}
+        parts = self.ulysses_topology(full), self.ring_topology(full)
         return all({axis.name for axis in part.axes if axis.size > 1} <= known for part in parts)
 
 
@@ -91,26 +91,26 @@ def place_groups(
     if ranks.ring == 1:
         return GroupPlacement(given or ranks.detected)
     assert ranks.full_topology  # there is a ring
-    whole = given if given and given.size == ranks.count else ranks.full_topology
-    known = profile if profile and profile.topology == whole and given in (None, whole) else None
+    full = given if given and given.size == ranks.count else ranks.full_topology
+    known = profile if profile and profile.topology == full and given in (None, full) else None
     if ranks.ulysses == 1:
-        return GroupPlacement(ranks.detected, whole, None, known)
+        return GroupPlacement(ranks.detected, full, None, known)
     split = UlyssesRingSplit(ranks.ulysses, ranks.ring, placement)
-    if known and not split.fits(whole):
+    if known and not split.fits(full):
         raise ValueError(
             f"{placement!r} is not valid: Ulysses groups of {ranks.ulysses} and rings of {ranks.ring} ranks do not "
-            f"align with the axes of the profile, {whole}; valid are degrees that do, or no --cocodiff_profile"
+            f"align with the axes of the profile, {full}; valid are degrees that do, or no --cocodiff_profile"
         )
-    ring_topology = split.ring_topology(whole)
-    if given not in (None, whole):
+    ring_topology = split.ring_topology(full)
+    if given not in (None, full):
         return GroupPlacement(given, ring_topology)
     is_detected = placement == OUTER and not given and not known
-    topology = ranks.detected if is_detected else split.ulysses_topology(whole)
+    topology = ranks.detected if is_detected else split.ulysses_topology(full)
     return GroupPlacement(
         topology, ring_topology, known and known.restrict_to(topology), known and known.restrict_to(ring_topology)
     )
 
 
-def has_nodes(topology: Topology) -> bool:
+def spans_nodes(topology: Topology) -> bool:
     """Return whether a topology spans several nodes."""
     return any(axis.name == AXIS_NAMES[0] and axis.size > 1 for axis in topology.axes)

@@ -1,6 +1,6 @@
 """All-to-alls of attention as custom operators for compiled graphs.
 
-When a graph runs, the operators do what eager mode does, with plans, schedules, codecs and statistics. Ordered effects
+When a graph runs, the operators use plans, schedules, codecs and statistics as eager mode does. Ordered effects
 and a ticket, a tensor that each operator passes to the next, keep them in one order, the same on all ranks, so that one
 attention call is in flight at a time. An operator takes tensors that were sent before once more, to keep them alive
 until then and to tell the shape of its result.

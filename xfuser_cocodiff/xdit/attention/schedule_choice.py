@@ -82,10 +82,10 @@ def choose_schedules(
         is_same: whether attention in that many groups is bit-identical on this rank.
     """
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
-    whole = query.nbytes + key.nbytes + value.nbytes
-    pays_off = fixed is None and signature.ready and policy.sends_early(value.nbytes, whole)
+    nbytes = query.nbytes + key.nbytes + value.nbytes
+    pays_off = fixed is None and signature.ready and policy.sends_early(value.nbytes, nbytes)
     has_mlp = signature.has_parallel_mlp and fixed is not False and not session.comm_setup.synchronous
-    sizes = [value.nbytes, query.nbytes + key.nbytes] if pays_off else [whole]
+    sizes = [value.nbytes, query.nbytes + key.nbytes] if pays_off else [nbytes]
     is_flat = flat is None or {policy.choose(size) for size in (*sizes, query.nbytes)} == {Plan.flat(flat.topology)}
     # Links differ between the Ulysses groups of a ring, and hooks of the MLP between ranks.
     answers = session.all_reduce([float(each) for each in (pays_off, has_mlp, is_flat, is_same)], "min")

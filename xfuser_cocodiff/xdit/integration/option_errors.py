@@ -78,6 +78,6 @@ def check(arguments: Sequence[str]) -> None:
         return  # torchrun counts devices ("gpu", "auto"), and ranks check later
     environment = {**os.environ, "LOCAL_WORLD_SIZE": ranks_per_node}
     ulysses, ring = values["ulysses_degree"] or 1, values["ring_degree"] or 1
-    detected, whole = (launcher.detect(size, environment, platform.device_name()) for size in (ulysses, ulysses * ring))
+    detected, full = (launcher.detect(size, environment, platform.device_name()) for size in (ulysses, ulysses * ring))
     check_variables(environment)
-    resolve(values, environment, SequenceRanks(ulysses, detected, ring, whole), platform.compute_device().type)
+    resolve(values, environment, SequenceRanks(ulysses, detected, ring, full), platform.compute_device().type)

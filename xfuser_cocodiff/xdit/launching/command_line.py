@@ -28,9 +28,9 @@ def option_value(arguments: Sequence[str], name: str) -> str | None:
     """
     value = None
     for position, argument in enumerate(arguments):
-        spelled, equals, given = argument.partition("=")
-        if _is_option(spelled, name):
-            value = given if equals else next(iter(arguments[position + 1 :]), None)
+        spelling, equals, assigned = argument.partition("=")
+        if _is_option(spelling, name):
+            value = assigned if equals else next(iter(arguments[position + 1 :]), None)
     return value
 
 
@@ -59,8 +59,8 @@ def _drop_options(arguments: Sequence[str], names: Mapping[str, bool]) -> list[s
     remaining: list[str] = []
     is_value = False
     for argument in arguments:
-        spelled, equals, _ = argument.partition("=")
-        name = next((name for name in names if _is_option(spelled, name)), None)
+        spelling, equals, _ = argument.partition("=")
+        name = next((name for name in names if _is_option(spelling, name)), None)
         if is_value:
             is_value = False
         elif name:

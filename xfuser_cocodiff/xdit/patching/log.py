@@ -1,4 +1,4 @@
-"""Messages to the user, logged by rank 0: INFO for what is normal, WARNING for what the user should act on."""
+"""Messages to the user, logged by rank 0: INFO for normal events, WARNING for those that the user should act on."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ _previous_level: int | None = None
 
 
 def info_once(message: str) -> None:
-    """Log a message about what is normal, once per session."""
+    """Log a message about a normal event, once per session."""
     _log_once(logging.INFO, message)
 
 
