@@ -174,7 +174,7 @@ def step_with_policy(rank: int, ahead: bool, v_first: bool | None) -> tuple[list
         for module, name in functions:
             patched.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         session = use(group, v_first, policy=policy)
-        session.trials = None  # no schedule trials
+        session.schedule_tuner = None
         for _ in range(5):
             labels.clear()
             assert torch.equal(step(), expected)

@@ -62,7 +62,7 @@ def side_by_side(rank: int) -> None:
 def test_schedules_are_kept_by_slow_axes() -> None:
     signature = SimpleNamespace(key="single")
     configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
-    one, both = (Session(config, runtime=object())._name(signature) for config in configs)
+    one, both = (Session(config, runtime=object())._cache_key(signature) for config in configs)
     assert one != both
 
 

@@ -109,7 +109,7 @@ def _warm_up(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(tried.run(step), expected)
-        if tried.session.trials is None or tried.session.trials.settled:
+        if tried.session.schedule_tuner is None or tried.session.schedule_tuner.settled:
             break
     return equal
 

@@ -123,7 +123,7 @@ def of_mode(config: CocoDiffConfig, profile: Profile) -> Variant:
         config = replace(config, ring_profile=profile.restrict_to(config.ring_topology))
     ulysses = UlyssesRingSplit(group.size(), around.size()).ulysses_topology(profile.topology)
     known = TuningCache({}, profile.restrict_to(ulysses) if group.size() > 1 else None)
-    session = startup.create_session(group, config, known, around=around if around.size() > 1 else None)
+    session = startup.create_session(group, config, known, ring_group=around if around.size() > 1 else None)
     choose, plans = session.mesh.policy.choose, dict[str, None]()
 
     def choose_and_record(message_bytes: int) -> Plan:

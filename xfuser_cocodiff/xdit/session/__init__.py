@@ -1,4 +1,5 @@
-"""The plugin in one engine of xDiT: its groups, runs and trials, from its start to its end.
-Input: the settings in xDiT's parallel config, and calls of transformers.
-Public: `session.Session`, `session.active`, `startup.patches`.
+"""State of the plugin for one xDiT engine: runs, codecs and autotuning, from its start to its end.
+Input: the options in xDiT's parallel config, and calls of transformers.
+Output: a session in xDiT's runtime state, which tells attention how to communicate.
+Public: `session.Session`, `session.active`, `startup.create_session`, `startup.patches`.
 """

@@ -1,5 +1,4 @@
-"""xDiT's own collectives, in which a rank may be lost as well as in the plugin's: where the plugin is in use, the
-others name it there too."""
+"""Failure detection in xDiT's own collectives: while the plugin is in use, they name unresponsive ranks too."""
 
 import functools
 from collections.abc import Callable
@@ -19,24 +18,24 @@ _METHODS = (
 
 
 def patches() -> list[Patch]:
-    """Rows for what communicates."""
-    why = "a rank that is lost there is named"
-    stocks = Patch(usp_versions.MODULE, "_sdpa_all_to_all_single", why, _among_ulysses_ranks, ("x",))
+    """Return the patches of all collectives."""
+    why = "unresponsive ranks are named"
+    all_to_all = Patch(usp_versions.MODULE, "_sdpa_all_to_all_single", why, _with_detection_in_all_to_all, ("x",))
     return [
-        *(Patch(_COORDINATOR, f"GroupCoordinator.{name}", why, _in_a_group) for name in _METHODS),
-        *([] if stocks.problem() else [stocks]),
+        *(Patch(_COORDINATOR, f"GroupCoordinator.{name}", why, _with_detection) for name in _METHODS),
+        *([] if all_to_all.problem() else [all_to_all]),
     ]
 
 
-def _is_named() -> bool:
-    # Asked in this order: what is traced must not depend on who listens.
+def _is_detecting() -> bool:
+    # In this order: a traced graph must not depend on whether detection is on.
     return not torch.compiler.is_compiling() and failure_detection.is_heartbeat_running()
 
 
-def _in_a_group(original: Callable) -> Callable:
+def _with_detection(original: Callable) -> Callable:
     @functools.wraps(original)
     def communicate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_named():
+        if not _is_detecting():
             return original(self, *args, **kwargs)
         with failure_detection.report_failed_ranks(self.ranks, f"xDiT's {original.__name__}"):
             return original(self, *args, **kwargs)
@@ -44,10 +43,10 @@ def _in_a_group(original: Callable) -> Callable:
     return communicate
 
 
-def _among_ulysses_ranks(original: Callable) -> Callable:
+def _with_detection_in_all_to_all(original: Callable) -> Callable:
     @functools.wraps(original)
     def _sdpa_all_to_all_single(x: torch.Tensor) -> torch.Tensor:
-        if not _is_named():
+        if not _is_detecting():
             return original(x)
         from yunchang.globals import PROCESS_GROUP
 

@@ -1,4 +1,4 @@
-"""What is found of a machine is found of this: its ranks, and all that figures depend on beside them."""
+"""Descriptions of the hosts and the software that tuning results depend on, by which the tuning cache finds them."""
 
 import importlib.metadata
 import json
@@ -14,16 +14,16 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
 
 RING = {"part": "ring"}
-"""Of findings that are of rings."""
+"""Part of the description that marks tuning results of a ring."""
 
 
-def described(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
-    """What findings are of, beside the ranks: the same on all of them.
+def describe(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
+    """Return the part of the description that is the same on all ranks.
 
     Args:
-        topology: of the ranks along whose axes something is found.
-        kernels: the settings'.
-        backend: of their group, as PyTorch names it.
+        topology: of the group that is tuned.
+        kernels: value of --cocodiff_kernels.
+        backend: PyTorch's name for the backend of the group.
     """
     emulated = json.loads(os.environ.get(CLUSTER_VARIABLE, "{}"))
     return {
@@ -36,8 +36,8 @@ def described(topology: Topology, kernels: str, backend: str) -> dict[str, Any]:
     }
 
 
-def this_rank() -> dict[str, Any]:
-    """What a rank says of itself."""
+def describe_rank() -> dict[str, Any]:
+    """Return the part of the description that differs between ranks: host, device and number of threads."""
     device = compute_device()
     name = torch.get_device_module(device).get_device_name() if device != devices.CPU else platform.machine()
     return {"host": platform.node(), "device": f"{device.type} {name}", "threads": torch.get_num_threads()}
@@ -46,5 +46,5 @@ def this_rank() -> dict[str, Any]:
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # it runs from a source tree
+    except importlib.metadata.PackageNotFoundError:  # a source tree that is not installed
         return None

@@ -1,4 +1,4 @@
-"""Ulysses groups and rings where the settings want them: xDiT's own has Ulysses among neighbouring ranks only."""
+"""Placement of Ulysses groups and rings: xDiT itself has Ulysses among neighboring ranks only."""
 
 import functools
 from collections.abc import Callable
@@ -10,53 +10,54 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.settings.ring_placement import INNER, OUTER
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
-_wanted = ContextVar("wanted", default=OUTER)
+_placement = ContextVar("placement", default=OUTER)
+"""Placement of the ring while xDiT makes its groups."""
 
 
 def patches() -> list[Patch]:
-    """Rows that make the groups."""
+    """Return the patches that place the groups."""
     return [
         Patch(
             "xfuser.core.distributed.runtime_state",
             "RuntimeState._check_distributed_env",
-            "groups are made as the settings have it",
-            _by_settings,
+            "groups get the placement of --cocodiff_ring",
+            _with_configured_placement,
             ("self", "parallel_config"),
         ),
-        # Through the package: xDiT imports it from there when it makes its groups.
-        Patch("yunchang", "set_seq_parallel_pg", "the ring among neighbours, Ulysses across", _placing),
+        # In the package, from which xDiT imports it when it makes its groups.
+        Patch("yunchang", "set_seq_parallel_pg", "the ring among neighbors, Ulysses across", _with_placement),
     ]
 
 
-def _by_settings(original: Callable) -> Callable:
+def _with_configured_placement(original: Callable) -> Callable:
     @functools.wraps(original)
     def _check_distributed_env(self: Any, parallel_config: Any) -> None:
-        token = _wanted.set(wanted(parallel_config))
+        token = _placement.set(configured_placement(parallel_config))
         try:
             original(self, parallel_config)
         finally:
-            _wanted.reset(token)
+            _placement.reset(token)
 
     return _check_distributed_env
 
 
-def wanted(parallel_config: Any) -> str:
-    """Where the ring is to lie; the same on every rank, as the settings are."""
+def configured_placement(parallel_config: Any) -> str:
+    """Return the placement of the ring that the options ask for, INNER or OUTER; the same on all ranks."""
     config = getattr(parallel_config.sp_config, "cocodiff", None)
     return config.ring if config and parallel_config.pp_degree == 1 else OUTER
 
 
-def _placing(original: Callable) -> Callable:
+def _with_placement(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_seq_parallel_pg(*args: Any, **kwargs: Any) -> None:
-        if _wanted.get() == INNER:
+        if _placement.get() == INNER:
             kwargs["use_ulysses_low"] = False
         original(*args, **kwargs)
 
     return set_seq_parallel_pg
 
 
-def found(group: dist.ProcessGroup, around: dist.ProcessGroup) -> str:
-    """Return where a ring lies beside a Ulysses group: groups may have been made before there were settings."""
-    ulysses, ring = (dist.get_process_group_ranks(each) for each in (group, around))
+def placement(group: dist.ProcessGroup, ring_group: dist.ProcessGroup) -> str:
+    """Return the placement of a ring beside its Ulysses group, INNER or OUTER: groups may be older than the options."""
+    ulysses, ring = (dist.get_process_group_ranks(each) for each in (group, ring_group))
     return INNER if len(ulysses) > 1 and ulysses[1] - ulysses[0] > ring[1] - ring[0] else OUTER

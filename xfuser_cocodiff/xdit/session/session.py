@@ -1,5 +1,7 @@
-"""What one engine of xDiT has of the plugin. It lies on xDiT's runtime state, and ends with it: what one engine knows,
-counts and holds, another one in the same process never sees."""
+"""State of the plugin for one xDiT engine.
+
+It is an attribute of xDiT's runtime state, and ends with it: sessions of one process share nothing.
+"""
 
 import zlib
 from dataclasses import dataclass, field
@@ -35,151 +37,161 @@ from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.platforms.platform import compute_device, is_captured
 from xfuser_cocodiff.xdit.session import graph_order, replicated_text
 from xfuser_cocodiff.xdit.session.runs import Runs
-from xfuser_cocodiff.xdit.session.schedule_trials import Trials
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner
 
 
 @dataclass(eq=False)
 class Session:
-    """The plugin in one engine; by itself, one that leaves everything to stock xDiT."""
+    """State of the plugin for one xDiT engine; the default leaves all communication to stock xDiT."""
 
     config: CocoDiffConfig | None = None
     mesh: Mesh | None = None
-    """None where stock xDiT's exchanges run, and where one rank stands for many."""
+    """Mesh of the Ulysses group; None where stock's all-to-all runs, and with virtual ranks."""
     comm_setup: CommSetup | None = None
-    """What the mesh goes by."""
+    """Plans, link profile and tuning cache of :attr:`mesh`."""
     runtime: CodecRuntime | None = None
-    """What codecs know of the run under way; None where nothing is to be approximated."""
+    """State of the codecs; None where all communication is lossless."""
     lossless_reason: str | None = None
-    """Why nothing is to be approximated although a mode that does was asked for."""
+    """Reason why communication is lossless although a lossy mode is set."""
     ring: Ring | None = None
-    """The ranks that K and V go round; None where xDiT's ring runs, or there is none."""
+    """Ring over which the plugin passes K and V; None where xDiT's ring runs, or none."""
     ring_setup: CommSetup | None = None
-    """What the ring goes by."""
+    """Plans, link profile and tuning cache of :attr:`ring`."""
     uses_stock_usp: bool = False
-    """Whether xDiT's USP runs as it is, since it is not the one that is known here."""
+    """Whether xDiT's USP runs unchanged, since its version is unknown."""
     model: str = ""
-    """The class of its transformer."""
+    """Class name of the transformer."""
     padding: int = 0
-    """Tokens at the end of the sequence, in the call that is under way, which are there to make it divide."""
+    """Number of zero-padded tokens at the end of the sequence in the current call."""
     overlap: Overlap = field(default_factory=Overlap)
-    """What is fixed of how exchanges overlap with computation."""
+    """Overlap options that are set; the others are tuned."""
     layers: Layers = field(init=False)
-    """The attention layers that are followed."""
+    """Attention layers."""
     runs: Runs = field(init=False)
-    """The runs that were declared, or are recognised."""
+    """Declared and detected runs."""
     traffic: Traffic = field(init=False)
-    """What exchanges moved, stock's too where somebody watches them."""
+    """Statistics of the communication, also of stock's while it is recorded."""
     traced_call: TracedCall | None = field(init=False, default=None)
-    """The call of a layer that a graph has begun and not ended."""
-    trials: Trials | None = field(init=False, default=None)
-    """What is tried of schedules; None without a mesh."""
-    _has_told_of_text: bool = field(init=False, default=False)
+    """Call of a layer that a graph has begun and not ended."""
+    schedule_tuner: ScheduleTuner | None = field(init=False, default=None)
+    """Autotuner of overlap schedules; None without a mesh."""
+    _has_logged_text: bool = field(init=False, default=False)
+    """Whether the hint on replicated text tokens was logged."""
 
     def __post_init__(self) -> None:
-        self.runs = Runs(lambda: self.runtime, self._new_step, self.all_agree, self._run_begins, self._step_ends)
+        self.runs = Runs(lambda: self.runtime, self._reset_branches, self.all_agree, self._begin_run, self._end_step)
         self.layers = Layers(
-            self._follows, self.send_value, self.all_agree, info_once, self._counts, self.runs.before_call
+            self._overlaps, self.start_value, self.all_agree, info_once, self._counts_calls, self.runs.before_call
         )
         self.traffic = self.mesh.traffic if self.mesh else Traffic()
-        # Found here, since PyTorch cannot trace what is cached.
+        # Looked up here, since PyTorch cannot trace cached functions.
         self._sends_directly = (
             self.mesh is not None and devices.capabilities(self.mesh.stages.device.type).supports_direct_sends
         )
         if self.mesh:
             self.comm_setup = self.comm_setup or CommSetup(self.mesh, None)
-            self.trials = Trials(self._schedules, self._mean, self.all_agree, compute_device(), self.keep)
+            self.schedule_tuner = ScheduleTuner(
+                self._candidates, self._mean, self.all_agree, compute_device(), self.save_tuning
+            )
 
     @property
     def virtual(self) -> VirtualRanks | None:
-        """The ranks that this one stands for; None where it stands for itself."""
+        """Virtual ranks that this rank simulates; None where there are none."""
         return self.runtime.virtual if self.runtime else None
 
     @property
     def uses_custom_ops(self) -> bool:
-        """Whether a graph calls the exchanges of eager mode. What approximates is nothing else, and on a CPU they are
-        the faster ones; elsewhere exact exchanges are such as PyTorch traces, which CUDA graphs hold."""
+        """Whether graphs communicate by the plugin's custom operators.
+
+        Codecs run in these operators only, and on a CPU they are faster. Otherwise graphs have collectives that PyTorch
+        traces, which CUDA graphs can capture.
+        """
         return self.runtime is not None or self._sends_directly
 
     def mesh_of(self, schedule: OverlapSchedule) -> Mesh:
-        """The mesh by which a schedule has its exchanges."""
+        """Return the mesh for the all-to-alls of a schedule."""
         return (self.comm_setup.flat_mesh or self.mesh) if schedule.flat else self.mesh
 
     def sends_v_first(self, value: torch.Tensor) -> bool:
-        """Whether V goes first in a graph that calls none of them."""
+        """Return whether V goes first in a graph without custom operators."""
         wanted = self.overlap.v_first
         return self.mesh.policy.sends_early_in_graph(value.numel() * value.element_size()) if wanted is None else wanted
 
     def select_kernels(self) -> None:
-        """Have what is below engines do as this one is set."""
+        """Select the kernels that the config names, which are global to the process."""
         kernels.use(self.config.kernels if self.config else AUTO)
 
     def close(self) -> None:
-        """Leave modules as they were, and drop what is held of a run."""
+        """Restore all modules, end all runs, and restore Inductor's settings."""
         self.abandon_traced_call()
         self.layers.clear()
         self.runs.clear()
         graph_order.restore()
 
-    def _schedules(self) -> list[ScheduleCandidates]:
+    # Tuning.
+
+    def _candidates(self) -> list[ScheduleCandidates]:
         return [signature.candidates for signature in self.layers.signatures if signature.candidates]
 
     def cached_schedule(self, signature: LayerSignature) -> OverlapSchedule | None:
-        """What an earlier process has found fastest for a kind of layer, where nothing is fixed; the same on every
-        rank."""
+        """Return the schedule that an earlier process has chosen, the same on all ranks; None where there is none, or
+        where an overlap option is set."""
         if self.comm_setup.cache is None or self.overlap != Overlap():
             return None
-        found = self.comm_setup.cache.schedules.get(self._name(signature))
-        return found if found and (signature.ready or not found.v_first) else None
+        schedule = self.comm_setup.cache.schedules.get(self._cache_key(signature))
+        return schedule if schedule and (signature.ready or not schedule.v_first) else None
 
-    def _name(self, signature: LayerSignature) -> str:
-        """Of a kind, with what its schedule depends on beside the layer."""
+    def _cache_key(self, signature: LayerSignature) -> str:
+        """Return the key of a signature's schedule in the tuning cache, with the options that it depends on."""
         config, mode = self.config, EXACT
         if self.runtime:
             mode = f"{config.mode} {config.schedule or ''} {','.join(config.slow_axes)}"
         return f"{mode} {config.plan or AUTO} {signature.key}"
 
-    def keep(self) -> None:
-        """Something was found: keep it for the next process. One rank of each group does."""
+    def save_tuning(self) -> None:
+        """Save all tuning results for the next process; one rank of each group does."""
         if self.comm_setup.cache is None:
             return
-        signatures = [
-            signature for signature in self.layers.signatures if signature.candidates and signature.candidates.chosen
-        ]
         if self.overlap == Overlap():
-            self.comm_setup.cache.schedules |= {
-                self._name(signature): signature.candidates.chosen for signature in signatures
-            }
-        found = [self.comm_setup.cache, self.ring_setup.cache if self.ring_setup else None]
+            chosen = [each for each in self.layers.signatures if each.candidates and each.candidates.chosen]
+            self.comm_setup.cache.schedules |= {self._cache_key(each): each.candidates.chosen for each in chosen}
         try:
-            for known in found:
-                if known:
-                    known.save()
+            for setup in (self.comm_setup, self.ring_setup):
+                if setup and setup.cache:
+                    setup.cache.save()
         except OSError as error:
             warn_once(f"tuning results cannot be cached: {error}; choose another folder with --cocodiff_cache")
 
-    def _counts(self) -> bool:
+    # Runs and steps.
+
+    def _counts_calls(self) -> bool:
+        """Return whether calls of transformers count: in the active session, and not while tracing."""
         return self is active() and not torch.compiler.is_compiling()
 
-    def _new_step(self) -> None:
+    def _overlaps(self) -> bool:
+        """Return whether communication may overlap with computation at the moment."""
+        has_ranks = self.mesh is not None and self.mesh.topology.size > 1
+        return has_ranks and not self.uses_stock_usp and self._counts_calls()
+
+    def _reset_branches(self) -> None:
         self.abandon_traced_call()
         self.layers.end_step()
 
-    def _run_begins(self, total: int | None) -> None:
+    def _begin_run(self, total: int | None) -> None:
         self.layers.begin_run()
-        if self.trials:
-            self.trials.begin_run()
+        if self.schedule_tuner:
+            self.schedule_tuner.begin_run()
 
-    def _step_ends(self) -> None:
-        if self.mesh and not self._has_told_of_text:
-            self._has_told_of_text = replicated_text.warn_if_replicated(self.model)
-        if self.trials and self._counts() and not is_captured():
-            self.trials.end_step()
+    def _end_step(self) -> None:
+        if self.mesh and not self._has_logged_text:
+            self._has_logged_text = replicated_text.log_if_replicated(self.model)
+        if self.schedule_tuner and self._counts_calls() and not is_captured():
+            self.schedule_tuner.end_step()
 
-    def _follows(self) -> bool:
-        return self.mesh is not None and not self.uses_stock_usp and self.mesh.topology.size > 1 and self._counts()
+    # Agreement of ranks.
 
     def all_agree(self, value: object) -> bool:
-        """Whether all ranks that share a sequence pass the same; one that stands for many has nobody to ask."""
+        """Return whether all ranks that share a sequence pass the same value; always true with virtual ranks."""
         if self.mesh is None:
             return True
         number = zlib.crc32(repr(value).encode())
@@ -187,32 +199,32 @@ class Session:
         return least == -negated
 
     def all_reduce(self, values: list[float], operation: str) -> list[float]:
-        """As the function of this name, within the time that an exchange may take."""
+        """Return :func:`all_reduce` of the values, with the configured timeout."""
         return all_reduce(values, operation, self.config.timeout if self.config else None)
 
     def _mean(self, values: list[float]) -> list[float]:
         *sums, ranks = self.all_reduce([*values, 1.0], "sum")
         return [value / ranks for value in sums]
 
-    # What travels.
+    # Calls of layers.
 
     def begin_traced_call(self, call: TracedCall) -> None:
-        """Begin a call in a graph."""
+        """Begin a call of a layer in a graph."""
         self.abandon_traced_call()
         self.traced_call = call
         if call.layer:
             call.layer.call = call
 
     def end_traced_call(self) -> torch.Tensor:
-        """End it; return O."""
+        """End the call of a layer in a graph, and return O."""
         call = self.traced_call
         result = call.all_to_alls.wait_output()
         call.end()
-        self.abandon_traced_call()  # which would hold O
+        self.abandon_traced_call()  # the call would keep O alive
         return result
 
     def abandon_traced_call(self) -> None:
-        """Bring to its end what an error has left under way: peers take part in it."""
+        """Drain the all-to-alls of a call that an error has interrupted: peers take part in them."""
         call, self.traced_call = self.traced_call, None
         if call:
             if call.layer:
@@ -220,27 +232,30 @@ class Session:
             call.all_to_alls.drain()
 
     def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
-        """How the exchanges of a layer's Ulysses group are encoded in this call; all ranks find the same."""
+        """Return the codecs of a layer's Ulysses group in this call, the same on all ranks; None where it is lossless.
 
-        def found() -> LayerCodecs | None:
-            return self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
-
-        if not self._codes(layer):
+        Args:
+            layer: None where its module is unknown.
+            sizes: of the layer's tensors on this rank.
+        """
+        if not self._is_encoded(layer):
             return None
-        if layer.call is None:  # its first call ever, which is not followed yet
-            return found()
-        if layer.call.layer_codecs is None:
-            layer.call.layer_codecs = found()
-        return layer.call.layer_codecs
+        call = layer.call
+        if call is not None and call.layer_codecs is not None:
+            return call.layer_codecs
+        codecs = self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
+        if call is not None:  # the first call of a layer is not wrapped yet
+            call.layer_codecs = codecs
+        return codecs
 
     def ring_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
-        """The same of a layer's ring."""
-        if not self._codes(layer):
+        """Return the codecs of a layer's ring in this call; see :meth:`layer_codecs`."""
+        if not self._is_encoded(layer):
             return None
         return self.runtime.ring_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
 
-    def _codes(self, layer: BaseLayer | None) -> bool:
-        """Whether a layer is to be encoded in this call."""
+    def _is_encoded(self, layer: BaseLayer | None) -> bool:
+        """Return whether a layer is encoded in this call."""
         if self.runtime is None or layer is None or layer.root.run is None or layer.is_repeated:
             return False
         if is_captured():
@@ -250,51 +265,49 @@ class Session:
             return False
         return True
 
-    def send_value(self, value: torch.Tensor, layer: Layer) -> Handle:
-        """Start the exchange of a layer's V, or of its first part where the call has several."""
+    def start_value(self, value: torch.Tensor, layer: Layer) -> Handle:
+        """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
         self.select_kernels()
         head_group = HeadGroup(0, layer.call.schedule.groups)
         value = pad_heads(value, self.mesh.topology.size)
-        return start_seq_to_heads(
-            [value], self.mesh, Label("v", layer.name), head_group, self.layer_codecs(layer, layer.call.signature.sizes)
-        )
+        codecs = self.layer_codecs(layer, layer.call.signature.sizes)
+        return start_seq_to_heads([value], self.mesh, Label("v", layer.name), head_group, codecs)
 
 
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
-    """Numbers reduced by 'sum', 'min' or 'max' over all ranks that share a sequence: in a ring, Ulysses groups must
-    decide alike too. All of these ranks must call this.
+    """Return numbers reduced over all ranks that share a sequence; all of them must call this.
 
-    It goes by xDiT's group for values of the host, which is gloo's: no device is waited for, and an exchange that is
-    under way is not in its way.
+    In a ring these are all of its Ulysses groups, which have to make the same decisions. The collective runs in xDiT's
+    gloo group for host memory, so that it waits for no device and no all-to-all in flight.
 
     Args:
         values: of this rank.
-        operation: how they are reduced.
-        timeout: seconds that it may take; torch's default when not given, as xDiT's group has it.
+        operation: "sum", "min" or "max".
+        timeout: in seconds; torch's default when not given.
 
     Raises:
-        LostRankError: a rank is gone or does not answer.
+        UnresponsiveRankError: a rank does not respond.
     """
     from xfuser.core.distributed import get_sp_group
 
-    group, patience = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
-    found = torch.tensor(values, dtype=torch.float64)
+    group, limit = get_sp_group().cpu_group, timedelta(seconds=timeout) if timeout else default_pg_timeout
+    tensor = torch.tensor(values, dtype=torch.float64)
     with failure_detection.report_failed_ranks(group, "agreement"):
-        dist.all_reduce(found, _OPERATIONS[operation], group=group, async_op=True).wait(patience)
-    return found.tolist()
+        dist.all_reduce(tensor, _OPERATIONS[operation], group=group, async_op=True).wait(limit)
+    return tensor.tolist()
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 HEAD_GROUPS_IGNORED = "--cocodiff_head_groups has no effect in compiled graphs; leave it out, or --use_torch_compile"
-"""Warning of a setting that graphs leave out."""
-_NONE = Session()
-"""In force while xDiT has no runtime state."""
+"""Warning of an option that has no effect in graphs."""
+_STOCK = Session()
+"""Session while xDiT has no runtime state: all communication is stock's."""
 
 
 def deactivate() -> None:
-    """Have the runtime state in force run without an engine's settings: its exchanges are stock's."""
+    """Remove the session from xDiT's runtime state, whose communication is stock's from then on."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
     if _RUNTIME is not None:
@@ -302,7 +315,7 @@ def deactivate() -> None:
 
 
 def active() -> Session:
-    """The engine of the runtime state in force."""
+    """Return the session of xDiT's runtime state; one that leaves all to stock where there is none."""
     from xfuser.core.distributed.runtime_state import _RUNTIME
 
-    return getattr(_RUNTIME, "cocodiff", None) or _NONE
+    return getattr(_RUNTIME, "cocodiff", None) or _STOCK

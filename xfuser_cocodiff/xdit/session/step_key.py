@@ -1,8 +1,8 @@
-"""Where a call of a transformer stands in a run, by what it is given: its timestep, and what carries its prompt.
+"""Keys that tell which step of a run a call of a transformer belongs to, from its timestep and its prompt.
 
-Nothing here makes the host wait for a device. A timestep that is a number, or lies on the CPU, is known by its value;
-one that lies on a device by its place in a storage, as `timesteps[i].expand(batch)` has it. A prompt is known by its
-tensor, never by its values: ranks may hold different parts of it, and have to find the same.
+The host never waits for a device here. A timestep on the host is compared by value, one on a device by its offset in a
+storage, as in `timesteps[i].expand(batch)`. A prompt is compared by the identity of its tensor, never by value: ranks
+may hold different parts of it, and must make the same decision.
 """
 
 import weakref
@@ -17,88 +17,90 @@ from xfuser_cocodiff.engine.topology import devices as devices
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 
 TIMES = ("timestep", "t", "sigma", "timesteps", "vision_timesteps")
-"""Names of the argument that changes from step to step, of which the first that is given counts."""
+"""Names of the argument that changes from step to step; the first that is present counts."""
 PROMPTS = ("encoder_hidden_states", "cap_feats", "llm_features", "input_ids")
-"""Beginnings of the names of arguments that carry a prompt."""
+"""Prefixes of the names of arguments that hold a prompt."""
 
 
-class UnclearError(Exception):
-    """The host cannot know where a call stands; says why."""
+class UnknownStepError(Exception):
+    """The step of a call cannot be known on the host; the message says why."""
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor as an object, without holding it."""
+class TensorKey:
+    """The identity of a tensor, which it does not keep alive."""
 
-    whole: weakref.ref
-    """It, or what it is a view of."""
-    place: tuple
-    """In that, and how often it has been written."""
+    base: weakref.ref
+    """Reference to the tensor, or to the one that it is a view of."""
+    view: tuple
+    """Offset, shape and stride of the view, and the version counter."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Tensor":
-        whole = tensor if tensor._base is None else tensor._base
-        return cls(weakref.ref(whole), (tensor.storage_offset(), tensor.shape, tensor.stride(), _version(tensor)))
+    def of(cls, tensor: torch.Tensor) -> "TensorKey":
+        base = tensor if tensor._base is None else tensor._base
+        return cls(weakref.ref(base), (tensor.storage_offset(), tensor.shape, tensor.stride(), _version(tensor)))
 
-    def is_(self, other: "Tensor") -> bool:
-        """Whether the other one is the same, and has not been written since."""
-        return self.whole() is not None and self.whole() is other.whole() and self.place == other.place
+    def is_same(self, other: "TensorKey") -> bool:
+        """Return whether both are the same tensor, which has not been written in between."""
+        return self.base() is not None and self.base() is other.base() and self.view == other.view
 
 
 @dataclass(frozen=True)
 class StepKey:
-    """Where a call stands."""
+    """The timestep and the prompt of a call."""
 
     time: float
-    """It says more and more, or less and less, from one step to the next."""
+    """Timestep: its value, or its offset in :attr:`storage`. It changes in one direction from step to step."""
     scale: tuple
-    """Times can be compared where this is equal."""
-    held: torch.UntypedStorage | None
-    """What times are places in; held, so that nothing else gets its address."""
-    prompt: tuple[Tensor, ...]
+    """Kind of :attr:`time`; times are compared only if their scales are equal."""
+    storage: torch.UntypedStorage | None
+    """Storage of the timesteps if they are on a device; kept alive, so that no other one gets its address."""
+    prompt: tuple[TensorKey, ...]
+    """Keys of the prompt's tensors."""
     shapes: tuple[torch.Size, ...]
-    """Of all tensors that it was given."""
+    """Shapes of all tensors among the arguments."""
 
     @classmethod
     def of(cls, transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "StepKey":
-        """The moment of a call.
+        """Return the key of a call.
 
         Raises:
-            UnclearError: it cannot be known; the same on every rank, since it depends on no value.
+            UnknownStepError: there is no key; on all ranks alike, since that depends on no value.
         """
         given = named_arguments(transformer, args, kwargs)
         name = next((name for name in TIMES if given.get(name) is not None), None)
         if name is None:
-            raise UnclearError(f"its transformer is given no argument named {', '.join(TIMES)}")
+            raise UnknownStepError(f"its transformer is given no argument named {', '.join(TIMES)}")
         prompt = prompts_of(transformer, args, kwargs)
         if not prompt:
-            raise UnclearError(f"its transformer is given no argument named {', '.join(PROMPTS)}")
+            raise UnknownStepError(f"its transformer is given no argument named {', '.join(PROMPTS)}")
         shapes = tuple(tensor.shape for value in given.values() for tensor in _tensors(value))
-        return cls(*_time(given[name]), tuple(map(Tensor.of, prompt)), shapes)
+        return cls(*_time(given[name]), tuple(map(TensorKey.of, prompt)), shapes)
 
-    def same_prompt(self, other: "StepKey") -> bool:
-        """Whether both are given the same prompt, and tensors of the same shapes."""
+    def has_same_prompt(self, other: "StepKey") -> bool:
+        """Return whether both calls have the same prompt, and tensors of the same shapes."""
         pairs = zip(self.prompt, other.prompt, strict=False)
-        return self.shapes == other.shapes and all(one.is_(another) for one, another in pairs)
+        return self.shapes == other.shapes and all(one.is_same(another) for one, another in pairs)
 
 
 def prompts_of(transformer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call that carry its prompt."""
+    """Return the tensors of a call that hold its prompt."""
     given = named_arguments(transformer, args, kwargs)
     return [tensor for name, value in given.items() if name.startswith(PROMPTS) for tensor in _tensors(value)]
 
 
-def _time(given: Any) -> tuple[float, tuple, torch.UntypedStorage | None]:
-    """Time, scale and what is held of it."""
-    if not torch.is_tensor(given):
-        return float(given), (1,), None
-    if given.numel() == 0:
-        raise UnclearError("the timestep of its transformer is empty")
-    # All ranks of a group denoise by the same timesteps, so their values may decide.
-    if _on_host(given):
-        return given.double().mean().item(), (given.numel(),), None
-    storage = given.untyped_storage()
-    return float(given.storage_offset()), (storage.data_ptr(), given.numel(), _version(given)), storage
+def _time(timestep: Any) -> tuple[float, tuple, torch.UntypedStorage | None]:
+    """Return time, scale and storage of a :class:`StepKey`."""
+    if not torch.is_tensor(timestep):
+        return float(timestep), (1,), None
+    if timestep.numel() == 0:
+        raise UnknownStepError("the timestep of its transformer is empty")
+    # All ranks of a group have the same timesteps, so that a decision may depend on their values.
+    if _on_host(timestep):
+        return timestep.double().mean().item(), (timestep.numel(),), None
+    storage = timestep.untyped_storage()
+    scale = storage.data_ptr(), timestep.numel(), _version(timestep)
+    return float(timestep.storage_offset()), scale, storage
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
@@ -110,6 +112,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or all tensors in nested lists and tuples."""
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, (list, tuple)):

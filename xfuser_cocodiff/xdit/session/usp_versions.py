@@ -1,5 +1,8 @@
-"""xDiT's USP as `attention.usp` does it again. Another one runs as it is, over the plugin's collectives where it calls
-functions that are known here, else over its own."""
+"""Versions of xDiT's USP that `attention.usp` reimplements.
+
+Any other version runs unchanged: over the plugin's all-to-all where it calls functions that are known here, else over
+its own.
+"""
 
 import hashlib
 
@@ -16,7 +19,7 @@ DIGESTS = {
         "_combined_gqa_qkv_all_to_all": "1781b0b4722eb9af",
     }
 }
-"""Of the functions that are done again, by version of xfuser."""
+"""Digests of the functions that are reimplemented, by version of xfuser."""
 HELPERS = {
     "_HEAD_BALANCE_BACKENDS": (),
     "_concat_joint_tensor": ("tensor", "joint_tensor", "joint_strategy", "dim"),
@@ -30,23 +33,23 @@ HELPERS = {
     "_validate_gqa_params": ("query", "key", "value", "kv_head_repeat", "joint_strategy"),
     "concat_joint_tensors_decorator": ("func",),
 }
-"""Parameters of the functions that are called as they are."""
+"""Parameters of the functions that the reimplementation calls."""
 
 
 def digest() -> str:
-    """Return the hash of the installed functions, and of what helpers take."""
+    """Return a digest of the installed functions, and of the helpers' parameters."""
     helpers = {name: symbol_lookup.source_parameters(MODULE, name) for name in HELPERS}
     return hashlib.sha256(repr((_digests(), helpers)).encode()).hexdigest()[:16]
 
 
 def is_known() -> bool:
-    """Return whether the installed USP is one that is done again here. All ranks have the same one."""
+    """Return whether the installed USP is a known version; all ranks have the same one."""
     helpers = all(symbol_lookup.source_parameters(MODULE, name) == parameters for name, parameters in HELPERS.items())
     return helpers and _digests() in DIGESTS.values()
 
 
 def has(function: str) -> bool:
-    """Return whether an installed function is one that is done again here."""
+    """Return whether an installed function is that of a known version."""
     return _digests()[function] in [known[function] for known in DIGESTS.values()]
 
 

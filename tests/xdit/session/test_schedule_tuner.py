@@ -1,0 +1,318 @@
+"""Autotuning of schedules by whole steps, on a mock clock."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.engine.topology.test_planner import profile_of
+from tests.xdit.attention.test_overlap import start, use_config
+from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, OverlapSchedule, ScheduleCandidates
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.session import schedule_tuner
+from xfuser_cocodiff.xdit.session import session as session_module
+from xfuser_cocodiff.xdit.session.schedule_tuner import ROUNDS, ScheduleTuner
+
+CPU = torch.device("cpu")
+FLAT, V_FIRST = OverlapSchedule(flat=True), OverlapSchedule(True)
+
+
+class FakeClock:
+    """A mock clock that stands still between steps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    made = FakeClock()
+    monkeypatch.setattr(schedule_tuner, "time", made)
+    return made
+
+
+class Steps:
+    """Steps of a session, in which layers of several signatures run by their schedules."""
+
+    def __init__(self, clock: FakeClock, *candidates: ScheduleCandidates, stock: float = 1.0) -> None:
+        self._clock, self.candidates = clock, list(candidates)
+        self.seconds = {FLAT: stock, V_FIRST: 1.0}
+        self.choices = 0
+        self.reduced: list[list[float]] = []
+        """Times of which the mean over all ranks was computed."""
+        self.tuner = ScheduleTuner(lambda: self.candidates, self._reduce, lambda value: True, CPU, self._count_choice)
+        self.tuner.begin_run()
+
+    def _reduce(self, values: list[float]) -> list[float]:
+        self.reduced.append(values)
+        return values
+
+    def _count_choice(self) -> None:
+        self.choices += 1
+
+    def run(
+        self, *ran: ScheduleCandidates, calls: int = 2, is_representative: bool = True, delay: float = 0.0
+    ) -> list[OverlapSchedule]:
+        """Run a step with layers of some signatures, and return their schedules."""
+        schedules = [each.schedule for each in ran]
+        self._clock.now += delay + sum(self.seconds[one] for one in schedules)
+        for each in ran:
+            for _ in range(calls):
+                each.count_call(is_representative)
+        self.tuner.end_step()
+        return schedules
+
+
+@pytest.mark.parametrize(("stock", "expected"), [(0.95, FLAT), (0.985, FLAT), (0.995, V_FIRST), (1.05, V_FIRST)])
+def test_stocks_schedule_is_chosen_if_it_saves_more_than_one_percent(
+    clock: FakeClock, stock: float, expected: OverlapSchedule
+) -> None:
+    candidates = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=stock)
+    ran = [steps.run(*candidates) for _ in range(1 + len(ROUNDS))]
+    by_candidate = {PLUGIN: [V_FIRST] * 2, STOCK: [FLAT] * 2}
+    # The first step of a run is not timed.
+    assert ran == [by_candidate[PLUGIN], *(by_candidate[candidate] for candidate in ROUNDS)]
+    assert [each.chosen for each in candidates] == [expected] * 2
+    assert steps.tuner.settled and steps.choices == 1 and len(steps.reduced) == 1
+    for _ in range(3):
+        assert steps.run(*candidates) == [expected] * 2
+    assert len(steps.reduced) == 1
+
+
+def test_one_outlier_does_not_change_the_choice(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, layer, stock=1.1)
+    for number in range(1 + len(ROUNDS)):
+        steps.run(layer, delay=5.0 * (number == 4))
+    assert layer.chosen == V_FIRST
+
+
+def test_rounds_continue_in_the_next_run(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, layer, stock=0.5)
+    for _ in range(len(ROUNDS) // 2):
+        assert layer.chosen is None
+        steps.tuner.begin_run()
+        clock.now += 7.0  # time between runs
+        for _ in range(4):  # a step that is not timed, a pair of rounds, and half a pair
+            steps.run(layer)
+    assert layer.chosen == FLAT
+
+
+def test_a_run_with_fewer_calls_per_step_has_its_own_rounds(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, layer, stock=0.5)
+    for _ in range(6):
+        steps.run(layer, calls=4)
+    steps.tuner.begin_run()
+    steps.seconds = {FLAT: 1.0, V_FIRST: 0.9}
+    for _ in range(1 + len(ROUNDS)):
+        assert layer.chosen is None
+        steps.run(layer, calls=2)
+    assert layer.chosen == V_FIRST
+
+
+def test_steps_with_caches_or_keyframes_are_not_timed(clock: FakeClock) -> None:
+    candidates = one, _ = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=0.5)
+    steps.run(*candidates)
+    for _ in ROUNDS:
+        assert one.chosen is None
+        candidate = one.schedule
+        steps.run(*candidates, is_representative=False, delay=9.0)
+        steps.run(*candidates, calls=1)
+        steps.run(one)
+        steps.run()
+        assert steps.run(*candidates) == [candidate] * 2
+    assert [each.chosen for each in candidates] == [FLAT] * 2
+
+
+def test_layers_found_later_are_tuned_on_their_own(clock: FakeClock) -> None:
+    first, second = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, first, second, stock=0.5)
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(first)
+    assert first.chosen == FLAT and second.chosen is None
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(first, second)
+    assert second.chosen == FLAT
+
+
+def test_steps_with_caches_do_not_delay_the_choice(clock: FakeClock) -> None:
+    candidates = cached, always = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=0.5)
+    steps.run(always)
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(cached, always)
+        steps.run(always)
+        steps.run(always)
+    assert [each.chosen for each in candidates] == [FLAT] * 2 and len(steps.reduced) == 1
+
+
+def test_a_signature_that_ran_with_a_chosen_one_is_tuned_alone(clock: FakeClock) -> None:
+    candidates = first, both, second = [ScheduleCandidates([FLAT, V_FIRST]) for _ in range(3)]
+    steps = Steps(clock, *candidates, stock=0.5)
+    steps.run(both, second)
+    steps.tuner.begin_run()
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(first, both)
+    assert both.chosen == FLAT and second.chosen is None
+    for _ in range(1 + len(ROUNDS)):
+        steps.run(both, second)
+    assert second.chosen == FLAT
+
+
+def test_layers_of_another_size_are_tuned_without_declared_runs(clock: FakeClock) -> None:
+    candidates = small, large = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=0.5)
+    for _ in range(3):
+        steps.run(small)
+    for _ in range(2 * len(ROUNDS) + 1):
+        steps.run(large)
+    assert [each.chosen for each in candidates] == [None, FLAT]
+
+
+def test_signatures_that_alternate_without_declared_runs_are_all_tuned(clock: FakeClock) -> None:
+    candidates = first, second = ScheduleCandidates([FLAT, V_FIRST]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=0.5)
+    for _ in range(2 * len(ROUNDS) + 2):
+        steps.run(first)
+        steps.run(second)
+    assert [each.chosen for each in candidates] == [FLAT] * 2
+
+
+def test_an_interrupted_step_is_not_timed(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, layer, stock=0.5)
+    for _ in range(5):
+        steps.run(layer)
+    layer.count_call()
+    steps.tuner.begin_run()
+    for _ in range(5):
+        steps.run(layer)
+    assert layer.chosen == FLAT
+
+
+def test_a_single_schedule_is_not_tuned(clock: FakeClock) -> None:
+    assert ScheduleCandidates([V_FIRST]).chosen == ScheduleCandidates([V_FIRST, V_FIRST]).chosen == V_FIRST
+    steps = Steps(clock, ScheduleCandidates([V_FIRST]))
+    for _ in range(12):
+        assert steps.run(*steps.candidates) == [V_FIRST]
+    assert steps.tuner.settled and not steps.reduced
+
+
+def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended_steps: list[int] = []
+    session = session_module.Session()
+    session.schedule_tuner = SimpleNamespace(end_step=lambda: ended_steps.append(1), begin_run=lambda: None)
+    monkeypatch.setattr(session_module, "active", lambda: session)
+    session.runs.begin(3)
+    session.runs.end_step()
+    monkeypatch.setattr(session_module, "is_captured", lambda: True)
+    session.runs.end_step()
+    assert ended_steps == [1]
+    monkeypatch.setattr(session_module, "is_captured", lambda: False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    session.runs.end_step()
+    assert ended_steps == [1]
+
+
+# On ranks.
+
+
+def choose_on_ranks(rank: int, by_rank: list[dict[bool, float]]) -> tuple[list[str], list[float]]:
+    """Return the chosen schedules, and a mean over ranks, given each rank's step time with V first (True) or not."""
+    group, _, step = start(rank, depth=3)
+    expected, clock = step(), FakeClock()
+    links = profile_of([2], [1e3], latency=0.0, launch=0.0)  # V-First is worth its launch
+    session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session.runs.begin(20)
+    with mock.patch.object(schedule_tuner, "time", clock):
+        for _ in range(2 + len(ROUNDS)):
+            signatures = list(session.layers.signatures)
+            v_first = any(signature.candidates.schedule.v_first for signature in signatures if signature.candidates)
+            clock.now += by_rank[rank][v_first]
+            assert torch.equal(step(), expected)
+            session.runs.end_step()
+    return [str(signature.candidates.chosen) for signature in signatures], session._mean([float(rank), 2.0 * rank])
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([{True: 1.0, False: 0.9}, {True: 1.0, False: 1.04}], "QKV together, 1 head group"),  # the mean saves 3 %
+        ([{True: 1.0, False: 0.96}, {True: 1.0, False: 1.1}], "V first, 1 head group"),
+    ],
+)
+def test_ranks_choose_by_the_mean_of_their_step_times(by_rank: list[dict[bool, float]], expected: str) -> None:
+    for chosen, mean in ranks.run(choose_on_ranks, 2, by_rank):
+        assert all(one.startswith(expected) for one in chosen) and len(chosen) == 2
+        assert mean == [0.5, 1.0]
+
+
+def num_timed_steps(rank: int) -> list[int]:
+    """Return the number of timed steps after each step of a lossy run, in which every fourth step is a keyframe."""
+    group, _, step = start(rank, depth=3)
+    topology = Topology.named(node=2)
+    config = CocoDiffConfig(
+        topology=topology, mode="balanced", schedule="warmup=1,refresh=4", slow_axes=("node",), plan=Plan.flat(topology)
+    )
+    session = use_config(group, config)
+    session.runs.begin(20)
+    found = []
+    for _ in range(9):
+        step()
+        session.runs.end_step()
+        found.append(sum(map(len, session.schedule_tuner._seconds.values())))
+    return found
+
+
+def test_keyframes_of_a_lossy_run_are_not_timed() -> None:
+    for found in ranks.run(num_timed_steps, 2):
+        # Layers are found in step 1 and verified in step 2; steps 5 and 9 are keyframes.
+        assert found == [0, 0, 1, 2, 2, 3, 4, 5, 5]
+
+
+def resume_after_unequal_steps(rank: int, num_steps: int) -> tuple[list[bool], bool]:
+    """End the last step of a run on one rank only, then run another one.
+
+    Returns:
+        For each step of the second run whether all ranks had the same schedules; whether all were chosen at the end.
+    """
+    group, _, step = start(rank, depth=3)
+    links = profile_of([2], [1e3], latency=0.0, launch=0.0)
+    session = use_config(group, CocoDiffConfig(topology=links.topology), TuningCache({}, links))
+    session.runs.begin(20)
+    for _ in range(num_steps):
+        step()
+        session.runs.end_step()
+    step()
+    if rank == 0:
+        session.runs.end_step()
+    session.runs.begin(20)
+    same = []
+    for _ in range(3 + len(ROUNDS)):
+        same.append(
+            session.all_agree(
+                [str(signature.candidates.schedule) for signature in session.layers.signatures if signature.candidates]
+            )
+        )
+        if not same[-1]:
+            break
+        step()
+        session.runs.end_step()
+    return same, all(signature.candidates.chosen for signature in session.layers.signatures)
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 5])
+def test_ranks_have_the_same_candidates_after_a_run_of_unequal_steps(num_steps: int) -> None:
+    assert ranks.run(resume_after_unequal_steps, 2, num_steps) == [([True] * (3 + len(ROUNDS)), True)] * 2
