@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        part: Fraction = Fraction(1),
+        fraction: Fraction = Fraction(1),
     ) -> "LayerSizes":
         """Of tensors (B, H, S, D) in one call.
 
@@ -42,10 +42,10 @@ class LayerSizes(NamedTuple):
             query: Q.
             key: K, perhaps of other tokens than Q, such as text beside them.
             value: V.
-            part: what of it counts, where a rank stands for others and has but a part of what it sees.
+            fraction: share of the tensors that counts; below 1 where a rank simulates others.
         """
         values = 2 * query.numel() + key.numel() + value.numel()  # O is of the shape of all queries
-        return cls(int(values * part), int(value.numel() * part), value.shape[-1], value.element_size())
+        return cls(int(values * fraction), int(value.numel() * fraction), value.shape[-1], value.element_size())
 
     def crossing(self, places: int) -> "LayerSizes":
         """What of it crosses slow axes with so many places."""

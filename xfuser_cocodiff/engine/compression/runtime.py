@@ -84,7 +84,7 @@ class CodecRuntime:
     """What codecs know of the run under way. All ranks must call its methods alike.
 
     Args:
-        way: the slow axes of a Ulysses group; None where it has none, and where ranks are virtual.
+        partition: slow axes of a Ulysses group; None where it has none, and where ranks are virtual.
         mode: one of options.MODES that approximates.
         changes: to its schedule, in its notation.
         max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
@@ -93,7 +93,7 @@ class CodecRuntime:
         budget: bytes that references may take on each rank.
         say: tells the user what is normal.
         warn: tells the user what to act on.
-        ring_way: the slow axes of a ring, if there are any.
+        ring_partition: slow axes of a ring, if there are any.
     """
 
     def __init__(
