@@ -7,15 +7,15 @@ ROWS = (
     ("", "step time", "speedup", "sent between nodes", "PSNR to stock", "result"),
     ("stock", "551 ms (542 to 555)", "-", "0.88 MB", "-", "-"),
     ("exact", "402 ms (396 to 405)", "1.37x", "0.88 MB", "equal", "bit-identical"),
-    ("balanced", "237 ms (231 to 251)", "2.33x", "0.15 MB", "50.6 dB", "approximated"),
-    ("fast", "218 ms (194 to 235)", "2.53x", "0.09 MB", "42.5 dB", "approximated"),
+    ("balanced", "237 ms (231 to 251)", "2.33x", "0.15 MB", "50.6 dB", "lossy"),
+    ("fast", "218 ms (194 to 235)", "2.53x", "0.09 MB", "42.5 dB", "lossy"),
 )
 """The table of the demo's report, as in the README."""
 COLUMNS = (4, 70, 206, 272, 398, 500)
 BARS = ((551, 441), (402, 292), (237, 127), (218, 108))
 """Milliseconds of each bar, and of its exposed communication; the latter are a sketch."""
-STEP = ("Time, median of 3 repeats", "Communication", "of this, hidden behind computation", "Sent by each rank")
-COMPARED = ("Equal", "Largest difference", "PSNR", "SSIM")
+STEP = ("Step time, median of 3 repeats", "Communication", "hidden behind computation", "Bytes sent per rank")
+COMPARED = ("Bit-identical", "Largest difference", "PSNR", "SSIM")
 CALLOUTS = (
     ("Verdict", "speedup and fidelity in a sentence; red: a lossless run differs from stock"),
     ("Speed", "median and range of the repeats"),
@@ -36,10 +36,10 @@ CALLOUT = "#1a56b0"
 
 def draw() -> str:
     """Return the picture as SVG."""
-    parts, marks = [_text(MARGIN + 4, 34, "CoCoDiff against stock xDiT", FAINT, weight="bold")], []
+    parts, marks = [_text(MARGIN + 4, 34, "CoCoDiff compared to stock xDiT", FAINT, weight="bold")], []
     parts += [
         _box(MARGIN + 4, 46, 4, 30, MARK),
-        _text(MARGIN + 16, 66, "exact speedup 1.37x, bit-identical; ...", MARK),
+        _text(MARGIN + 16, 66, "exact: speedup 1.37x, bit-identical; ...", MARK),
     ]
     marks.append((66, EDGE))
     top = 100
@@ -53,17 +53,17 @@ def draw() -> str:
         parts.append(_box(MARGIN + 4 + 145 * number, 236, 130, 64, "#f5f6f8", LINE))
         parts.append(_text(MARGIN + 69 + 145 * number, 272, row[0], FAINT, anchor="middle"))
     marks.append((268, EDGE))
-    parts.append(_text(MARGIN + 4, 330, "Where the time of a step goes", INK, weight="bold"))
+    parts.append(_text(MARGIN + 4, 330, "Step time", INK, weight="bold"))
     for number, (total, exposed) in enumerate(BARS):
         base, scale = 344 + 22 * number, 0.85
         parts.append(_text(MARGIN + 4, base + 11, ROWS[number + 1][0], FAINT))
         parts.append(_box(MARGIN + 78, base, exposed * scale, 14, EXPOSED))
         parts.append(_box(MARGIN + 78 + exposed * scale, base, (total - exposed) * scale, 14, REST))
     marks += [(351, EDGE), (406, EDGE)]
-    parts.append(_text(MARGIN + 4, 458, "balanced in figures", INK, weight="bold"))
-    parts += [_box(MARGIN + 4, 468, 4, 30, FAINT), _text(MARGIN + 16, 488, "Not the same result", FAINT)]
+    parts.append(_text(MARGIN + 4, 458, "balanced in detail", INK, weight="bold"))
+    parts += [_box(MARGIN + 4, 468, 4, 30, FAINT), _text(MARGIN + 16, 488, "Not bit-identical to stock", FAINT)]
     marks.append((484, EDGE))
-    for names, left, head in ((STEP, MARGIN + 4, "Each step"), (COMPARED, 330, "balanced compared to stock")):
+    for names, left, head in ((STEP, MARGIN + 4, "Per step"), (COMPARED, 330, "balanced compared to stock")):
         for number, name in enumerate((head, *names)):
             parts.append(_text(left, 522 + 20 * number, name, INK if number else FAINT))
             parts.append(f'<path d="M{left} {528 + 20 * number} h{266 if left > 300 else 290}" stroke="{LINE}"/>')
