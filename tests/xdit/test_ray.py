@@ -97,7 +97,7 @@ class StandInRay:
 def test_only_a_private_ray_gets_virtual_gpus(
     monkeypatch: pytest.MonkeyPatch, variables: dict, joins: bool, args: tuple, given: dict, expected: dict
 ) -> None:
-    for name in ray_cluster._ELSEWHERE:
+    for name in ray_cluster._GIVEN_BY:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

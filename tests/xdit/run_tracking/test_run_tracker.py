@@ -225,7 +225,7 @@ def test_the_innermost_run_is_in_force(heard: Heard, session: Session) -> None:
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])
 def test_what_is_no_number_of_steps(steps: Any) -> None:
-    with pytest.raises(ValueError, match=r"steps=.*: valid are whole numbers from 1, or None"):
+    with pytest.raises(ValueError, match=r"steps=.*: valid are integers from 1, or None"):
         xfuser_cocodiff.run(steps)
 
 

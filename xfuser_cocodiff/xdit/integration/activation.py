@@ -40,7 +40,7 @@ _tracker: run_tracker.RunTracker | None = None
 """Tracker of the installed patches."""
 
 
-def install(listeners: Sequence[run_tracker.Listener] = (), patches: Sequence[Patch] = ()) -> bool:
+def install(listeners: Sequence[run_tracker.RunListener] = (), patches: Sequence[Patch] = ()) -> bool:
     """Patch xDiT now, or as soon as it is imported; see :func:`xfuser_cocodiff.install`.
 
     Args:

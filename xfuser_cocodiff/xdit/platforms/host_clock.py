@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of torch.cuda that xDiT uses to time and measure, on a machine without an accelerator."""
+"""Replacements of torch.cuda's timers and memory statistics, on a machine without an accelerator."""
 
 import contextlib
 import resource
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class HostEvent:
-    """torch.cuda.Event on the host's clock."""
+    """A torch.cuda.Event on the clock of the host."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._time: float | None = None
@@ -18,21 +18,21 @@ class HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Work on the host is done when the call returns."""
+        """Return at once: work on the host is synchronous."""
 
     def query(self) -> bool:
         return True
 
     def wait(self, *_: Any) -> None:
-        """No stream to hold up."""
+        """Return at once: the host has no streams."""
 
     def elapsed_time(self, end: "HostEvent") -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the time from this event to `end`, in milliseconds."""
         return (end._time - self._time) * 1000
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process in bytes since the last reset."""
+    """Return the largest resident size of this process since the last reset, in bytes."""
     status = _linux_status()
     if "VmHWM" in status:
         return status["VmHWM"]
@@ -41,13 +41,13 @@ def peak_memory() -> int:
 
 
 def memory() -> int:
-    """Resident size of this process in bytes."""
+    """Return the resident size of this process, in bytes."""
     return _linux_status().get("VmRSS", 0)
 
 
 def reset_peak_memory() -> None:
-    """Start a new peak, where the kernel allows it."""
-    with contextlib.suppress(OSError):  # elsewhere the peak counts from the start of the process
+    """Reset the peak, where the operating system supports it."""
+    with contextlib.suppress(OSError):  # otherwise the peak is that since the process started
         Path("/proc/self/clear_refs").write_text("5")
 
 

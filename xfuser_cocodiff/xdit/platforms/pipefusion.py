@@ -1,5 +1,5 @@
-"""PipeFusion over gloo, whose sends are not like a GPU's: one that nobody holds is forgotten, and to wait for one is to
-wait until its receiver asks for it."""
+"""PipeFusion over gloo, whose sends differ from NCCL's: a send that nothing references is dropped, and waiting for one
+waits until it is received."""
 
 import functools
 from collections import deque
@@ -12,32 +12,32 @@ import torch.distributed as dist
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 _MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCoordinator"
-_XDITS_OWN = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
-"""What an xDiT has whose stages meet over gloo of themselves: the series in patches/ brings it."""
-_MOST_UNDER_WAY = 64
-"""Sends that nobody waits for: more than stages are ahead of each other."""
+_NATIVE_SUPPORT = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
+"""Symbol of an xDiT whose stages communicate over gloo without patches; the series in patches/ adds it."""
+_MAX_IN_FLIGHT = 64
+"""Maximum number of sends in flight; more than one stage is ever ahead of another."""
 
 
 def patches() -> list[Patch]:
-    """Rows that let stages of a pipeline meet over gloo."""
-    under_way: deque[_Sending] = deque()
+    """Return the patches with which the stages of a pipeline communicate over gloo."""
+    in_flight: deque[_Send] = deque()
 
-    def hold(work: dist.Work, tensor: torch.Tensor) -> "_Sending":
-        under_way.append(_Sending(work, tensor))
-        if len(under_way) > _MOST_UNDER_WAY:
-            under_way.popleft().wait()
-        return under_way[-1]
+    def hold(work: dist.Work, tensor: torch.Tensor) -> "_Send":
+        in_flight.append(_Send(work, tensor))
+        if len(in_flight) > _MAX_IN_FLIGHT:
+            in_flight.popleft().wait()
+        return in_flight[-1]
 
-    def held(send: Callable) -> Callable:
+    def holding(send: Callable) -> Callable:
         @functools.wraps(send)
-        def sending(self: Any, tensor: torch.Tensor) -> Any:
+        def held_send(self: Any, tensor: torch.Tensor) -> Any:
             work = send(self, tensor)
             return hold(work, tensor) if _is_gloo(self) else work
 
-        return sending
+        return held_send
 
-    def sending_ahead(communicate: Callable) -> Callable:
-        """Both stages of a pair may have a shape to send before either asks for one."""
+    def sending_first(communicate: Callable) -> Callable:
+        """Send shapes without waiting: both stages of a pair may send before either receives."""
 
         @functools.wraps(communicate)
         def _communicate_shapes(
@@ -46,8 +46,8 @@ def patches() -> list[Patch]:
             if not _is_gloo(self):
                 return communicate(self, tensor_send_to_next, recv_prev)
             if tensor_send_to_next is not None:
-                for told in ([tensor_send_to_next.ndim], [*tensor_send_to_next.shape]):
-                    message = torch.tensor(told)
+                for numbers in ([tensor_send_to_next.ndim], [*tensor_send_to_next.shape]):
+                    message = torch.tensor(numbers)
                     hold(dist.isend(message, self.next_rank, self.device_group), message)
             length, shape = torch.ones(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
             if recv_prev:
@@ -60,25 +60,25 @@ def patches() -> list[Patch]:
 
     why = "waits for sends as if it were NCCL, and does not hold them"
     rows = {
-        "_pipeline_isend": (held, ("self", "tensor")),
-        "_pipeline_isend_skip": (held, ("self", "tensor")),
-        "_communicate_shapes": (sending_ahead, ("self", "tensor_send_to_next", "recv_prev")),
+        "_pipeline_isend": (holding, ("self", "tensor")),
+        "_pipeline_isend_skip": (holding, ("self", "tensor")),
+        "_communicate_shapes": (sending_first, ("self", "tensor_send_to_next", "recv_prev")),
     }
     return [
-        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless_present=_XDITS_OWN)
+        Patch(_MODULE, f"{_STAGES}.{name}", why, replace, parameters, unless_present=_NATIVE_SUPPORT)
         for name, (replace, parameters) in rows.items()
     ]
 
 
-class _Sending:
-    """A send and what it sends, to be waited for as often as anybody likes; gloo would wait for another one."""
+class _Send:
+    """A send that holds its tensor, and may be waited for more than once: gloo would wait for the next send then."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._work: dist.Work | None = work
         self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> None:
-        """Wait until it is received."""
+        """Wait until the message is received."""
         if self._work is not None:
             self._work.wait()
             self._work = self._tensor = None

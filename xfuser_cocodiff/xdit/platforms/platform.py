@@ -1,6 +1,6 @@
 """Platforms that xDiT does not know: the CPU, Intel's XPU, and a device that several ranks share.
 
-CUDA, ROCm, MUSA, NPU and MPS are left to xDiT where each rank has a device of its own.
+xDiT itself supports CUDA, ROCm, MUSA, NPU and MPS with one device for each rank.
 """
 
 import functools
@@ -22,34 +22,34 @@ from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms import host_clock, long_context, pipefusion, ray_cluster
 
 _FACADE_WHY = "xDiT calls torch.cuda directly"
-_XDITS_OWN = ("xfuser.envs", "supports_usp")
-"""What an xDiT has that runs on CPU and XPU by itself: the series in patches/ brings it."""
+_NATIVE_SUPPORT = ("xfuser.envs", "supports_usp")
+"""Symbol of an xDiT that runs on CPU and XPU without patches; the series in patches/ adds it."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """A device type for xDiT to run on, and what stands in for torch.cuda there."""
+    """A device type for xDiT, with its replacements of torch.cuda."""
 
     device_type: str
     backend: Callable[[], str]
-    """Name of the torch.distributed backend."""
+    """Returns the name of the torch.distributed backend."""
     cuda: Mapping[str, Any]
     """Replacements in torch.cuda, by name."""
     devices: int | None = None
-    """How many there are for all ranks of a node, where they share them."""
+    """Number of devices that all ranks of a node share; None where each rank has its own."""
 
     def device(self, index: int | None = None) -> torch.device:
-        """The device of a local rank; the CPU has one for all."""
+        """Return the device of a local rank; on the CPU all ranks have the same."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, None if index is None else self.index(index))
 
     def index(self, local_rank: int) -> int:
-        """The device of a local rank, by number."""
+        """Return the index of a local rank's device."""
         return local_rank % self.devices if self.devices else launcher.device_index(local_rank, os.environ)
 
     def translate(self, value: Any) -> Any:
-        """Turn what names a CUDA device into this platform's; anything else stays as it is."""
+        """Return this platform's device for a CUDA device or its name; any other value unchanged."""
         if isinstance(value, str) and value.partition(":")[0] == "cuda":
             value = torch.device(value)
         if isinstance(value, torch.device) and value.type == "cuda":
@@ -57,7 +57,7 @@ class Platform:
         return value
 
     def translating(self, call: Callable) -> Callable:
-        """`call`, with CUDA devices among its arguments translated."""
+        """Return a function that translates CUDA devices among its arguments."""
 
         @functools.wraps(call)
         def translated(*args: Any, **kwargs: Any) -> Any:
@@ -67,20 +67,20 @@ class Platform:
         return translated
 
     def by_rank(self, call: Callable) -> Callable:
-        """The same of `call` whose numbers, too, stand for the devices of local ranks."""
+        """Return a function that also translates integers among its arguments: local ranks, to their devices."""
         translated = self.translating(call)
 
-        def own(value: Any) -> Any:
+        def device_of(value: Any) -> Any:
             return self.device(value) if isinstance(value, int) else value
 
         @functools.wraps(call)
         def called(*args: Any, **kwargs: Any) -> Any:
-            return translated(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+            return translated(*map(device_of, args), **{name: device_of(value) for name, value in kwargs.items()})
 
         return called
 
     def generator(self, original: type) -> type:
-        """torch.Generator that takes "cuda" for this platform."""
+        """Return a torch.Generator that translates its device."""
         platform = self
 
         class AnyGenerator(type):
@@ -94,10 +94,10 @@ class Platform:
 
 
 def detect() -> Platform | None:
-    """The platform to add to xDiT on this machine; None where xDiT has its own."""
+    """Return the platform to add to xDiT on this machine; None where xDiT supports it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        # xDiT imports these itself, later than this; until then PyTorch does not know the device.
+        # xDiT imports these packages later; until then PyTorch does not know their devices.
         return None if any(importlib.util.find_spec(name) for name in ("torch_musa", "torch_npu")) else _cpu()
     make = PLATFORMS.get(accelerator.type)
     if (make or accelerator.type == "cuda") and launcher.shares_device(
@@ -108,8 +108,8 @@ def detect() -> Platform | None:
 
 
 def has_native_support() -> bool:
-    """Whether the installed xDiT runs on CPU and XPU by itself."""
-    return symbol_lookup.find_symbol(*_XDITS_OWN) is not None
+    """Return whether the installed xDiT runs on CPU and XPU without patches."""
+    return symbol_lookup.find_symbol(*_NATIVE_SUPPORT) is not None
 
 
 def _cpu() -> Platform:
@@ -118,14 +118,14 @@ def _cpu() -> Platform:
         backend=lambda: dist.get_default_backend_for_device("cpu"),
         cuda={
             "Event": host_clock.HostEvent,
-            "current_device": _standing_in(lambda: torch.device("cpu")),  # callers make tensors on it
-            "synchronize": _standing_in(_nothing),
-            "set_device": _standing_in(_nothing),
-            "reset_peak_memory_stats": _standing_in(host_clock.reset_peak_memory),
-            "max_memory_allocated": _standing_in(host_clock.peak_memory),
-            "max_memory_reserved": _standing_in(host_clock.peak_memory),
-            "memory_allocated": _standing_in(host_clock.memory),
-            "memory_reserved": _standing_in(host_clock.memory),
+            "current_device": _constant(lambda: torch.device("cpu")),  # callers create tensors on it
+            "synchronize": _constant(_nothing),
+            "set_device": _constant(_nothing),
+            "reset_peak_memory_stats": _constant(host_clock.reset_peak_memory),
+            "max_memory_allocated": _constant(host_clock.peak_memory),
+            "max_memory_reserved": _constant(host_clock.peak_memory),
+            "memory_allocated": _constant(host_clock.memory),
+            "memory_reserved": _constant(host_clock.memory),
         },
     )
 
@@ -153,14 +153,14 @@ _IPEX, _TORCH_CCL = "intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"
 
 
 def _xpu() -> Platform:
-    # Both register themselves with PyTorch, which has to be before a process group is made or a kernel runs.
+    # Both register with PyTorch, which must happen before a process group is created or a kernel runs.
     for legacy in (_IPEX, _TORCH_CCL):
         _import_if_installed(legacy)
     return _with_facade(Platform("xpu", _xpu_backend, {}))
 
 
 def _shared(device_type: str) -> Platform:
-    """Gloo is the one backend that lets several ranks have the same device."""
+    """Return the platform of devices that ranks share, with gloo: no other backend supports that."""
     platform = Platform(device_type, lambda: dist.Backend.GLOO, {}, torch.accelerator.device_count())
     info_once(
         f"the ranks of this node share {platform.devices} {device_type} device(s): communication uses gloo and host "
@@ -177,7 +177,7 @@ def _with_facade(platform: Platform) -> Platform:
 
 
 def _xpu_backend() -> str:
-    """xccl is PyTorch's own; ccl is that of torch-ccl, which older stacks bring instead."""
+    """Return "xccl", PyTorch's backend, or "ccl", that of torch-ccl in older stacks."""
     native = dist.get_default_backend_for_device("xpu")
     if dist.is_backend_available(native):
         return native
@@ -190,31 +190,31 @@ def _xpu_backend() -> str:
 
 
 PLATFORMS: Mapping[str, Callable[[], Platform]] = {"xpu": _xpu}
-"""Accelerators that the plugin adds to xDiT, by PyTorch's name for the device type."""
+"""Accelerators that the plugin adds to xDiT, by PyTorch's device type."""
 
 
-def _always(stand_in: Any) -> Callable[[Any], Any]:
-    return lambda original: stand_in
+def _always(replacement: Any) -> Callable[[Any], Any]:
+    return lambda original: replacement
 
 
 def patches(platform: Platform) -> list[Patch]:
-    """Rows that make xDiT run on a platform."""
-    # These serve scripts, which name CUDA themselves, whatever xDiT knows.
-    naming = [
+    """Return the patches with which xDiT runs on a platform."""
+    # Scripts name CUDA themselves, also where xDiT supports the device.
+    for_scripts = [
         Patch(
             "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
         ),
         Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
-        *(Patch("torch.cuda", name, _FACADE_WHY, _always(stand_in)) for name, stand_in in platform.cuda.items()),
+        *(Patch("torch.cuda", name, _FACADE_WHY, _always(replacement)) for name, replacement in platform.cuda.items()),
     ]
     if platform.device_type == "cuda":
-        return [*_sharing(platform), *naming]
+        return [*_sharing(platform), *for_scripts]
     if platform.device_type == "cpu":
-        naming += ray_cluster.patches()
+        for_scripts += ray_cluster.patches()
     never = lambda original: lambda *_: False  # noqa: E731
-    add = functools.partial(Patch, unless_present=_XDITS_OWN)
+    add = functools.partial(Patch, unless_present=_NATIVE_SUPPORT)
     return [
-        # These must be in place before other modules copy them, that is right after xfuser.envs has run.
+        # Applied right after the import of xfuser.envs, before other modules copy these symbols.
         add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
         add("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
         add("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
@@ -229,7 +229,7 @@ def patches(platform: Platform) -> list[Patch]:
             "sequence parallelism is off without CUDA",
             lambda info: {**info, "has_long_ctx_attn": True},
         ),
-        # Asked for the architecture of an AMD GPU when a model is compiled.
+        # Called when a model is compiled, for the architecture of an AMD GPU.
         add("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
         add("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
         add(
@@ -245,12 +245,12 @@ def patches(platform: Platform) -> list[Patch]:
         ),
         *long_context.patches(),
         *pipefusion.patches(),
-        *naming,
+        *for_scripts,
     ]
 
 
 def _sharing(platform: Platform) -> list[Patch]:
-    """Rows that let several ranks have one device of a kind that xDiT knows."""
+    """Return the patches with which several ranks share a device that xDiT supports."""
     return [
         Patch("xfuser.envs", "get_device", "gives each rank its own", lambda _: platform.device, ("local_rank",)),
         Patch("xfuser.envs", "get_torch_distributed_backend", "NCCL refuses it", lambda _: platform.backend),
@@ -269,17 +269,17 @@ def _select_device_first(original: Callable, platform: Platform) -> Callable:
 
 
 def device_name() -> str:
-    """What the driver calls this rank's XPU; empty where there is none. It tells how many tiles a GPU has."""
+    """Return the driver's name of this rank's XPU, which tells the number of tiles; empty where there is no XPU."""
     return torch.xpu.get_device_name() if torch.xpu.is_available() else ""
 
 
 def compute_device() -> torch.device:
-    """Where this rank's tensors lie."""
+    """Return the device type of this rank's tensors."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def is_captured() -> bool:
-    """Whether what is called now becomes part of a graph, which would repeat what is done at this one step."""
+    """Return whether a graph is being captured, which would repeat the work of this one step."""
     return devices.is_captured(compute_device())
 
 
@@ -294,16 +294,16 @@ def _import_if_installed(name: str) -> bool:
         return False
     try:
         importlib.import_module(name)
-    except Exception as error:  # a legacy package that does not fit this PyTorch is as good as absent
+    except Exception as error:  # a legacy package may not fit this PyTorch
         warn_once(f"{name} is ignored, since its import fails: {type(error).__name__}: {error}; reinstall or remove it")
         return False
     return True
 
 
-def _standing_in(call: Callable) -> Callable:
-    """`call` as a function of its own: torch.compile's tables want each name of torch.cuda to be another object."""
+def _constant(call: Callable) -> Callable:
+    """Return a new function that ignores its arguments: torch.compile needs a different object for each name."""
     return lambda *_, **__: call()
 
 
 def _nothing() -> None:
-    """Stands in for a call that has nothing to do on this platform."""
+    """Replace a call that has no effect on this platform."""

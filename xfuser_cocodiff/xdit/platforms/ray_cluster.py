@@ -1,4 +1,4 @@
-"""Ray on a machine without an accelerator: xDiT's workers ask it for GPUs, and it has as many as it is told."""
+"""Ray on a machine without an accelerator: xDiT's workers request GPUs, and Ray offers as many as it is told."""
 
 import functools
 import os
@@ -10,13 +10,13 @@ from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 NUM_GPUS = 64
-"""More than anyone starts workers on one machine."""
-_ELSEWHERE = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
-"""Variables by which a cluster, or how many GPUs this one may have, is given."""
+"""Number of GPUs that Ray is told of; more than the workers of one machine."""
+_GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that name a cluster, or the GPUs that it may use."""
 
 
 def patches() -> list[Patch]:
-    """The row, where Ray is installed."""
+    """Return the patch of `ray.init`, if Ray is installed."""
     found = symbol_lookup.find_symbol("ray", "init") is not None
     return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if found else []
 
@@ -25,11 +25,11 @@ def _with_gpus(original: Callable) -> Callable:
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> Any:
         given = args or kwargs.get("address") or kwargs.get("num_gpus") is not None
-        if given or any(name in os.environ for name in _ELSEWHERE):
+        if given or any(name in os.environ for name in _GIVEN_BY):
             return original(*args, **kwargs)
         try:
             context = original(**{**kwargs, "num_gpus": NUM_GPUS})
-        except ValueError:  # a cluster runs here already, which counts its own
+        except ValueError:  # a running cluster has its own number of GPUs
             return original(**kwargs)
         info_once(f"Ray starts with {NUM_GPUS} virtual GPUs, which xDiT's workers request; they run on the CPU")
         return context

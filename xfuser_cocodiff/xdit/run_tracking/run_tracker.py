@@ -1,8 +1,8 @@
-"""Runs and their steps, as diffusers shows them and as samplers without it declare them.
+"""Tracking of runs and steps in diffusers' pipelines, and declared runs of other samplers.
 
-A run begins where a pipeline opens its progress bar, which every diffusers pipeline does before its first step, and is
-over when the bar is closed, at the latest. A step ends where the pipeline's scheduler returns, or a pass of a modular
-pipeline's loop. Whose runs they are, the engine in force knows.
+A run begins when a pipeline opens its progress bar, as all pipelines of diffusers do before their first step; it ends
+when the bar is closed, at the latest. A step ends when the pipeline's scheduler returns, or a pass of a modular
+pipeline's loop. The runs are those of the active session.
 """
 
 import functools
@@ -20,47 +20,52 @@ _PIPELINE = "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.progress_ba
 _LOOP = "diffusers.modular_pipelines.modular_pipeline", "LoopSequentialPipelineBlocks"
 
 
-class Listener(Protocol):
-    """Who wants to know, beside the engine."""
+class RunListener(Protocol):
+    """An observer of runs and steps, such as the recorder."""
 
     def begin_run(self, total: int | None) -> None:
-        """A run begins, of so many steps if that is known."""
+        """Observe the begin of a run, with its number of steps if that is known."""
 
     def end_step(self, latents: torch.Tensor | None) -> None:
-        """A step of it has ended, in these latents if they are known."""
+        """Observe the end of a step, with its latents if they are known."""
 
 
 class RunTracker:
-    """Tells the engine in force, and listeners, of runs and steps.
+    """Reports runs and steps to the active session and to listeners.
 
     Args:
-        listeners: in their order.
+        listeners: called in this order.
     """
 
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, listeners: Sequence[RunListener] = ()) -> None:
         self.listeners = listeners
-        self._watched: dict[Any, Callable] = {}
-        """Classes of schedulers, and their own `step`."""
+        self._original_steps: dict[Any, Callable] = {}
+        """Original `step` of each patched scheduler class."""
         self._stepping: list[Any] = []
-        """Schedulers whose `step` runs."""
+        """Schedulers whose `step` is running."""
 
     def patches(self) -> list[Patch]:
-        """Rows that have diffusers tell."""
-        rows = [Patch(*_PIPELINE, "a run begins", self._watch_bar)]
+        """Return the patches of diffusers' progress bars and loops."""
+        patches = [Patch(*_PIPELINE, "a run begins", self._track_bar)]
         module, loop = _LOOP
         if symbol_lookup.find_symbol(module, f"{loop}.loop_step"):
-            rows.append(Patch(module, f"{loop}.progress_bar", "a modular pipeline's run begins", self._watch_bar))
-            rows.append(Patch(module, f"{loop}.loop_step", "a modular pipeline's step ends", self._watch_loop))
-        return rows
+            patches.append(Patch(module, f"{loop}.progress_bar", "a modular pipeline's run begins", self._track_bar))
+            patches.append(Patch(module, f"{loop}.loop_step", "a modular pipeline's step ends", self._track_loop))
+        return patches
 
     def begin(self, owner: Any, total: int | None) -> Run:
-        """A run begins whose steps `owner` ends."""
-        for listener in self.listeners:  # while there still is what they want to know of the run before
+        """Begin a run.
+
+        Args:
+            owner: object that ends its steps.
+            total: number of steps; None where it is unknown.
+        """
+        for listener in self.listeners:  # before the session drops the state of the last run
             listener.begin_run(total)
         return active().runs.begin(total, owner)
 
     def end_step(self, run: Run, latents: torch.Tensor | None = None) -> None:
-        """A step of a run has ended."""
+        """End a step of a run; listeners observe those of the newest run only."""
         runs = active().runs
         is_newest = run is runs.newest
         runs.end_step(run)
@@ -69,34 +74,34 @@ class RunTracker:
                 listener.end_step(latents)
 
     def end(self, run: Run) -> None:
-        """A run is over, or broken off."""
+        """End a run, complete or not."""
         active().runs.end(run)
 
     def close(self) -> None:
-        """Leave the classes of schedulers as they were."""
-        for owner, original in self._watched.items():
-            owner.step = original
-        self._watched.clear()
+        """Restore the `step` of all scheduler classes."""
+        for cls, original in self._original_steps.items():
+            cls.step = original
+        self._original_steps.clear()
 
-    def _watch_bar(self, original: Callable) -> Callable:
+    def _track_bar(self, original: Callable) -> Callable:
         @functools.wraps(original)
-        def progress_bar(owner: Any, iterable: Iterable | None = None, total: int | None = None) -> Any:
-            by = owner if hasattr(owner, "loop_step") else getattr(owner, "scheduler", None)
-            if by is None:
-                return original(owner, iterable, total)
-            if by is not owner:
-                self._watch_scheduler(type(by))
+        def progress_bar(pipeline: Any, iterable: Iterable | None = None, total: int | None = None) -> Any:
+            owner = pipeline if hasattr(pipeline, "loop_step") else getattr(pipeline, "scheduler", None)
+            if owner is None:
+                return original(pipeline, iterable, total)
+            if owner is not pipeline:
+                self._patch_scheduler(type(owner))
             if iterable is None:
-                # Pipelines count timesteps, at each of which a scheduler of a higher order steps more often.
-                run = self.begin(by, total and total * getattr(by, "order", 1))
-                return _closing(original(owner, total=total), lambda: self.end(run))
-            run = self.begin(by, len(iterable) if isinstance(iterable, Sized) else total)
+                # Pipelines count timesteps; a scheduler of order n steps n times at each of them.
+                run = self.begin(owner, total and total * getattr(owner, "order", 1))
+                return _with_callback(original(pipeline, total=total), lambda: self.end(run))
+            run = self.begin(owner, len(iterable) if isinstance(iterable, Sized) else total)
             run.may_be_abandoned = True
-            return original(owner, _Steps(iterable, lambda: self.end(run)), total)
+            return original(pipeline, _TrackedIterable(iterable, lambda: self.end(run)), total)
 
         return progress_bar
 
-    def _watch_loop(self, original: Callable) -> Callable:
+    def _track_loop(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def loop_step(blocks: Any, components: Any, state: Any, **kwargs: Any) -> Any:
             run = active().runs.run_of(blocks)
@@ -107,18 +112,18 @@ class RunTracker:
 
         return loop_step
 
-    def _watch_scheduler(self, cls: type) -> None:
-        """Have a class of schedulers say when a step has ended."""
-        # On the class: pipelines copy their scheduler, and a copy must not end steps of the one that it is a copy of.
-        owner: Any = next((base for base in cls.__mro__ if "step" in vars(base)), None)
-        if owner and owner not in self._watched:
-            self._watched[owner] = owner.step
-            owner.step = self._watch_step(owner.step)
+    def _patch_scheduler(self, cls: type) -> None:
+        """Patch the `step` of a scheduler class, once."""
+        # The class, and not an instance: pipelines copy their scheduler, and a copy must not end steps of the original.
+        base: Any = next((base for base in cls.__mro__ if "step" in vars(base)), None)
+        if base and base not in self._original_steps:
+            self._original_steps[base] = base.step
+            base.step = self._track_step(base.step)
 
-    def _watch_step(self, original: Callable) -> Callable:
+    def _track_step(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(each is scheduler for each in self._stepping):  # called by a class derived from this one
+            if any(each is scheduler for each in self._stepping):  # called by a derived class
                 return original(scheduler, *args, **kwargs)
             self._stepping.append(scheduler)
             try:
@@ -133,50 +138,55 @@ class RunTracker:
         return step
 
 
-class _Steps:
-    """What a progress bar goes over, and word when that is over.
+class _TrackedIterable:
+    """An iterable with a callback at its end.
 
-    Nothing is said where it is left early: a rank that still holds the iterator would say so at another time.
+    There is no callback where a loop is left early: ranks would free the iterator at different times.
     """
 
-    def __init__(self, given: Any, over: Callable[[], None]) -> None:
-        self._given, self._over = given, over
+    def __init__(self, iterable: Any, on_end: Callable[[], None]) -> None:
+        self._iterable, self._on_end = iterable, on_end
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._iterable)
 
     def __iter__(self) -> Iterator:
-        yield from self._given
-        self._over()
+        yield from self._iterable
+        self._on_end()
 
 
-def _closing(bar: Any, over: Callable[[], None]) -> Any:
-    """A progress bar that says when it is closed, also where it is not displayed, as on most ranks."""
-    kind: Any = type(bar)
-    bar.__class__, bar.over = _closing_class(kind), over
+def _with_callback(bar: Any, on_close: Callable[[], None]) -> Any:
+    """Add a callback to a progress bar when it is closed, also where it is not displayed, as on most ranks."""
+    cls: Any = type(bar)
+    bar.__class__, bar.on_close = _class_with_callback(cls), on_close
     return bar
 
 
 @functools.cache
-def _closing_class(cls: Any) -> type:
-    class Closing(cls):
+def _class_with_callback(cls: Any) -> type:
+    class TrackedBar(cls):
         def close(self) -> None:
-            self.over()
+            self.on_close()
             super().close()
 
-        def __del__(self) -> None:  # says nothing: ranks may clean up at different times
+        def __del__(self) -> None:  # no callback: ranks may free it at different times
             super().close()
 
-    return Closing
+    return TrackedBar
 
 
 class Sampling:
-    """A run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`."""
+    """A declared run of a sampler without diffusers; see :func:`xfuser_cocodiff.run`.
 
-    def __init__(self, clock: RunTracker | None, steps: int | None) -> None:
+    Args:
+        tracker: reports the run; None where the plugin is not in use.
+        steps: number of steps; None where it is unknown.
+    """
+
+    def __init__(self, tracker: RunTracker | None, steps: int | None) -> None:
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ValueError(f"steps={steps!r}: valid are whole numbers from 1, or None where it is not known")
-        self._clock, self._steps = clock, steps
+            raise ValueError(f"steps={steps!r}: valid are integers from 1, or None where the number is unknown")
+        self._tracker, self._steps = tracker, steps
         self._run: Run | None = None
         self._open = False
 
@@ -184,26 +194,26 @@ class Sampling:
         if self._open:
             raise RuntimeError("this run is open already; call xfuser_cocodiff.run() for each run")
         self._open = True
-        if self._clock:
-            self._run = self._clock.begin(self, self._steps)
+        if self._tracker:
+            self._run = self._tracker.begin(self, self._steps)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._open = False
-        if self._clock and self._run:
-            self._clock.end(self._run)
+        if self._tracker and self._run:
+            self._tracker.end(self._run)
         self._run = None
 
     def step(self, latents: torch.Tensor | None = None) -> None:
-        """A step has ended.
+        """End a step.
 
         Args:
-            latents: as it left them, of any shape; needed by `cocodiff compare` only.
+            latents: after the step, of any shape; used by `cocodiff compare` only.
 
         Raises:
-            RuntimeError: not inside the `with` block of the run.
+            RuntimeError: the call is outside of the run's `with` block.
         """
         if not self._open:
-            raise RuntimeError("run.step() is for the inside of its block: `with xfuser_cocodiff.run(...) as run:`")
-        if self._clock and self._run:
-            self._clock.end_step(self._run, latents)
+            raise RuntimeError("run.step() must be called inside of its block: `with xfuser_cocodiff.run(...) as run:`")
+        if self._tracker and self._run:
+            self._tracker.end_step(self._run, latents)

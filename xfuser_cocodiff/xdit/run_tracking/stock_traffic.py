@@ -1,4 +1,4 @@
-"""Counts and times stock xDiT's collectives as the plugin's are, for whoever records or measures stock."""
+"""Traffic statistics of stock xDiT's collectives, as those of the plugin's, for records and benchmarks of stock."""
 
 import functools
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from xfuser_cocodiff.xdit.session.session import active
 
 _USP = "xfuser.model_executor.layers.usp"
 _RING = "ring"
-"""What the account calls all axes of stock's."""
+"""Name of the axis of stock's ring in the statistics."""
 
 
 def patches() -> list[Patch]:
-    """Return the rows that watch both."""
+    """Return the patches of the all-to-all and the ring."""
     return [
         Patch(_USP, "_sdpa_all_to_all_single", "stock's traffic", watch_all_to_all, ("x",)),
         Patch(_USP, "ring_attn", "stock's traffic in a ring", watch_ring),
@@ -24,7 +24,7 @@ def patches() -> list[Patch]:
 
 
 def watch_all_to_all(original: Callable) -> Callable:
-    """Count and time stock's collective as the plugin's are."""
+    """Return stock's all-to-all, counted and timed."""
     from xfuser.core.distributed import get_ulysses_parallel_world_size
 
     @functools.wraps(original)
@@ -43,7 +43,7 @@ def watch_all_to_all(original: Callable) -> Callable:
 
 
 def watch_ring(original: Callable) -> Callable:
-    """Count what stock's ring sends, which is not timed: it hides behind attention."""
+    """Return stock's ring attention, counted and not timed: its messages overlap with attention."""
     from xfuser.core.distributed import get_ring_parallel_world_size
 
     @functools.wraps(original)
@@ -58,7 +58,7 @@ def watch_ring(original: Callable) -> Callable:
 
 
 def ulysses_degree() -> int | None:
-    """Return the degree that xDiT was set to; None where it has no runtime state yet."""
+    """Return the Ulysses degree of the current engine; None where xDiT has no runtime state yet."""
     from xfuser.core.distributed import runtime_state
 
     parallel = getattr(runtime_state._RUNTIME, "parallel_config", None)
