@@ -1,4 +1,4 @@
-"""Runs and steps as diffusers shows them, without ranks."""
+"""Runs and steps of diffusers' progress bars, schedulers and loops, without ranks."""
 
 import copy
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from xfuser_cocodiff.xdit.run_tracking.run_tracker import RunTracker
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-class Heard:
-    """What a listener heard."""
+class RecordingListener:
+    """A listener that records runs and latents."""
 
     def __init__(self) -> None:
         self.runs: list[list[Any]] = []
@@ -33,30 +33,30 @@ class Heard:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Session:
-    """The session in force, without xDiT."""
+    """Return the active session, without xDiT."""
     session = Session()
     monkeypatch.setattr(run_tracker, "active", lambda: session)
     return session
 
 
 @pytest.fixture
-def heard(uninstalled: None, session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
-    """What a clock says that is in the place of the plugin's own."""
-    heard = Heard()
-    clock = RunTracker([heard])
-    rows = PatchSet(clock.patches(), "xfuser")
-    rows.install()
+def listener(uninstalled: None, session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingListener]:
+    """Return the listener of a tracker that replaces the plugin's."""
+    listener = RecordingListener()
+    tracker = RunTracker([listener])
+    patches = PatchSet(tracker.patches(), "xfuser")
+    patches.install()
     monkeypatch.setattr(activation, "_installed", SimpleNamespace(is_removed=False))
-    monkeypatch.setattr(activation, "_tracker", clock)
+    monkeypatch.setattr(activation, "_tracker", tracker)
     monkeypatch.setattr(activation, "PACKAGE", "diffusers")  # xDiT itself is not needed
-    yield heard
-    clock.close()
-    rows.uninstall()
+    yield listener
+    tracker.close()
+    patches.uninstall()
     monkeypatch.undo()
 
 
 class Derived(FlowMatchEulerDiscreteScheduler):
-    """Its step is its base's, and something more."""
+    """A scheduler whose `step` calls that of its base."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         return super().step(*args, **kwargs)
@@ -78,22 +78,24 @@ def run(pipe: Any, *args: Any, steps: int = 3, **kwargs: Any) -> None:
         denoise(pipe.scheduler)
 
 
-def counts(heard: Heard) -> list[tuple[int | None, int]]:
-    """Steps that were announced, and that were made, of each run."""
-    return [(total, len(steps)) for total, *steps in heard.runs]
+def counts(listener: RecordingListener) -> list[tuple[int | None, int]]:
+    """Return the total and the number of steps of each run."""
+    return [(total, len(steps)) for total, *steps in listener.runs]
 
 
-def test_the_total_may_come_in_any_way(heard: Heard, session: Session) -> None:
+def test_the_total_may_be_passed_by_name_or_position(listener: RecordingListener, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     run(pipe, None, 3)
-    assert counts(heard) == [(3, 3)] * 2
+    assert counts(listener) == [(3, 3)] * 2
     assert session.runs.newest is None
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("disable", [True, False])
-def test_a_bar_may_go_over_an_iterable(heard: Heard, session: Session, known: bool, disable: bool) -> None:
+def test_a_bar_over_an_iterable_is_a_run(
+    listener: RecordingListener, session: Session, known: bool, disable: bool
+) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     pipe, latents = pipeline(scheduler), torch.zeros(1)
@@ -101,19 +103,19 @@ def test_a_bar_may_go_over_an_iterable(heard: Heard, session: Session, known: bo
     for time in DiffusionPipeline.progress_bar(pipe, scheduler.timesteps if known else iter(scheduler.timesteps)):
         assert session.runs.newest
         latents = scheduler.step(torch.ones(1), time, latents).prev_sample
-    assert counts(heard) == [(3 if known else None, 3)]
+    assert counts(listener) == [(3 if known else None, 3)]
     assert session.runs.newest is None
 
 
-def test_a_run_that_is_broken_off_is_over(heard: Heard, session: Session) -> None:
+def test_an_error_ends_the_run(listener: RecordingListener, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     with pytest.raises(InterruptedError), DiffusionPipeline.progress_bar(pipe, total=3):
         raise InterruptedError
     assert session.runs.newest is None
 
 
-def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: Heard, session: Session) -> None:
-    """And not when the iterator goes, which is not at the same time on all ranks."""
+def test_an_abandoned_run_ends_when_another_one_begins(listener: RecordingListener, session: Session) -> None:
+    """Not when the iterator is freed, which happens at different times on different ranks."""
     for other in (False, True):
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
         for _ in DiffusionPipeline.progress_bar(pipe, [1, 2, 3]):
@@ -124,36 +126,36 @@ def test_a_run_over_an_iterable_that_is_left_is_over_when_another_begins(heard: 
         assert session.runs.newest is None
 
 
-def test_a_step_counts_once_whoever_calls_it(heard: Heard, session: Session) -> None:
-    run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # now the base class is watched too
+def test_a_step_of_a_derived_scheduler_counts_once(listener: RecordingListener, session: Session) -> None:
+    run(pipeline(FlowMatchEulerDiscreteScheduler()), total=9)  # which patches the base class too
     run(pipeline(Derived()), total=9)
     run(pipeline(Derived()), total=9)
-    assert counts(heard) == [(9, 3)] * 3
+    assert counts(listener) == [(9, 3)] * 3
 
 
-def test_a_copy_of_a_scheduler_ends_no_step(heard: Heard, session: Session) -> None:
+def test_a_copy_of_a_scheduler_ends_no_step(listener: RecordingListener, session: Session) -> None:
     scheduler = Derived()
     scheduler.set_timesteps(3)
     with DiffusionPipeline.progress_bar(pipeline(scheduler), total=3):
         denoise(copy.deepcopy(scheduler))
         denoise(scheduler)
-    assert counts(heard) == [(3, 3)]
+    assert counts(listener) == [(3, 3)]
 
 
-def test_schedulers_may_change_and_step_twice(heard: Heard, session: Session) -> None:
+def test_another_scheduler_may_step_twice_per_timestep(listener: RecordingListener, session: Session) -> None:
     pipe = pipeline(FlowMatchEulerDiscreteScheduler())
     run(pipe, total=3)
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
     run(pipe, total=3)
-    assert counts(heard) == [(3, 3), (6, 5)]
+    assert counts(listener) == [(3, 3), (6, 5)]
     assert session.runs.newest is None
 
 
 @pytest.mark.usefixtures("session", "uninstalled")
-def test_uninstalling_leaves_diffusers_as_it_was() -> None:
+def test_uninstall_restores_diffusers() -> None:
     schedulers = FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler, Derived
 
-    def sites() -> list[Any]:
+    def patched() -> list[Any]:
         loop = vars(LoopSequentialPipelineBlocks)
         return [
             vars(DiffusionPipeline)["progress_bar"],
@@ -161,20 +163,20 @@ def test_uninstalling_leaves_diffusers_as_it_was() -> None:
             *(vars(scheduler)["step"] for scheduler in schedulers),
         ]
 
-    before = sites()
+    before = patched()
     for _ in range(2):
         assert activation.install()
         activation.activate()
         for scheduler in schedulers:
             run(pipeline(scheduler()), total=3)
-        assert not any(now is then for now, then in zip(sites(), before, strict=True))
+        assert not any(now is then for now, then in zip(patched(), before, strict=True))
         assert not hasattr(vars(FlowMatchEulerDiscreteScheduler)["step"].__wrapped__, "__wrapped__")
         activation.uninstall()
-        assert all(now is then for now, then in zip(sites(), before, strict=True))
+        assert all(now is then for now, then in zip(patched(), before, strict=True))
 
 
 class Loop(LoopSequentialPipelineBlocks):
-    """A modular pipeline's loop, as MiniMax-H3 has it: its schedulers are with its components."""
+    """A loop of a modular pipeline as in MiniMax-H3, whose schedulers are components."""
 
     def __init__(self) -> None:
         self.sub_blocks = {}
@@ -189,14 +191,14 @@ class Loop(LoopSequentialPipelineBlocks):
         return components, state
 
 
-def test_modular_pipelines_have_runs(heard: Heard, session: Session) -> None:
+def test_modular_pipelines_have_runs(listener: RecordingListener, session: Session) -> None:
     for _ in range(2):
         Loop()(SimpleNamespace(), SimpleNamespace())
-    assert heard.runs == [[3, [0.0], [1.0], [2.0]]] * 2
+    assert listener.runs == [[3, [0.0], [1.0], [2.0]]] * 2
     assert session.runs.newest is None
 
 
-def test_a_sampler_declares_its_runs(heard: Heard, session: Session) -> None:
+def test_a_sampler_declares_its_runs(listener: RecordingListener, session: Session) -> None:
     for steps in (2, None):
         with xfuser_cocodiff.run(steps=steps) as one:
             assert session.runs.newest
@@ -207,10 +209,10 @@ def test_a_sampler_declares_its_runs(heard: Heard, session: Session) -> None:
     with pytest.raises(InterruptedError), xfuser_cocodiff.run(3):
         raise InterruptedError
     assert session.runs.newest is None
-    assert heard.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
+    assert listener.runs == [[2, None, [1.0]], [None, None, [1.0]], [3]]
 
 
-def test_the_innermost_run_is_in_force(heard: Heard, session: Session) -> None:
+def test_the_innermost_run_is_the_newest(listener: RecordingListener, session: Session) -> None:
     with xfuser_cocodiff.run() as outer:
         pipe = pipeline(FlowMatchEulerDiscreteScheduler())
         pipe.scheduler.set_timesteps(3)
@@ -220,16 +222,16 @@ def test_the_innermost_run_is_in_force(heard: Heard, session: Session) -> None:
             outer.step()
             denoise(pipe.scheduler)
         assert session.runs.newest is outer_run
-    assert counts(heard) == [(None, 0), (3, 3)]
+    assert counts(listener) == [(None, 0), (3, 3)]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])
-def test_what_is_no_number_of_steps(steps: Any) -> None:
+def test_an_invalid_number_of_steps_raises(steps: Any) -> None:
     with pytest.raises(ValueError, match=r"steps=.*: valid are integers from 1, or None"):
         xfuser_cocodiff.run(steps)
 
 
-def test_steps_belong_inside_their_run() -> None:
+def test_a_step_outside_of_its_run_raises() -> None:
     one = xfuser_cocodiff.run(3)
     with pytest.raises(RuntimeError, match="inside of its block"):
         one.step()

@@ -1,4 +1,4 @@
-"""The order of exchanges in a graph, on paper."""
+"""The order of all-to-alls in a mock graph."""
 
 import random
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Call:
 
 @dataclass
 class Node:
-    """As Inductor's scheduler has them."""
+    """A mock node of Inductor's scheduler."""
 
     name: str
     after: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Node:
 
 
 def layer(index: int) -> list[Node]:
-    """A block with an MLP beside its attention, as it is traced."""
+    """Return the nodes of a block with a parallel MLP, in traced order."""
     x = f"x{index}"
     traced = [
         ("norm", [x], ""),
@@ -82,7 +82,7 @@ def graph(layers: int = 3) -> list[Node]:
     return [Node("x0"), *(node for index in range(layers) for node in layer(index)), Node("end", (f"x{layers}",))]
 
 
-def test_exchanges_start_early_and_are_waited_for_late() -> None:
+def test_all_to_alls_start_early_and_are_waited_for_late() -> None:
     found = names_of(early_sends(graph()))
     for index in range(3):
         own = [name[: -len(str(index))] for name in found if name.endswith(str(index)) and name[0] != "x"]
@@ -91,34 +91,34 @@ def test_exchanges_start_early_and_are_waited_for_late() -> None:
         assert own[-3:] == ["send_o", "wait_o", "out"]
 
 
-def test_what_later_layers_need_does_not_lie_in_memory() -> None:
-    """Their modulation could all be computed at the first wait."""
+def test_results_for_later_layers_are_not_computed_early() -> None:
+    """All modulations could run at the first wait, and would occupy memory."""
     found = names_of(early_sends(graph(6)))
     assert found.index("gate5") > found.index("send_o3")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_graph_still_can_be_run(seed: int) -> None:
-    chance = random.Random(seed)
+def test_the_order_of_a_random_graph_is_valid(seed: int) -> None:
+    generator = random.Random(seed)
     nodes = []
     for index in range(60):
-        after = chance.sample(range(index), min(index, chance.randrange(4)))
-        operator = chance.choice(["", "", "", "cocodiff::send_value", "cocodiff::receive_heads"])
+        after = generator.sample(range(index), min(index, generator.randrange(4)))
+        operator = generator.choice(["", "", "", "cocodiff::send_value", "cocodiff::receive_heads"])
         nodes.append(Node(str(index), tuple(map(str, after)), operator))
     found = early_sends(nodes)
     assert sorted(names_of(found)) == sorted(names_of(nodes))
-    place = {node.name: number for number, node in enumerate(found)}
-    assert all(place[each] < place[node.name] for node in nodes for each in node.after)
+    position = {node.name: number for number, node in enumerate(found)}
+    assert all(position[each] < position[node.name] for node in nodes for each in node.after)
     assert names_of(early_sends(nodes)) == names_of(found)
 
 
-def test_without_exchanges_nothing_is_moved() -> None:
+def test_a_graph_without_all_to_alls_keeps_its_order() -> None:
     nodes = [node for node in graph() if "send" not in node.operator if "wait" not in node.name]
     assert names_of(early_sends(nodes)) == names_of(nodes)
 
 
 @pytest.mark.parametrize("before", [(False, ["reorder_compute_for_overlap"]), (True, ["sink_waits"])])
-def test_inductor_has_its_settings_back_when_an_engine_ends(before: tuple[bool, list[str]]) -> None:
+def test_inductors_settings_are_restored_at_the_end_of_a_session(before: tuple[bool, list[str]]) -> None:
     from torch._inductor import config
 
     names = "reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"
@@ -131,4 +131,4 @@ def test_inductor_has_its_settings_back_when_an_engine_ends(before: tuple[bool, 
         graph_order.order_exchanges()
         config.reorder_for_compute_comm_overlap_passes = ["raise_comms"]
         Session().close()
-        assert config.reorder_for_compute_comm_overlap_passes == ["raise_comms"]  # others' settings stay
+        assert config.reorder_for_compute_comm_overlap_passes == ["raise_comms"]  # settings changed since then stay

@@ -1,4 +1,4 @@
-"""Runs, declared and recognised: what is held of one is never seen in another, whoever calls what in which order."""
+"""Declared and detected runs: references of one run are never used in another, in any order of calls."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -23,22 +23,22 @@ TIMES = (1.0, 0.75, 0.5, 0.25)
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the user is told."""
-    said: list[str] = []
-    monkeypatch.setattr(runs, "warn_once", lambda message: said.append(message) if message not in said else None)
-    return said
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list of warnings, each once."""
+    warnings: list[str] = []
+    monkeypatch.setattr(runs, "warn_once", lambda text: warnings.append(text) if text not in warnings else None)
+    return warnings
 
 
 class FakeSession:
-    """As much of a session as runs need, with transformers of one layer that hold whose call they were in last."""
+    """The part of a session that runs need, with transformers of one layer, whose reference is a request number."""
 
     def __init__(self) -> None:
         self.runtime = runtime()
         self.roots: list[RootModule] = []
-        self.runs = Runs(lambda: self.runtime, self._new_step)
+        self.runs = Runs(lambda: self.runtime, self._reset_branches)
 
-    def _new_step(self) -> None:
+    def _reset_branches(self) -> None:
         for root in self.roots:
             root.calls = 0
 
@@ -51,7 +51,7 @@ class FakeSession:
 
 
 class Transformer(nn.Module):
-    """Each call names its request; says whether it found something of that one, and fails where it is another's."""
+    """A transformer whose calls return whether their request has a reference, and fail on that of another request."""
 
     def __init__(self, session: FakeSession) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         if layer_codecs is None:
             return False
         found = held(layer_codecs)
-        assert found in (None, request), f"request {request} met what is held of request {found}"
+        assert found in (None, request), f"request {request} has a reference of request {found}"
         hold(layer_codecs, request)
         return found is not None
 
@@ -79,119 +79,119 @@ def prompt() -> torch.Tensor:
     return torch.zeros(1, 4, 8)
 
 
-def loop(one: Transformer, request: float, text: torch.Tensor, times: tuple = TIMES) -> list[bool]:
-    """A run that nobody declares."""
-    return [one(request, timestep=torch.full((1,), time), encoder_hidden_states=text) for time in times]
+def loop(model: Transformer, request: float, text: torch.Tensor, times: tuple = TIMES) -> list[bool]:
+    """Call a transformer at several times without declaring a run."""
+    return [model(request, timestep=torch.full((1,), time), encoder_hidden_states=text) for time in times]
 
 
-# Recognised.
+# Detected runs.
 
 
 @pytest.mark.parametrize("times", [TIMES, TIMES[::-1]], ids=["down", "up"])
 @pytest.mark.parametrize("same_prompt", [False, True])
-def test_a_run_is_recognised_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
+def test_a_run_is_detected_from_its_timesteps(times: tuple, same_prompt: bool) -> None:
     session, text = FakeSession(), prompt()
-    one = session.transformer()
+    model = session.transformer()
     for request in range(3):
-        assert loop(one, request, text if same_prompt else prompt(), times) == [False, True, True, True]
-    # Names of arguments are not needed.
-    assert [one(3, time, text) for time in times] == [False, True, True, True]
+        assert loop(model, request, text if same_prompt else prompt(), times) == [False, True, True, True]
+    # Positional arguments work too.
+    assert [model(3, time, text) for time in times] == [False, True, True, True]
     assert session.held == 1
 
 
 @pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
-def test_another_prompt_is_another_run_wherever_its_times_begin(second: tuple) -> None:
-    one = FakeSession().transformer()
-    loop(one, 1, prompt(), (1.0, 0.75, 0.5))
-    assert not loop(one, 2, prompt(), second)[0]
+def test_another_prompt_begins_another_run_at_any_time(second: tuple) -> None:
+    model = FakeSession().transformer()
+    loop(model, 1, prompt(), (1.0, 0.75, 0.5))
+    assert not loop(model, 2, prompt(), second)[0]
 
 
-def test_the_same_prompt_at_the_last_time_is_another_run() -> None:
-    one, text = FakeSession().transformer(), prompt()
-    loop(one, 1, text, (1.0, 0.5))
-    assert loop(one, 2, text, (0.5, 0.25)) == [False, True]
+def test_the_same_prompt_at_the_last_time_begins_another_run() -> None:
+    model, text = FakeSession().transformer(), prompt()
+    loop(model, 1, text, (1.0, 0.5))
+    assert loop(model, 2, text, (0.5, 0.25)) == [False, True]
 
 
-def test_runs_of_one_step_never_meet() -> None:
+def test_runs_of_one_step_share_no_reference() -> None:
     session, text = FakeSession(), prompt()
-    one = session.transformer()
+    model = session.transformer()
     for request in range(3 * MAX_BRANCHES):
-        assert loop(one, request, text if request % 2 else prompt(), (1.0,)) == [False]
+        assert loop(model, request, text if request % 2 else prompt(), (1.0,)) == [False]
         assert session.held <= MAX_BRANCHES
 
 
 def test_calls_at_one_time_are_branches() -> None:
     session, texts = FakeSession(), [prompt(), prompt()]
-    one = session.transformer()
+    model = session.transformer()
     for request in (0, 10):
         for number, time in enumerate(TIMES):
             for branch, text in enumerate(texts):
-                assert one(request + branch, timestep=time, encoder_hidden_states=text) == (number > 0)
+                assert model(request + branch, timestep=time, encoder_hidden_states=text) == (number > 0)
         assert session.held == 2
 
 
-def test_guidance_that_begins_in_mid_run_costs_steps_but_mixes_nothing() -> None:
+def test_guidance_that_begins_in_a_run_mixes_no_references() -> None:
     session, texts = FakeSession(), [prompt(), prompt()]
-    one = session.transformer()
+    model = session.transformer()
     found = []
     for number, time in enumerate((1.0, 0.9, 0.8, 0.7, 0.6, 0.5)):
         for branch in range(1 + (number > 1)):
-            found.append(one(branch, timestep=time, encoder_hidden_states=texts[branch]))
+            found.append(model(branch, timestep=time, encoder_hidden_states=texts[branch]))
     assert found[-4:] == [True] * 4
 
 
-def test_a_prompt_that_is_written_over_is_another_one() -> None:
-    one, text = FakeSession().transformer(), prompt()
-    loop(one, 1, text, (1.0, 0.75))
+def test_an_overwritten_prompt_is_another_prompt() -> None:
+    model, text = FakeSession().transformer(), prompt()
+    loop(model, 1, text, (1.0, 0.75))
     text.fill_(1)
-    assert not loop(one, 2, text, (0.5,))[0]
+    assert not loop(model, 2, text, (0.5,))[0]
 
 
-def test_a_second_transformer_may_take_over() -> None:
+def test_a_second_transformer_may_continue_a_run() -> None:
     session = FakeSession()
     first, second = session.transformer(), session.transformer()
     for request in range(2):
         texts = [prompt(), prompt()]
-        for one, times in ((first, (1.0, 0.9, 0.8)), (second, (0.5, 0.4, 0.3))):
+        for model, times in ((first, (1.0, 0.9, 0.8)), (second, (0.5, 0.4, 0.3))):
             for number, time in enumerate(times):
                 for branch, text in enumerate(texts):
                     call = {"timestep": time, "encoder_hidden_states": text}
-                    assert one(10 * request + branch, **call) == (number > 0)
-            assert session.held == 2  # of one transformer, in two branches
+                    assert model(10 * request + branch, **call) == (number > 0)
+            assert session.held == 2  # two branches of one transformer
 
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timesteps lie where the host does not see their values."""
+    """Let timesteps seem to be on a device, whose values the host does not read."""
     monkeypatch.setattr(step_key, "_on_host", lambda tensor: False)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.usefixtures("on_a_device")
-def test_timesteps_on_a_device_are_known_by_their_place(inference: bool) -> None:
+def test_timesteps_on_a_device_are_compared_by_their_offset(inference: bool) -> None:
     session, times = FakeSession(), torch.tensor(TIMES)
-    one = session.transformer()
+    model = session.transformer()
     with torch.inference_mode(inference):
         for request in range(3):
             if request == 2:
                 times = torch.tensor(TIMES)
             text = prompt()
-            found = [one(request, timestep=time.expand(1), encoder_hidden_states=text) for time in times]
+            found = [model(request, timestep=time.expand(1), encoder_hidden_states=text) for time in times]
             assert found == [False, True, True, True]
 
 
 @pytest.mark.usefixtures("on_a_device")
-def test_timesteps_made_anew_on_a_device_are_not(said: list[str]) -> None:
-    one, text = FakeSession().transformer(), prompt()
+def test_new_timestep_tensors_on_a_device_warn_once(warned: list[str]) -> None:
+    model, text = FakeSession().transformer(), prompt()
     for request in range(2):
-        assert loop(one, request, text) == [False] * 4
-    [message] = said
+        assert loop(model, request, text) == [False] * 4
+    [message] = warned
     assert "compression inactive (mode 'balanced'): no denoising steps detected" in message
     assert "xfuser_cocodiff.run(" in message
 
 
 @pytest.mark.parametrize("missing", ["timestep", "encoder_hidden_states"])
-def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> None:
+def test_a_missing_argument_warns_once(missing: str, warned: list[str]) -> None:
     session, transformer = FakeSession(), nn.Identity()
     root = RootModule(transformer, lambda: True, session.runs.before_call)
     given = {"timestep": 1.0, "encoder_hidden_states": prompt()}
@@ -199,56 +199,56 @@ def test_what_cannot_be_known_is_said_once(missing: str, said: list[str]) -> Non
     for _ in range(6):
         session.runs.before_call(root, (), given)
         assert root.run is None
-    [message] = said
+    [message] = warned
     assert f"no argument named {missing}" in message and "xfuser_cocodiff.run(" in message
 
 
-def test_a_loop_after_a_pipeline_says_so_too(said: list[str]) -> None:
+def test_an_undeclared_loop_after_a_pipeline_warns(warned: list[str]) -> None:
     session = FakeSession()
-    one, text = session.transformer(), prompt()
+    model, text = session.transformer(), prompt()
     for _ in range(3):
         session.runs.begin(3)
         for _ in range(3):
-            one(1, timestep=1.0, encoder_hidden_states=text)
+            model(1, timestep=1.0, encoder_hidden_states=text)
             session.runs.end_step()
-    assert said == []
+    assert warned == []
     for _ in range(4):
-        one(2, timestep=1.0, encoder_hidden_states=None)
-    [message] = said
+        model(2, timestep=1.0, encoder_hidden_states=None)
+    [message] = warned
     assert "no argument named encoder_hidden_states" in message
 
 
-# Declared.
+# Declared runs.
 
 
 @pytest.mark.parametrize("total", [4, None])
-def test_a_declared_run_goes_by_its_steps_alone(total: int | None) -> None:
+def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
     session = FakeSession()
-    one, text = session.transformer(), prompt()
+    model, text = session.transformer(), prompt()
     for request in range(2):
         run = session.runs.begin(total)
         for number in range(4):
-            assert one(request, timestep=0.5, encoder_hidden_states=text) == (number > 0)
+            assert model(request, timestep=0.5, encoder_hidden_states=text) == (number > 0)
             session.runs.end_step(run)
         session.runs.end(run)
         assert session.held == 0
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_loop_over_an_iterable_may_make_its_embeddings_anew(said: list[str], changes: bool) -> None:
-    """Another prompt is another run's: the loop was left, and nobody said so."""
+def test_a_loop_over_an_iterable_may_recompute_its_embeddings(warned: list[str], changes: bool) -> None:
+    """A changed prompt means that the loop was abandoned, and another one runs."""
     session = FakeSession()
-    one = session.transformer()
+    model = session.transformer()
     session.runs.begin(4, owner=object()).may_be_abandoned = True
     found = []
     for number in range(4):
-        found.append(one(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
+        found.append(model(0, timestep=0.5, encoder_hidden_states=prompt() + (changes and number > 1)))
         session.runs.end_step()
     assert found == ([False, True, False, False] if changes else [False, True, True, True])
-    assert any("the prompt has changed" in message for message in said) == changes
+    assert any("the prompt has changed" in message for message in warned) == changes
 
 
-def test_a_run_of_unknown_length_goes_on() -> None:
+def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session = FakeSession()
     session.runtime = runtime(changes="bits=8->4,cached=0->0.5")
     session.runs.begin(None)
@@ -263,79 +263,79 @@ def test_a_run_of_unknown_length_goes_on() -> None:
 
 
 def interleaved(session: FakeSession, first: Transformer, second: Transformer, steps: int = 6) -> list[list[bool]]:
-    """Two pipelines that take turns."""
+    """Run two pipelines whose steps alternate."""
     both, texts = [session.runs.begin(steps, owner=object()) for _ in range(2)], [prompt(), prompt()]
     found: list[list[bool]] = [[], []]
     for step in range(steps):
-        for request, one in enumerate((first, second)):
+        for request, model in enumerate((first, second)):
             for _ in range(2):
                 call = {"timestep": 1 - step / steps, "encoder_hidden_states": texts[request]}
-                found[request].append(one(request, **call))
+                found[request].append(model(request, **call))
             session.runs.end_step(both[request])
             assert session.held <= 2
     return found
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_two_pipelines_that_take_turns_travel_exactly(said: list[str], shared: bool) -> None:
+def test_two_alternating_pipelines_are_lossless(warned: list[str], shared: bool) -> None:
     session = FakeSession()
-    one = session.transformer()
-    older, newer = interleaved(session, one, one if shared else session.transformer())
+    model = session.transformer()
+    older, newer = interleaved(session, model, model if shared else session.transformer())
     assert older == newer == [False] * 12
-    assert session.held == 0 and all("alternates with another run" in message for message in said)
+    assert session.held == 0 and all("alternates with another run" in message for message in warned)
 
 
-def test_a_run_inside_another_leaves_it_as_it_is(said: list[str]) -> None:
+def test_a_nested_run_lets_the_outer_one_continue(warned: list[str]) -> None:
     session = FakeSession()
     outer, inner = session.transformer(), session.transformer()
     for shared in (False, True):
-        one = outer if shared else inner
+        model = outer if shared else inner
         first, texts = session.runs.begin(6, owner=object()), [prompt(), prompt()]
         for step in range(6):
-            # The inner run has taken its place, and it begins anew.
+            # The outer run begins with a keyframe after the inner one.
             assert outer(1, timestep=0.0, encoder_hidden_states=texts[0]) == (step not in (0, 3))
             session.runs.end_step(first)
             if step == 2:
                 second = session.runs.begin(2, owner=object())
                 for number in range(2):
-                    found = one(2, timestep=0.0, encoder_hidden_states=texts[1])
+                    found = model(2, timestep=0.0, encoder_hidden_states=texts[1])
                     assert found == (number > 0)
                     session.runs.end_step(second)
                 assert session.held == 0
 
 
-def test_two_pipelines_may_share_a_transformer_in_turns_of_several_steps(said: list[str]) -> None:
+def test_two_pipelines_that_share_a_transformer_are_told_apart_by_prompt(warned: list[str]) -> None:
     session = FakeSession()
-    one = session.transformer()
+    model = session.transformer()
     both, texts = [session.runs.begin(9, owner=object()) for _ in range(2)], [prompt(), prompt()]
     for request in (1, 1, 1, 0, 0, 1, 0, 1, 1):
-        one(request, timestep=0.0, encoder_hidden_states=texts[request])
+        model(request, timestep=0.0, encoder_hidden_states=texts[request])
         session.runs.end_step(both[request])
-    assert any("the prompt has changed" in message for message in said)
+    assert any("the prompt has changed" in message for message in warned)
 
 
-def test_steps_that_nobody_sees_do_not_fill_the_memory(said: list[str]) -> None:
+def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> None:
     session = FakeSession()
-    one, text = session.transformer(), prompt()
+    model, text = session.transformer(), prompt()
     session.runs.begin(50)
     for number in range(3 * MAX_BRANCHES):
-        one(number, timestep=0.0, encoder_hidden_states=text)
+        model(number, timestep=0.0, encoder_hidden_states=text)
         assert session.held <= MAX_BRANCHES
     assert session.held == 0
-    assert any("no step ended in" in message for message in said)
+    assert any("no step ended in" in message for message in warned)
 
 
-def test_a_run_in_which_nothing_is_understood_says_so(said: list[str]) -> None:
+def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
     session = FakeSession()
     session.runs.begin(3)
     for _ in range(3):
         session.runtime.disable("K is odd")
         session.runs.end_step()
-    assert said == ["compression inactive (mode 'balanced'): K is odd"]
+    assert warned == ["compression inactive (mode 'balanced'): K is odd"]
     session.runs.begin(3)
     for _ in range(3):
         session.runs.end_step()
-    assert "no attention layer called xDiT's USP" in said[-1] == said[1]
+    assert "no attention layer called xDiT's USP" in warned[-1] == warned[1]
 
 
 # Whole loops around xDiT's FLUX, on real ranks.
@@ -344,7 +344,7 @@ STEPS = 14
 
 
 class Loops:
-    """The same Euler loop, shown in several ways."""
+    """One Euler loop, as a plain loop, as a declared run and in progress bars of diffusers."""
 
     def __init__(self, rank: int, config: object) -> None:
         group, self.transformer, step = start(rank, depth=3)
@@ -354,7 +354,7 @@ class Loops:
         self.pipeline = SimpleNamespace(scheduler=self.scheduler, _progress_bar_config={"disable": True})
 
     def inputs(self, seed: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Latents, and the prompts of two branches."""
+        """Return latents, and the prompts of two branches."""
         generator = torch.Generator().manual_seed(seed)
         shapes = [self.given["hidden_states"].shape, *[self.given["encoder_hidden_states"].shape] * 2]
         latents, *prompts = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -369,10 +369,10 @@ class Loops:
         return first + sum(0.5 * (first - other) for other in others)
 
     @torch.no_grad()
-    def run(self, seed: int, shown: str, branches: int = 1) -> torch.Tensor:
+    def run(self, seed: int, form: str, branches: int = 1) -> torch.Tensor:
         latents, prompts = self.inputs(seed)
         self.scheduler.set_timesteps(STEPS)
-        return getattr(self, shown)(latents, prompts[:branches])
+        return getattr(self, form)(latents, prompts[:branches])
 
     def by_hand(
         self, latents: torch.Tensor, prompts: list[torch.Tensor], step: Callable[[], None] = lambda: None
@@ -398,7 +398,7 @@ class Loops:
 
     def over_an_iterable(self, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
         times = iter(DiffusionPipeline.progress_bar(self.pipeline, self.scheduler.timesteps))
-        return self.through(times, latents, prompts)  # which hold the iterator as long as an error is held
+        return self.through(times, latents, prompts)  # the frame keeps the iterator as long as an error keeps the frame
 
     def through(self, times: Iterable, latents: torch.Tensor, prompts: list[torch.Tensor]) -> torch.Tensor:
         for time in times:
@@ -408,43 +408,45 @@ class Loops:
 
     @property
     def encoded(self) -> list[float]:
-        """Share of its bytes that each step of the last run has sent."""
+        """Compression ratio of each step of the last run, in sent bytes over lossless ones."""
         return [report.sent_bytes / report.exact_bytes for report in self.session.runtime.reports]
 
 
-WAYS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
+FORMS = ("by_hand", "declared", "of_unknown_length", "by_diffusers", "over_an_iterable")
 
 
 def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tensor, list[float]]]:
-    """Latents of runs in a row, and what their steps sent. The first of a run that is only recognised is exact; here
-    that of others is too, so that runs can be compared."""
+    """Return the latents of several runs, and the compression ratios of their steps.
+
+    The first step of a detected run is lossless; here that of declared runs is too, so that all can be compared.
+    """
     loops = Loops(rank, config_of(mode, schedule=None if mode == "exact" else "first=exact"))
     return [(loops.run(*run), loops.encoded if loops.session.runtime else []) for run in runs]
 
 
-@pytest.mark.parametrize(("branches", "ways"), [slow(1, WAYS), (2, ("by_hand", "declared"))])
-def test_a_loop_is_coded_however_it_is_shown(branches: int, ways: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("branches", "forms"), [slow(1, FORMS), (2, ("by_hand", "declared"))])
+def test_every_form_of_a_loop_is_encoded(branches: int, forms: tuple[str, ...]) -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", branches), (1, "by_diffusers", branches)])
     fresh = ranks.run(all_loops, 2, "balanced", [(2, "declared", branches)])
-    # Prompt after prompt, without anything between them.
-    in_a_row = [(seed, shown, branches) for shown in ways for seed in (1, 2)]
+    # One prompt after the other, with nothing in between.
+    in_a_row = [(seed, form, branches) for form in forms for seed in (1, 2)]
     for rank, found in enumerate(ranks.run(all_loops, 2, "balanced", in_a_row)):
         (wanted, _), (scheduled, _) = exact[rank]
         torch.testing.assert_close(scheduled, wanted)
         latents, encoded = found[0]
-        # The last step of a loop that nobody declares has not ended yet.
+        # The last step of an undeclared loop has not ended yet.
         assert encoded[0] >= 1 and len(encoded) == STEPS - 1 and max(encoded[1:]) < 0.2
         error = (latents - wanted).norm() / wanted.norm()
         assert 0 < error < 0.1
-        for (latents, encoded), (seed, shown, _) in zip(found, in_a_row, strict=True):
+        for (latents, encoded), (seed, form, _) in zip(found, in_a_row, strict=True):
             torch.testing.assert_close(latents, found[seed - 1][0], rtol=1e-5, atol=1e-5)
-            assert shown == "by_hand" or (len(encoded) == STEPS and max(encoded[1:]) < 0.2)
+            assert form == "by_hand" or (len(encoded) == STEPS and max(encoded[1:]) < 0.2)
         assert torch.equal(found[1][0], fresh[rank][0][0])
         assert torch.equal(found[3][0], fresh[rank][0][0])
 
 
 def two_experts(rank: int) -> list[float]:
-    """What each step sends of a run that goes on with a second transformer, as Wan 2.2 has one."""
+    """Return the compression ratio of each step of a run that continues with a second transformer, as in Wan 2.2."""
     loops = Loops(rank, config_of("balanced", schedule="first=8"))
     first, second, calls = loops.transformer, copy.deepcopy(loops.transformer), []
 
@@ -457,15 +459,15 @@ def two_experts(rank: int) -> list[float]:
     return loops.encoded
 
 
-def test_a_second_transformer_is_coded_by_reference() -> None:
+def test_a_second_transformer_has_its_own_references() -> None:
     for encoded in ranks.run(two_experts, 2):
         change = STEPS // 2
-        assert encoded[0] > 0.2 and encoded[change] > 0.2  # where references begin
+        assert encoded[0] > 0.2 and encoded[change] > 0.2  # keyframes
         assert max(encoded[1:change] + encoded[change + 1 :]) < 0.2
 
 
-def anew_on_one_rank(rank: int) -> torch.Tensor:
-    """A loop whose prompt another rank is given anew at each step, as by a broadcast."""
+def recompute_on_one_rank(rank: int) -> torch.Tensor:
+    """Run a loop whose prompt is a new tensor in each step on one rank, as after a broadcast."""
     loops = Loops(rank, config_of("balanced"))
     velocity = loops.velocity
     loops.velocity = lambda latents, time, prompts: velocity(
@@ -476,14 +478,14 @@ def anew_on_one_rank(rank: int) -> torch.Tensor:
     return latents
 
 
-def test_ranks_that_see_different_things_of_a_loop_go_on_exactly() -> None:
+def test_a_loop_that_differs_between_ranks_is_lossless() -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", 1)])
-    for found, [(wanted, _)] in zip(ranks.run(anew_on_one_rank, 2), exact, strict=True):
+    for found, [(wanted, _)] in zip(ranks.run(recompute_on_one_rank, 2), exact, strict=True):
         assert torch.equal(found, wanted)
 
 
-def left_early(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two loops after one over an iterable that an error has ended, which one rank holds on to."""
+def run_after_error(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run two loops after one over an iterable that ended with an error, which one rank keeps."""
     loops = Loops(rank, config_of("balanced", timeout=20))
     velocity, calls = loops.velocity, []
 
@@ -506,27 +508,27 @@ def left_early(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return by_hand, again
 
 
-def test_a_loop_that_was_left_early_is_the_same_run_on_all_ranks() -> None:
-    """Whatever a rank holds on to of the error."""
+def test_a_loop_that_an_error_ended_ends_alike_on_all_ranks() -> None:
+    """Also where one rank keeps the error, and with it the frame of the loop."""
     exact = ranks.run(all_loops, 2, "exact", [(2, "by_hand", 1)])
     fresh = ranks.run(all_loops, 2, "balanced", [(2, "over_an_iterable", 1)])
-    for found, [(wanted, _)], [(coded, _)] in zip(ranks.run(left_early, 2), exact, fresh, strict=True):
+    for found, [(wanted, _)], [(coded, _)] in zip(ranks.run(run_after_error, 2), exact, fresh, strict=True):
         torch.testing.assert_close(found[0], wanted)
         torch.testing.assert_close(found[1], coded, rtol=0.1, atol=0.1)
 
 
 def first_steps(rank: int) -> list[float]:
-    """What the first step of a loop sends, by how it is shown."""
+    """Return the compression ratio of the first step of each form of the loop."""
     loops = Loops(rank, config_of("balanced"))
     found = []
-    for shown in ("by_hand", "declared", "by_diffusers"):
-        loops.run(1, shown, 1)
+    for form in ("by_hand", "declared", "by_diffusers"):
+        loops.run(1, form, 1)
         found.append(loops.encoded[0])
     return found
 
 
-def test_a_run_that_is_only_recognised_begins_exactly() -> None:
-    """It may be none, and then nothing of it is to be approximated."""
+def test_a_detected_run_begins_with_a_lossless_step() -> None:
+    """It may turn out to be no run, and must not be compressed then."""
     for by_hand, declared, by_diffusers in ranks.run(first_steps, 2):
         assert by_hand >= 1
         assert declared == by_diffusers < 0.3

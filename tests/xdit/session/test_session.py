@@ -1,4 +1,4 @@
-"""Engines in one process, one after the other and side by side: none of them sees what another one has."""
+"""Sessions in one process, one after the other and side by side: they share no state."""
 
 from types import SimpleNamespace
 
@@ -22,22 +22,22 @@ def config_of(mode: str, **options: object) -> CocoDiffConfig:
     return CocoDiffConfig(topology=topology, mode=mode, **{**fixed, **options})
 
 
-def side_by_side(rank: int) -> None:
-    """Steps of runs by three sessions, in turns, against the same runs alone."""
+def run_side_by_side(rank: int) -> None:
+    """Compare alternating steps of three sessions with the same runs alone."""
     group, transformer, step = start(rank, depth=3)
-    at = [0]  # the step; what a run is given changes with it
+    index = [0]  # index of the step, by which the inputs change
     transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"] * (1 + 0.2 * at[0])}),
+        lambda _, args, kwargs: (args, kwargs | {"hidden_states": kwargs["hidden_states"] * (1 + 0.2 * index[0])}),
         with_kwargs=True,
     )
     configs = [config_of("balanced"), config_of("exact", kernels="torch"), config_of("balanced", schedule="bits=8")]
 
     def run(sessions: list) -> list[list[torch.Tensor]]:
         found = [[] for _ in sessions]
-        for at[0] in range(STEPS):
+        for index[0] in range(STEPS):
             for session, results in zip(sessions, found, strict=True):
                 bare_runtime.use_session(session)
-                if at[0] == 0:
+                if index[0] == 0:
                     session.runs.begin(STEPS)
                 results.append(step())
                 session.runs.end_step()
@@ -55,23 +55,23 @@ def side_by_side(rank: int) -> None:
         assert dict(session.traffic.sent_bytes) == sent
         assert session.layers.signatures and all(signature.ready for signature in session.layers.signatures)
     encoded, exact, finer = (results for results, _ in alone)
-    assert torch.equal(encoded[0], finer[0])  # both begin alike
+    assert torch.equal(encoded[0], finer[0])  # both begin with the same keyframe
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
 
-def test_schedules_are_kept_by_slow_axes() -> None:
+def test_slow_axes_are_part_of_the_cache_key() -> None:
     signature = SimpleNamespace(key="single")
     configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
     one, both = (Session(config, runtime=object())._cache_key(signature) for config in configs)
     assert one != both
 
 
-def test_engines_side_by_side_do_not_see_each_other() -> None:
-    ranks.run(side_by_side, 2)
+def test_sessions_side_by_side_share_no_state() -> None:
+    ranks.run(run_side_by_side, 2)
 
 
-def in_a_row(rank: int) -> None:
-    """A new runtime state of xDiT leaves nothing of the session before it."""
+def start_another_engine(rank: int) -> None:
+    """Check that a new runtime state of xDiT ends the session of the last one."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
 
@@ -91,16 +91,16 @@ def in_a_row(rank: int) -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in transformer.modules())
 
 
-def test_an_engine_ends_with_its_runtime_state() -> None:
-    ranks.run(in_a_row, 2)
+def test_a_session_ends_with_its_runtime_state() -> None:
+    ranks.run(start_another_engine, 2)
 
 
-def agreed(rank: int) -> tuple[list[float], list[float]]:
-    """What ranks that measure different things go by: a mean of times, the largest error."""
+def reduce_on_ranks(rank: int) -> tuple[list[float], list[float]]:
+    """Return the mean of a time and the maximum of errors that differ between ranks."""
     group, *_ = start(rank, depth=3)
     session = use_config(group, config_of("balanced"))
     return session._mean([float(rank)]), session.runtime._agreed([float(rank), -float(rank)])
 
 
-def test_ranks_that_differ_go_by_the_mean_time_and_the_largest_error() -> None:
-    assert ranks.run(agreed, 2) == [([0.5], [1.0, 0.0])] * 2
+def test_ranks_agree_on_the_mean_time_and_the_maximum_error() -> None:
+    assert ranks.run(reduce_on_ranks, 2) == [([0.5], [1.0, 0.0])] * 2
