@@ -91,7 +91,7 @@ def test_all_pictures_are_kept_side_by_side_and_frames_from_all_of_a_video(outpu
         ("exact", None, None, (None, "mode exact")),
         ("balanced", None, "no slow axis", (0.0, "no slow axis")),
         ("balanced", (20, 100), None, (0.2, None)),
-        ("balanced", (0, 0), None, (0.0, "no run was seen")),
+        ("balanced", (0, 0), None, (0.0, "no denoising steps detected")),
     ],
 )
 def test_what_was_coded_is_recorded(mode: str | None, sent: tuple | None, because: str | None, expected: tuple) -> None:
