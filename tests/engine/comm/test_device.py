@@ -60,13 +60,11 @@ def make_tables() -> None:
     weights = {grid: torch.zeros(grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
     digits = {grid: torch.zeros(256, grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
     shares = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
-    numbers = torch.zeros(64, 256, dtype=torch.int64, device=device())
     quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantize._digits = lambda grid, _: digits[grid]
     quantize._maxima = lambda _: (maxima, scales, scales)
     codecs._shifts = lambda _: shifts
     codecs._on_all_links = lambda share, links, _: shares[links]
-    codecs._odd_numbers = lambda heads, dim, _: numbers[:heads, :dim]
 
 
 def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream: CommStream | None = None) -> Mesh:

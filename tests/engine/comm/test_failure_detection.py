@@ -152,14 +152,14 @@ def test_xdits_collectives_are_left_alone_where_the_plugin_is_not_in_use(monkeyp
 
     group = SimpleNamespace(ranks=[0])
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
-        collective_failures._in_a_group(fail)(group)
+        collective_failures._with_detection(fail)(group)
     monkeypatch.setattr(failure_detection, "_stages", {})  # where a rank fails stays known
     monkeypatch.setattr(failure_detection, "is_heartbeat_running", lambda: True)
     monkeypatch.setattr(
         failure_detection, "_describe_failure", lambda group, stage, failure: f"{group} {stage} {failure}"
     )
     with pytest.raises(UnresponsiveRankError, match=r"\[0\] xDiT's fail failed \(Connection closed by peer\)"):
-        collective_failures._in_a_group(fail)(group)
+        collective_failures._with_detection(fail)(group)
 
 
 @pytest.mark.parametrize(
