@@ -92,7 +92,7 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
 
     start, tensors = Stages.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
     with mock.patch.object(Stages, "start", late_start):
-        for step in range(200):
+        for step in range(80):
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]
             sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
