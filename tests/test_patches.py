@@ -255,7 +255,7 @@ def saved_and_loaded(rank: int) -> list[bool]:
     ]
 
 
-def without_plugin() -> list:
+def without_plugin() -> dict[str, Any]:
     """What xDiT does alone, without triton."""
     sys.modules["triton"] = None
     import xfuser.runner  # the xdit command, which imports every model
@@ -265,19 +265,9 @@ def without_plugin() -> list:
         assert (xfuser.envs.get_device_name(), xfuser.envs.get_torch_distributed_backend()) == ("xpu", "xccl")
         assert xfuser.envs.supports_usp() and xfuser.envs.device_module() is torch.xpu
     assert not any(name.startswith("xfuser_cocodiff") for name in sys.modules)
-    return [xfuser.__file__, *(ranks.run(case, 2) for case in (attention_error, flux_error, qwen_errors))]
-
-
-@pytest.mark.slow  # a copy of xDiT with the series; the quick set has the release as it is
-def test_xdit_runs_on_a_cpu_by_itself_and_its_padding_is_right(site: Path) -> None:
-    (file, attention, flux, qwen), _ = answer(site, without_plugin, XDIT_PLUGINS="")
-    assert file == str(site / "xfuser" / "__init__.py")
-    assert max(*attention, *flux, *qwen[0], *qwen[1]) < 1e-5
-
-
-def more_without_plugin() -> dict[str, Any]:
-    """What else xDiT does alone."""
     return {
+        "file": xfuser.__file__,
+        "errors": [ranks.run(case, 2) for case in (attention_error, flux_error, qwen_errors)],
         "without a ring": ranks.run(long_context_error, 2, 1),
         "in a ring": ranks.run(long_context_error, 2, 2),
         "stages": ranks.run(exchange_of_stages, 2),
@@ -285,9 +275,12 @@ def more_without_plugin() -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow  # of the patched copy; the next one has the plugin, which does the same but for Z-Image
-def test_xdit_has_long_context_pipefusion_and_small_z_images_by_itself(site: Path) -> None:
-    found, _ = answer(site, more_without_plugin, XDIT_PLUGINS="")
+@pytest.mark.slow  # a copy of xDiT with the series; the quick set has the release as it is
+def test_by_itself_xdit_pads_right_and_has_long_context_pipefusion_and_small_z_images(site: Path) -> None:
+    found, _ = answer(site, without_plugin, XDIT_PLUGINS="")
+    assert found["file"] == str(site / "xfuser" / "__init__.py")
+    attention, flux, qwen = found["errors"]
+    assert max(*attention, *flux, *qwen[0], *qwen[1]) < 1e-5
     assert max(*found["without a ring"], *found["in a ring"]) < 1e-5
     assert found["stages"] == [True, True]
     assert found["Z-Image"] == [[True, True]]

@@ -188,7 +188,7 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
         AURORA_NODES="2",
         AURORA_MODELS="FLUX.1-dev:8",
         AURORA_RESOLUTIONS="64",
-        AURORA_MODES="exact fast",
+        AURORA_MODES="fast",
         AURORA_STEPS="3",
         AURORA_SIZES="16KB",
         AURORA_XDIT="--max_sequence_length 32",
@@ -200,10 +200,8 @@ def test_real_ranks(hub: Path, tmp_path: Path) -> None:
     logs = "".join(file.read_text()[-2000:] for file in sorted(job.out.rglob("log")))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     assert (job.out / "nodes-2/a2a/result.json").exists()
-    exact, fast = (job.steps()[f"nodes-2/FLUX.1-dev-64/{mode}"] for mode in ("exact", "fast"))
-    assert (exact[0], exact[5:]) == ("4", ["1", "equal"])
-    assert float(fast[5]) < 1 and float(fast[6]) > 0
-    assert exact[1] == fast[1]  # stock ran once
+    fast = job.steps()["nodes-2/FLUX.1-dev-64/fast"]
+    assert fast[0] == "4" and float(fast[5]) < 1 and float(fast[6]) > 0
     [_, ours] = json.loads((job.out / "nodes-2/FLUX.1-dev-64/fast/result.json").read_text())["runs"]
     assert ours["topology"] == "node=2,tile=2"  # environment.sh says that tiles are devices
     assert (job.out / "nodes-2/FLUX.1-dev-64/fast/report.html").exists()

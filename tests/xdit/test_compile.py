@@ -220,7 +220,8 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
 
     run = Approximating(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
     expected, figures = [], []
-    for mode in (None, "exact", "balanced"):
+    modes = (None, "exact", "balanced") if world_size == 2 else (None, "exact")  # four code in test_traced_codecs
+    for mode in modes:
         if mode:
             run.use_mode(
                 mode, topology, slow_axes=("node",) if mode == "balanced" else (), overlap=Overlap(v_first=True)

@@ -1,6 +1,5 @@
 """Whole pipelines of the four paper models, run by xDiT's own runner: exact mode is bit-identical to stock."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -137,7 +136,7 @@ def check(model: str, degree: int, *more: str, world_size: int | None = None, dt
     slow_but(
         # SD3.5 is compared with CFG parallelism.
         [("FLUX.1-dev", 4), ("Qwen-Image", 2)],
-        itertools.product(MODELS, [2, 4, 8]),
+        [("FLUX.1-dev", 4), ("FLUX.2-dev", 2), ("SD3.5", 4), ("Qwen-Image", 2), *((model, 8) for model in MODELS)],
     ),
 )
 def test_latents_equal_stock(model: str, degree: int) -> None:

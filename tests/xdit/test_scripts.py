@@ -71,7 +71,6 @@ def test_script_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
 def test_xdit_command_with_the_flag_equals_stock(hub: Path, tmp_path: Path) -> None:
     xdit = [sys.executable, "-m", "xfuser.cli", *ARGUMENTS]
     launch([*xdit, "--master_port=29611"], tmp_path / "stock", **WITHOUT_PLUGIN)
-    launch([*xdit, "--master_port=29612"], tmp_path / "installed")
     dashed = [flag.replace("_", "-") for flag in FLAGS]
     launch([*xdit, "--master_port=29613", *dashed], tmp_path / "flag", COCODIFF_RECORD="record")
     assert topology(tmp_path / "flag") == "node=2"
