@@ -102,7 +102,7 @@ SCRIPT = """
     digest = "plugin" if is_plugin and is_different else "stock"
     run = {"total_steps": 1, "steps": steps, "peak_memory_bytes": 5, "latents_sha256": digest}
     engine = {"rank": rank, "degree": 2, "topology": None, "device": "CPU"}
-    time.sleep(0.5)
+    time.sleep(0.1)
     if "COCODIFF_TRACE" in os.environ:
         event = {"ph": "X", "pid": 7, "tid": 1, "ts": 5, "dur": 1, "name": "add", "id": 3, "cat": "user_annotation"}
         v = {**event, "name": "cocodiff.v.exchange"}
@@ -117,8 +117,9 @@ SCRIPT = """
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[..., list[str]]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return a function that makes the command line to compare a script, which writes records like a pipeline."""
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.02)
     file = tmp_path / "example.py"
     file.write_text(textwrap.dedent(SCRIPT))
 

@@ -424,7 +424,7 @@ def all_loops(rank: int, mode: str, runs: list[tuple]) -> list[tuple[torch.Tenso
     return [(loops.run(*run), loops.encoded if loops.session.runtime else []) for run in runs]
 
 
-@pytest.mark.parametrize(("branches", "forms"), [slow(1, FORMS), (2, ("by_hand", "declared"))])
+@pytest.mark.parametrize(("branches", "forms"), [slow(2, FORMS), (1, ("by_hand", "declared"))])
 def test_every_form_of_a_loop_is_encoded(branches: int, forms: tuple[str, ...]) -> None:
     exact = ranks.run(all_loops, 2, "exact", [(1, "by_hand", branches), (1, "by_diffusers", branches)])
     fresh = ranks.run(all_loops, 2, "balanced", [(2, "declared", branches)])
