@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.xdit.attention.test_overlap import in_force, inputs_of, start
+from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
 from tests.xdit.test_approximation import STEPS, Approximating, decibels
 
@@ -58,7 +58,7 @@ def two_layers(rank: int) -> tuple[list[tuple], list[tuple], bool]:
     """Figures of a coded run of a double and a single block, eager and compiled, and whether a second compiled run is
     the first one again."""
     group, transformer, step = start(rank, depth=2)
-    given, session = inputs_of(transformer, step), in_force(group, config_of("balanced"))
+    given, session = inputs_of(transformer, step), use_config(group, config_of("balanced"))
 
     def run() -> tuple[list[torch.Tensor], list[tuple]]:
         results = []
