@@ -130,7 +130,7 @@ def test_no_run_knows_of_another() -> None:
 
 def with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[list[torch.Tensor], list[int]]:
     """Latents of stock, exact and twice a mode, all with a step cache, and what the mode moved at each step."""
-    run = Approximating(rank, 4, model, "--cache_method", method, "--cache_config", json.dumps(config))
+    run = Approximating(rank, 2, model, "--cache_method", method, "--cache_config", json.dumps(config))
 
     def fresh() -> torch.Tensor:
         for module in run.runner.model.pipe.transformer.modules():
@@ -141,9 +141,9 @@ def with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[l
         return run()
 
     latents = [fresh()]
-    run.use_mode("exact")
+    run.use_mode("exact", "node=2")
     latents.append(fresh())
-    run.use_mode("balanced", schedule="bits=8,bits_o=8")
+    run.use_mode("balanced", "node=2", schedule="bits=8,bits_o=8")
     latents += [fresh(), fresh()]
     return latents, [report.exact_bytes for report in run.runtime.reports]
 
@@ -161,7 +161,7 @@ DBCACHE = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "scm_policy": None, "r
     ],
 )
 def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict) -> None:
-    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 4, model, method, config):
+    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 2, model, method, config):
         assert torch.equal(exact, stock)
         assert torch.equal(first, second), "a run knows of the one before"
         assert decibels(first, stock) > 40

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.quick import slow_but
 from tests.small_pipelines import wan
 from tests.xdit.test_pipelines import Run, used_axes
 from xfuser_cocodiff.lab.models import hub
@@ -94,7 +93,8 @@ def check_coded(run: Run, anew: int) -> None:
     assert (sum(4 < each < 6.4 for each in bits), sum(8 < each < 9.6 for each in bits)) == (STEPS - anew, anew)
 
 
-@pytest.mark.parametrize("model", slow_but(["Wan2.2-T2V"], MODELS))
+@pytest.mark.slow  # test_transformers has their transformers, and test_pipelines other pipelines
+@pytest.mark.parametrize("model", MODELS)
 def test_latents_equal_stock(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if model in ONLY_HERE:
         monkeypatch.setitem(hub.REGISTRY, model, hub.SmallModel(*ONLY_HERE[model], edits=True))

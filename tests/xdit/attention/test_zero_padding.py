@@ -73,7 +73,7 @@ def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
     ("world", "ring", "size", "flags"),
     [
         (3, 1, 112, ()),  # eight heads, 49 tokens
-        (4, 2, 112, ()),
+        slow(4, 2, 112, ()),
         slow(3, 3, 112, ()),
         slow(3, 1, 112, ("--use_torch_compile",)),
     ],
