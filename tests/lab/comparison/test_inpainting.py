@@ -10,7 +10,7 @@ from xfuser_cocodiff.lab.comparison import inpainting
 from xfuser_cocodiff.lab.models import slices
 from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
-SIZE, STEPS = 128, 3
+SIZE, STEPS = 64, 3
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
 
 
