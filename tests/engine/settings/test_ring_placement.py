@@ -11,7 +11,7 @@ from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit, place_groups
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
@@ -152,3 +152,13 @@ def test_errors_name_option_value_and_valid_set(
     with pytest.raises(ValueError) as caught:
         settings(tmp_path, known, **values)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_error_names_groups_that_do_not_align_with_the_profile() -> None:
+    known = profile("2x3", 1e6, FAST)
+    ranks = SequenceRanks(2, Topology.flat(2), 3, known.topology)
+    with pytest.raises(
+        ValueError, match=r"Ulysses groups of 2 and rings of 3 ranks do not align .* node=2,gpu=3; valid"
+    ):
+        place_groups(ranks, None, "outer", known)
+    assert str(place_groups(ranks, None, "inner", known).topology) == "node=2"
