@@ -219,12 +219,12 @@ def test_the_laptop_quickstart_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # test_commands_are_valid has all of them
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart/pcie_box.md", "docs/quickstart/one_node.md"])
+@pytest.mark.parametrize("page", ["docs/quickstart/pcie_box.md", "docs/quickstart/one_node.md"])
 def test_commands_run_with_a_small_model(page: str, hub: Path, tmp_path: Path) -> None:
-    lines = [line[1:] for block in fenced(README, "diff") for line in block.splitlines() if line[0] in " +"]
-    blocks = list(runnable(page, "torchrun", "cocodiff")) if page != "README.md" else ["\n".join(lines)]
+    blocks = list(runnable(page, "torchrun", "cocodiff"))
     assert blocks
     for block in blocks:
+        block = re.sub(r"--modes [\w,]+", "--modes fast", block)  # each mode starts all ranks anew
         for model in ("--model black-forest-labs/FLUX.1-dev", "--model FLUX.1-dev"):
             block = block.replace(model, f"{model} {SMALL}")
         block = block.replace("flux_example.py", f"{FLUX_SCRIPT} --coco_path latents.safetensors")
