@@ -45,7 +45,7 @@ def test_only_the_pipelines_own_scheduler_ends_steps(
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(3)
     clock, pipeline = RunTracker([watched]), SimpleNamespace(scheduler=scheduler)
-    progress_bar = clock._watch_bar(lambda owner, total: tqdm(total=total, disable=True))
+    progress_bar = clock._track_bar(lambda owner, total: tqdm(total=total, disable=True))
     for _ in range(2):  # the second run copies a scheduler that has been watched, as LTX-2 does for its audio
         progress_bar(pipeline, None, 3)
         scheduler.set_timesteps(3)
