@@ -1,6 +1,6 @@
-"""Small pipelines, with random weights, for xDiT's example scripts: of models that its runner has no name for.
+"""Small pipelines with random weights for xDiT's example scripts, of models that its runner does not have.
 
-Transformers have 8 heads of 16 where nothing else is said, and pictures of 128 x 128 pixels.
+By default transformers have 8 heads of 16, and pictures 128 x 128 pixels.
 """
 
 from collections.abc import Callable
@@ -38,24 +38,24 @@ from xfuser_cocodiff.lab.models import captions, flux1, lumina2, sd35, tokenizer
 
 
 def whole(kind: type[DiffusionPipeline], **parts: object) -> DiffusionPipeline:
-    """A pipeline of random weights; a tokenizer of T5's has an encoder, as FLUX.1 has, behind it."""
+    """Return a pipeline with random weights."""
     return weights.fill(kind(**parts), seed=0)
 
 
 def t5(suffix: str = "") -> dict[str, object]:
-    """T5's tokenizer and encoder, as parts with this behind their names."""
+    """Return a T5 tokenizer and encoder as parts of a pipeline, with a suffix to their names."""
     tokenizer = tokenizers.t5()
     return {f"tokenizer{suffix}": tokenizer, f"text_encoder{suffix}": flux1.t5_encoder(tokenizer)}
 
 
 def clip(encoder: Callable = flux1.clip_encoder, suffix: str = "") -> dict[str, object]:
-    """CLIP's, likewise."""
+    """Return a CLIP tokenizer and encoder as parts of a pipeline, with a suffix to their names."""
     tokenizer = tokenizers.clip()
     return {f"tokenizer{suffix}": tokenizer, f"text_encoder{suffix}": encoder(tokenizer)}
 
 
 def cogvideox() -> DiffusionPipeline:
-    """9 frames, as 192 tokens."""
+    """Return CogVideoX with 9 frames, as 192 tokens."""
     transformer = build(
         CogVideoXTransformer3DModel,
         time_embed_dim=16,
@@ -79,7 +79,7 @@ def cogvideox() -> DiffusionPipeline:
 
 
 def flux_control() -> DiffusionPipeline:
-    """FLUX.1-dev's parts around a transformer that is given another picture's latents too."""
+    """Return FLUX.1 with a control picture in additional channels."""
     sizes = {name: value for name, value in flux1.transformer().config.items() if not name.startswith("_")}
     channels = 4 * flux1.LATENT_CHANNELS
     return whole(
@@ -93,7 +93,7 @@ def flux_control() -> DiffusionPipeline:
 
 
 def hunyuandit() -> DiffusionPipeline:
-    """64 tokens, 4 blocks with skip connections, 77 words for BERT and 256 pieces for T5; no safety checker."""
+    """Return HunyuanDiT: 64 tokens, 4 blocks with skip connections, 77 tokens of BERT, 256 of T5, no safety checker."""
     words = sorted({word.lower() for line in captions.CORPUS for word in line.split()})
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *words]
@@ -129,7 +129,7 @@ def hunyuandit() -> DiffusionPipeline:
 
 
 def pixart_alpha(kind: type[DiffusionPipeline] = PixArtAlphaPipeline, sample_size: int = 128) -> DiffusionPipeline:
-    """64 tokens, heads of 24, and the variance beside the noise; with samples of 128 told the size of the picture."""
+    """Return PixArt: 64 tokens, head dim 24, predicting noise and variance; for samples of 128, with the image size."""
     transformer = build(
         PixArtTransformer2DModel,
         attention_head_dim=24,
@@ -145,28 +145,28 @@ def pixart_alpha(kind: type[DiffusionPipeline] = PixArtAlphaPipeline, sample_siz
 
 
 def pixart_sigma() -> DiffusionPipeline:
-    """Of samples that are told nothing."""
+    """Return PixArt-Sigma, without the image size."""
     return pixart_alpha(PixArtSigmaPipeline, 16)
 
 
 def sana() -> DiffusionPipeline:
-    """Pictures are made of 1024 x 1024 pixels, 1024 tokens, and then resized."""
+    """Return Sana, whose pictures have 1024 x 1024 pixels, 1024 tokens, before they are resized."""
     return _sana(SanaPipeline, FlowMatchEulerDiscreteScheduler(shift=3.0), guidance_embeds=False)
 
 
 def sana_sprint() -> DiffusionPipeline:
-    """The same, told the guidance."""
+    """Return Sana Sprint, with embedded guidance."""
     return _sana(SanaSprintPipeline, SCMScheduler(), qk_norm="rms_norm_across_heads")
 
 
 def _sana(kind: type[DiffusionPipeline], scheduler: object, **more: object) -> DiffusionPipeline:
-    tokenizer = tokenizers.qwen2()  # for Gemma's
+    tokenizer = tokenizers.qwen2()  # in the place of Gemma's
     transformer = build(
         SanaTransformer2DModel,
         num_cross_attention_heads=8,
         cross_attention_head_dim=16,
         caption_channels=lumina2.TEXT_WIDTH,
-        sample_size=32,  # what both pipelines take for 1024 x 1024 pixels
+        sample_size=32,  # both pipelines assume 1024 x 1024 pixels
         patch_size=1,
         **more,
     )
@@ -183,7 +183,7 @@ def _sana(kind: type[DiffusionPipeline], scheduler: object, **more: object) -> D
 
 
 def sdxl() -> DiffusionPipeline:
-    """Stable Diffusion XL, whose UNet exchanges nothing: 2 levels, the second with attention."""
+    """Return Stable Diffusion XL, whose UNet has no all-to-alls: 2 levels, the second with attention."""
     unet = UNet2DConditionModel(
         sample_size=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -198,7 +198,7 @@ def sdxl() -> DiffusionPipeline:
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=6 * 8 + flux1.TEXT_WIDTH,
     )
-    # Lumina 2's, with the convolution before its decoder that the pipeline asks for the dtype.
+    # Lumina 2's autoencoder, with the convolution from which the pipeline reads the dtype.
     vae = AutoencoderKL.from_config(lumina2.autoencoder().config, use_post_quant_conv=True, force_upcast=False)
     scheduler = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
     return whole(

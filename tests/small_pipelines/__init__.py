@@ -1,2 +1,1 @@
-"""Small pipelines with random weights: of :mod:`loops`, and of Wan's, which are written to where xDiT's runner finds
-them."""
+"""Small pipelines with random weights: those of :mod:`loops`, and Wan's, which are saved for xDiT's runner."""

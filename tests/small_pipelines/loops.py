@@ -1,4 +1,4 @@
-"""Small pipelines with loops of their own; each is built once in a rank, and gets a new runtime state for every run."""
+"""Small pipelines with their own denoising loops; each is built once in a rank, with a new runtime state per run."""
 
 import sys
 from pathlib import Path
@@ -30,26 +30,26 @@ from xfuser_cocodiff.lab.models import sd35, weights
 
 
 def noise(*shape: int, seed: int) -> torch.Tensor:
-    """Noise that is the same on every rank."""
+    """Return noise that is the same on all ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class SmallPipeline:
-    """A pipeline and how it is called."""
+    """A pipeline with its arguments."""
 
     pipeline: Any
-    """What the runtime state is made of."""
+    """Pipeline from which the runtime state is created."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Build it for stock's configuration."""
+        """Build the pipeline, with stock's config."""
 
     def run(self, steps: int) -> list[torch.Tensor]:
-        """Denoise; what it returns on this rank, if anything."""
+        """Denoise, and return the outputs on this rank; empty on ranks without."""
         raise NotImplementedError
 
 
 class Scripted(SmallPipeline):
-    """A pipeline of xDiT's own, which its scripts call."""
+    """A pipeline class of xDiT, as its example scripts use it."""
 
     kind: type
     options: ClassVar[dict[str, Any]]
@@ -60,7 +60,7 @@ class Scripted(SmallPipeline):
         self.pipeline = self.kind(pipeline, config)
 
     def plain(self) -> DiffusionPipeline:
-        """That of diffusers, which it wraps."""
+        """Return the wrapped pipeline of diffusers."""
         raise NotImplementedError
 
     def run(self, steps: int) -> list[torch.Tensor]:
@@ -78,7 +78,7 @@ class Scripted(SmallPipeline):
 
 
 class PixArtAlpha(Scripted):
-    """With the size of the picture among its conditions, as that for 1024 pixels has it."""
+    """PixArt-Alpha with the image size among its conditions, as the model for 1024 pixels."""
 
     kind = xFuserPixArtAlphaPipeline
     options: ClassVar = {"clean_caption": False, "use_resolution_binning": False}
@@ -88,10 +88,10 @@ class PixArtAlpha(Scripted):
 
 
 class SD3(Scripted):
-    """As 3.5, of which there is a small model, but for Q and K, which are not normalised."""
+    """Stable Diffusion 3: the small model of 3.5 without normalization of Q and K."""
 
     kind = xFuserStableDiffusion3Pipeline
-    options: ClassVar = {"guidance_scale": 4.0, "max_sequence_length": 43}  # beside CLIP's 77 tokens
+    options: ClassVar = {"guidance_scale": 4.0, "max_sequence_length": 43}  # in addition to CLIP's 77 tokens
 
     def plain(self) -> DiffusionPipeline:
         pipeline = sd35.pipeline()
@@ -101,14 +101,14 @@ class SD3(Scripted):
 
 
 class MiniMaxH3(SmallPipeline):
-    """The blocks of its modular pipeline from an encoded prompt to latents: a video and its sound from text."""
+    """MiniMax-H3's modular blocks from an encoded prompt to latents: video and audio from text."""
 
     blocks: type = MiniMaxH3CoreDenoiseStep
     transformer = "transformer"
     video_channels, audio_channels, text = 24, 32, 12
-    """Channels of latents without the autoencoders that would say others, and text tokens."""
+    """Channels of the latents, which the autoencoders would set otherwise, and the number of text tokens."""
     frames = 124
-    """The fewest that it makes: 5 seconds, as 37 frames and 207 moments of sound."""
+    """The shortest output: 5 seconds, in 37 frames and 207 audio tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.modular = self.blocks().init_pipeline()
@@ -117,12 +117,12 @@ class MiniMaxH3(SmallPipeline):
         schedulers = {"scheduler": MiniMaxH3Scheduler(), "audio_scheduler": MiniMaxH3Scheduler(shift=3.0)}
         self.modular.update_components(**{self.transformer: transformer}, **schedulers)
         weights.fill(self.modular, seed=0)
-        transformer.fuse_qkv_projections()  # as xDiT's runner does
+        transformer.fuse_qkv_projections()  # as in xDiT's runner
         self.pipeline = SimpleNamespace(transformer=transformer)
         self.modular.set_progress_bar_config(disable=True)
 
     def conditions(self) -> dict[str, Any]:
-        """What it is given beside text."""
+        """Return the inputs in addition to the text."""
         return {}
 
     def run(self, steps: int) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ class MiniMaxH3(SmallPipeline):
             height=64,
             width=64,
             num_frames=self.frames,
-            num_inference_steps=steps + 1,  # the last of which is where it ends
+            num_inference_steps=steps + 1,  # the last one is the end of the schedule
             generator=torch.Generator().manual_seed(3),
             **self.conditions(),
         )
@@ -140,7 +140,7 @@ class MiniMaxH3(SmallPipeline):
 
 
 class MiniMaxH3Ref2VA(MiniMaxH3):
-    """The same from a picture beside the text, by another transformer."""
+    """Video and audio from a picture and text, by another transformer."""
 
     blocks = MiniMaxH3Ref2VACoreDenoiseStep
     transformer = "transformer_ref"
@@ -154,8 +154,8 @@ class MiniMaxH3Ref2VA(MiniMaxH3):
 
 
 class LingBotVideo(SmallPipeline):
-    """xDiT's pipeline over a double of LingBot's: a video from text, guided by one that it is not to be, in a call of
-    its own or on ranks of its own."""
+    """xDiT's pipeline over a mock of LingBot's: video from text, with the guidance branch in a second call or on other
+    ranks."""
 
     def __init__(self, config: EngineConfig) -> None:
         sys.path.append(str(Path(__file__).parents[1] / "stand_ins"))
@@ -166,7 +166,7 @@ class LingBotVideo(SmallPipeline):
         parts = dict.fromkeys(("vae", "text_encoder", "processor"))
         self.pipeline = base(transformer=transformer, scheduler=FlowUniPCMultistepScheduler(), **parts)
         weights.fill(self.pipeline, seed=0)
-        # As from_pretrained of the wrappers makes them, which have no other way in.
+        # As in the wrappers' from_pretrained, their only constructor.
         for wrapped, wrapper in (
             (transformer, xFuserLingBotVideoTransformer3DWrapper),
             (self.pipeline, xFuserLingBotVideoPipeline),

@@ -1,4 +1,4 @@
-"""Wan's pipelines from pictures: 9 frames of 128 x 128 as 192 tokens, with 24 heads of 8."""
+"""Wan's image-to-video pipelines: 9 frames of 128 x 128 pixels as 192 tokens, with 24 heads of 8."""
 
 from typing import Any
 
@@ -13,29 +13,29 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 from xfuser_cocodiff.lab.models import tokenizers, weights
 from xfuser_cocodiff.lab.models.wan import LATENT_CHANNELS, SIZES, autoencoder, scheduler, text_encoder
 
-SEEN_WIDTH = 32
+ENCODER_WIDTH = 32
 MASK_CHANNELS, VACE_MASK_CHANNELS = 4, 64
-"""For each latent frame one of its 4 frames; for each latent pixel one of its 8 x 8."""
+"""Channels of the masks: a frame has one for each of 4 frames per latent frame; VACE's one for each of 8 x 8 pixels."""
 
 
-def image_to_video(experts: int = 1, sees: bool = False, expands: bool = False) -> WanImageToVideoPipeline:
-    """From a first frame.
+def image_to_video(experts: int = 1, has_encoder: bool = False, expands: bool = False) -> WanImageToVideoPipeline:
+    """Return a pipeline that continues a first frame.
 
     Args:
-        experts: transformers, of which each has a share of the steps.
-        sees: whether an image encoder sees the frame too, as in 2.1.
-        expands: whether each token has a timestep of its own and the frame is one of the latents, as in 2.2's TI2V.
+        experts: number of transformers, which take turns over the steps.
+        has_encoder: whether an image encoder embeds the frame too, as in 2.1.
+        expands: whether each token has its own timestep, and the frame is part of the latents, as in 2.2's TI2V.
     """
     sizes: dict[str, Any] = dict(SIZES) if expands else {**SIZES, "in_channels": 2 * LATENT_CHANNELS + MASK_CHANNELS}
-    if sees:
+    if has_encoder:
         sizes |= {
-            "image_dim": SEEN_WIDTH,
+            "image_dim": ENCODER_WIDTH,
             "added_kv_proj_dim": SIZES["num_attention_heads"] * SIZES["attention_head_dim"],
         }
     pipe = WanImageToVideoPipeline(
-        **_alike(),
-        image_encoder=image_encoder() if sees else None,
-        image_processor=CLIPImageProcessorPil() if sees else None,
+        **_common_parts(),
+        image_encoder=image_encoder() if has_encoder else None,
+        image_processor=CLIPImageProcessorPil() if has_encoder else None,
         transformer=WanTransformer3DModel(**sizes),
         transformer_2=WanTransformer3DModel(**sizes) if experts == 2 else None,
         boundary_ratio=0.9 if experts == 2 else None,
@@ -45,21 +45,21 @@ def image_to_video(experts: int = 1, sees: bool = False, expands: bool = False) 
 
 
 def image_encoder() -> CLIPVisionModel:
-    """A two-layer CLIP that sees 224 x 224 pixels as 49 patches and one token for all."""
+    """Return a two-layer CLIP, with 49 patches and a class token for 224 x 224 pixels."""
     config = CLIPVisionConfig(
-        hidden_size=SEEN_WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=32
+        hidden_size=ENCODER_WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, patch_size=32
     )
     return CLIPVisionModel(config)
 
 
 def vace() -> WanVACEPipeline:
-    """From frames and a mask, which a block beside every other one sees."""
+    """Return a pipeline with control frames and a mask, in an additional block for every other one."""
     control = 2 * LATENT_CHANNELS + VACE_MASK_CHANNELS
     transformer = WanVACETransformer3DModel(**SIZES, vace_layers=[0, 2], vace_in_channels=control)
-    return weights.fill(WanVACEPipeline(**_alike(), transformer=transformer), seed=0)
+    return weights.fill(WanVACEPipeline(**_common_parts(), transformer=transformer), seed=0)
 
 
-def _alike() -> dict[str, Any]:
+def _common_parts() -> dict[str, Any]:
     tokenizer = tokenizers.t5()
     encoder = text_encoder(tokenizer)
     return {"tokenizer": tokenizer, "text_encoder": encoder, "vae": autoencoder(), "scheduler": scheduler()}

@@ -1,7 +1,7 @@
 """Small random transformers of xDiT's models, called through its wrappers as its pipelines call them.
 
-Each is built once in a rank, then readied for every new runtime state. Latents go in and come out whole: models whose
-pipelines slice rows have them sliced and gathered here. Importing this imports xDiT: only ranks do.
+Each is built once in a rank, and prepared for each new runtime state. Latents are passed and returned whole: models
+whose pipelines shard rows have them sharded and gathered here. Only ranks import this package, since it imports xDiT.
 """
 
 from tests.small_transformers import images, videos
@@ -15,4 +15,4 @@ MODELS: dict[str, type[SmallTransformer]] = {
     for name, model in vars(module).items()
     if getattr(model, "__module__", None) == module.__name__ and hasattr(model, "latent_shape")
 }
-"""By name."""
+"""All small transformers, by name."""

@@ -1,4 +1,4 @@
-"""What small transformers have in common.
+"""Base classes of small transformers.
 
 Sizes in shapes: B batch, C channels, F frames, R rows, W columns, N tokens.
 """
@@ -26,7 +26,7 @@ STEPS = 2
 
 
 class Pipeline:
-    """What the runtime state and the random weights ask of a pipeline."""
+    """The part of a pipeline that the runtime state and the random weights need."""
 
     vae_scale_factor = 8
     vae_scale_factor_spatial = 8
@@ -38,25 +38,25 @@ class Pipeline:
 
 
 class SmallTransformer:
-    """A transformer with latents to start from and everything else that its forward takes."""
+    """A transformer with initial latents and all other arguments of its forward."""
 
     latent_shape: tuple[int, ...]
-    """Of one sample."""
+    """Shape of one sample's latents."""
     text, text_width = 12, 16
-    """Text tokens where a case does not say, and the channels of each."""
+    """Default number of text tokens, and their channels."""
     model: type[nn.Module]
     sizes: ClassVar[dict[str, Any]] = {}
-    """Arguments of the model's class beside :data:`SIZES`."""
+    """Arguments of the model's class, in addition to :data:`SIZES`."""
     prepare: str | None = None
-    """Method of the transformer that xDiT's runner calls before it is used."""
+    """Method of the transformer that xDiT's runner calls after loading."""
     wrapper: type | None = None
-    """xDiT's wrapper around a diffusers model; None where the model is xDiT's own class."""
+    """xDiT's wrapper of a diffusers model; None where the model is a class of xDiT."""
     names: tuple[str, ...] = ("transformer",)
-    """Of the transformers."""
+    """Names of the transformers in the pipeline."""
     pipeline_name = "Pipeline"
-    """By which the runtime state knows some models."""
+    """Class name of the pipeline, by which the runtime state identifies some models."""
     end_time = 1000
-    """The model's name for time 1."""
+    """Timestep of the model at time 1."""
 
     def __init__(self, batch: int = 1, text: int | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.batch, self.text, self.dtype = batch, text or self.text, dtype
@@ -77,21 +77,21 @@ class SmallTransformer:
         return transformer
 
     def condition(self) -> dict[str, Any]:
-        """Arguments of the forward that stay the same over the steps."""
+        """Return the arguments of the forward that are the same in all steps."""
         return {"encoder_hidden_states": self.noise(self.text, self.text_width)}
 
     def ready(self) -> None:
-        """Prepare for the runtime state that has just been initialised."""
+        """Prepare for a new runtime state."""
         if self.wrapper and not isinstance(self.transformer, self.wrapper):
             self.transformer = self.wrapper(self.transformer)
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Direction of the next step, at times (B,) in (0, 1]."""
+        """Return the velocity at times (B,) in (0, 1]."""
         return self.transformer(latents, timestep=self.end_time * time, **self.conditions, return_dict=False)[0]
 
     @torch.no_grad()
     def denoise(self, steps: int = STEPS, end_step: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Latents after plain Euler steps, of which each end is told."""
+        """Return the latents after Euler steps; `end_step` is called after each."""
         latents = self.start
         for step in range(steps):
             time = torch.full((self.batch,), 1 - step / steps, dtype=self.dtype)
@@ -100,55 +100,55 @@ class SmallTransformer:
         return latents
 
     def noise(self, *shape: int) -> torch.Tensor:
-        """Noise of shape (B, *shape), the same on every rank."""
+        """Return noise of shape (B, *shape), the same on all ranks."""
         return torch.randn(self.batch, *shape, generator=self._generator).to(self.dtype)
 
     def ones(self, *shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
         return torch.ones(self.batch, *shape, dtype=dtype)
 
 
-class RowSliced(SmallTransformer):
-    """A model whose pipeline gives each rank a band of latent rows."""
+class RowSharded(SmallTransformer):
+    """A model whose pipeline shards latents by rows."""
 
     inputs: ClassVar[dict[str, Any]] = {}
-    """What the runtime state is told beside the size of a picture; with frames, of a video."""
+    """Arguments of the runtime state in addition to the size; with `num_frames` for a video."""
 
     def ready(self) -> None:
         state = get_runtime_state()
-        tell = state.set_video_input_parameters if "num_frames" in self.inputs else state.set_input_parameters
-        tell(height=128, width=128, batch_size=self.batch, num_inference_steps=STEPS, **self.inputs)
+        set_parameters = state.set_video_input_parameters if "num_frames" in self.inputs else state.set_input_parameters
+        set_parameters(height=128, width=128, batch_size=self.batch, num_inference_steps=STEPS, **self.inputs)
         super().ready()
         state.set_patched_mode(False)
         [(first, end)] = state.pp_patches_token_start_end_idx_global
         self.conditions |= self.rope(slice(first, end))
 
     def rope(self, tokens: slice) -> dict[str, Any]:
-        """The forward's argument for rotary embedding of this rank's tokens, where it takes one."""
+        """Return the forward's arguments for the rotary embedding of this rank's tokens, if it takes any."""
         return {}
 
     @property
-    def splits_text(self) -> bool:
-        """Whether text is divided among ranks too, by models that join it to the image."""
+    def shards_text(self) -> bool:
+        """Whether the text is sharded too, in models that join it to the image."""
         return self.text % get_sequence_parallel_world_size() == 0
 
-    def own_text(self, text: torch.Tensor) -> torch.Tensor:
-        """What this rank is given of text, whose tokens lie along the last dim but one."""
-        return band_of(text) if self.splits_text else text
+    def text_shard(self, text: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of text tokens, dim -2, or all of them where text is replicated."""
+        return shard_of(text) if self.shards_text else text
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        band = band_of(latents)
-        # Some predict the variance too, in channels after the velocity's.
-        velocity = super().velocity(band.contiguous(), time)[:, : band.shape[1]]
+        shard = shard_of(latents)
+        # Some models predict the variance too, in the channels after the velocity's.
+        velocity = super().velocity(shard.contiguous(), time)[:, : shard.shape[1]]
         return get_sp_group().all_gather(velocity.contiguous(), dim=-2)
 
 
-def band_of(whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part, along the last dim but one."""
+def shard_of(whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard along dim -2."""
     return whole.chunk(get_sequence_parallel_world_size(), dim=-2)[get_sequence_parallel_rank()]
 
 
 def prepare_ranks(rank: int, degree: int, cfg: int = 1) -> None:
-    """Make xDiT's groups of all ranks, one for Ulysses on each branch of guidance."""
+    """Create xDiT's process groups, with one Ulysses group for each branch of guidance."""
     init_distributed_environment(rank=rank, world_size=degree * cfg)
     initialize_model_parallel(
         classifier_free_guidance_degree=cfg, sequence_parallel_degree=degree, ulysses_degree=degree
@@ -156,7 +156,7 @@ def prepare_ranks(rank: int, degree: int, cfg: int = 1) -> None:
 
 
 def use(small: SmallTransformer, degree: int, compiled: bool = False, **options: Any) -> None:
-    """Begin a runtime state with these options of the plugin, whose names here lack "cocodiff_"; stock's with none."""
+    """Start a runtime state with options of the plugin, without their prefix "cocodiff_"; stock's without options."""
     flags = {f"cocodiff_{name}": value for name, value in options.items()} | {"use_cocodiff": bool(options)}
     config, _ = xFuserArgs(model="small", ulysses_degree=degree, use_torch_compile=compiled, **flags).create_config()
     initialize_runtime_state(small.pipeline, config)

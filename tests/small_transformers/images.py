@@ -1,4 +1,4 @@
-"""Small transformers of models that make pictures."""
+"""Small transformers of image models."""
 
 from typing import Any, ClassVar
 
@@ -16,56 +16,56 @@ from xfuser.model_executor.models.transformers.transformer_krea2 import xFuserKr
 from xfuser.model_executor.models.transformers.transformer_lumina2 import xFuserLumina2Transformer2DWrapper
 from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
 
-from tests.small_transformers.base import RowSliced, SmallTransformer, band_of
+from tests.small_transformers.base import RowSharded, SmallTransformer, shard_of
 
 
 def places(axes: int, image: int = 0) -> torch.Tensor:
-    """Coordinates of 8 x 8 tokens, (64, axes); the first one tells images from each other."""
+    """Return coordinates of 8 x 8 tokens, shape (64, axes); the first is the index of the image."""
     row_and_column = torch.cartesian_prod(torch.arange(8), torch.arange(8))
     return torch.cat([torch.full((64, 1), image), row_and_column, torch.zeros(64, axes - 3, dtype=torch.long)], dim=1)
 
 
-class FluxControl(RowSliced):
-    """FLUX.1 with an image to go by in channels of its own, in the classes of PipeFusion."""
+class FluxControl(RowSharded):
+    """FLUX.1 with a control image in additional channels, in the classes of PipeFusion."""
 
     latent_shape = (64, 16)  # N C
     text = 16
     model = FluxTransformer2DModel
     sizes: ClassVar = {"in_channels": 32, "out_channels": 16}
     wrapper = xFuserFluxTransformer2DWrapper
-    pipeline_name = "FluxControlPipeline"  # from which the runtime state takes tokens of twice the size
+    pipeline_name = "FluxControlPipeline"  # for which the runtime state doubles the token size
     end_time = 1
 
     def ready(self) -> None:
         if get_sequence_parallel_world_size() == 1:
-            self.wrapper = None  # it goes by stages, which one rank is not given
+            self.wrapper = None  # it needs stages, which a single rank does not have
         super().ready()
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return {"max_condition_sequence_length": self.text, "split_text_embed_in_sp": self.splits_text}
+        return {"max_condition_sequence_length": self.text, "split_text_embed_in_sp": self.shards_text}
 
     def condition(self) -> dict[str, Any]:
         self.control = self.noise(*self.latent_shape)
         return {
-            "encoder_hidden_states": self.own_text(self.noise(self.text, 16)),
+            "encoder_hidden_states": self.text_shard(self.noise(self.text, 16)),
             "pooled_projections": self.noise(8),
             "guidance": 3.5 * self.ones(dtype=self.dtype),
-            "txt_ids": self.own_text(torch.zeros(self.text, 3)),
+            "txt_ids": self.text_shard(torch.zeros(self.text, 3)),
         }
 
     def rope(self, tokens: slice) -> dict[str, Any]:
         return {"img_ids": places(3)[tokens]}
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        band = band_of(torch.cat([latents, self.control], dim=-1))
-        found = SmallTransformer.velocity(self, band, time)
-        velocity = found[0] if isinstance(found, tuple) else found  # a stage has what goes to the next one too
+        shard = shard_of(torch.cat([latents, self.control], dim=-1))
+        found = SmallTransformer.velocity(self, shard, time)
+        velocity = found[0] if isinstance(found, tuple) else found  # a stage also returns the input of the next one
         return get_sp_group().all_gather(velocity, dim=-2)
 
 
 class Klein(SmallTransformer):
-    """FLUX.2-klein, which knows no guidance, as it edits: text, 64 image tokens and as many of an image to go by."""
+    """FLUX.2-klein for editing, without guidance: text, 64 image tokens and 64 tokens of the input image."""
 
     latent_shape = (64, 16)  # N C
     text = 16
@@ -95,7 +95,7 @@ class Klein(SmallTransformer):
 
 
 class ZImage(SmallTransformer):
-    """64 image and 32 caption tokens; lists of samples go in and come out."""
+    """64 image and 32 caption tokens; inputs and outputs are lists of samples."""
 
     latent_shape = (4, 1, 16, 16)  # C F R W
     heads = 8
@@ -115,20 +115,20 @@ class ZImage(SmallTransformer):
 
 
 class ZImageSixHeads(ZImage):
-    """Six heads, which the attention pads with zeros to the next multiple of the degree."""
+    """Six heads, zero-padded by the attention to the next multiple of the degree."""
 
     heads = 6
 
     def build(self) -> nn.Module:
         transformer = super().build()
-        # xDiT's runner does this for the check of the runtime state; the layers go by n_heads.
+        # xDiT's runner sets this for the runtime state's check; the layers use n_heads.
         degree = get_sequence_parallel_world_size()
         transformer.register_to_config(num_attention_heads=-(-self.heads // degree) * degree)
         return transformer
 
 
 class Lumina2(SmallTransformer):
-    """64 image tokens after the caption; 24 query heads share 8 key heads, packed in one exchange."""
+    """64 image tokens after the caption; 24 heads of Q share 8 of K and V, packed in one all-to-all."""
 
     latent_shape = (4, 16, 16)  # C R W
     model = Lumina2Transformer2DModel
@@ -144,7 +144,7 @@ class Lumina2(SmallTransformer):
     end_time = 1
 
     def condition(self) -> dict[str, Any]:
-        # Samples of unequal length, and lengths that do not divide, make the wrapper mask keys.
+        # The wrapper masks keys for samples of unequal length, and lengths not divisible by the degree.
         lengths = torch.tensor([max(1, self.text - sample) for sample in range(self.batch)])
         return {
             "encoder_hidden_states": self.noise(self.longest, 16),
@@ -156,7 +156,7 @@ class Lumina2(SmallTransformer):
 
 
 class Krea2(SmallTransformer):
-    """Text, then 64 image tokens; each K/V head is sent as often as there are Q heads that share it."""
+    """Text, then 64 image tokens; each head of K and V is repeated for the heads of Q that share it."""
 
     latent_shape = (64, 16)  # N C
     is_masked = False
@@ -186,14 +186,14 @@ class Krea2(SmallTransformer):
 
 
 class Krea2Masked(Krea2):
-    """With prompts of several lengths, of which the rest is masked."""
+    """With prompts of different lengths, whose padding is masked."""
 
     is_masked = True
 
 
 class Ideogram4(SmallTransformer):
-    """Padding, which the wrapper leaves out, then text and 64 image tokens; guided by a second transformer, which sees
-    the image alone."""
+    """Padding, which the wrapper drops, then text and 64 image tokens; guided by a second transformer, which gets the
+    image only."""
 
     latent_shape = (64, 8)  # N C
     padding = 5
@@ -222,13 +222,13 @@ class Ideogram4(SmallTransformer):
         image = {name: given[:, -64:] for name, given in self.conditions.items()}
         image["encoder_hidden_states"] = torch.zeros_like(image["encoder_hidden_states"])
         without = self.transformers[1](latents, timestep=1 - time, **image, return_dict=False)[0]
-        # Its times go from 0 to 1, and all of the sequence has room for an image.
+        # Times are in (0, 1], and the whole sequence may hold an image.
         padded = nn.functional.pad(latents, (0, 0, self.padding + self.text, 0))
         return without + 3 * (super().velocity(padded, 1 - time)[:, -64:] - without)
 
 
-class HunyuanDiT(RowSliced):
-    """64 image tokens and skip connections, exchanged in self-attention only."""
+class HunyuanDiT(RowSharded):
+    """64 image tokens and skip connections; all-to-alls in self-attention only."""
 
     latent_shape = (4, 16, 16)  # C R W
     model = HunyuanDiT2DModel
@@ -259,9 +259,9 @@ class HunyuanDiT(RowSliced):
         return {"image_rotary_emb": tuple(part[tokens] for part in whole)}
 
 
-class Sana(RowSliced):
-    """256 image tokens. Linear self-attention exchanges them by yunchang, and cross-attention, by USP, text as well, of
-    which each rank has all."""
+class Sana(RowSharded):
+    """256 image tokens. Linear self-attention uses yunchang's all-to-all; cross-attention uses USP, also for the
+    replicated text."""
 
     latent_shape = (4, 16, 16)  # C R W
     model = SanaTransformer2DModel

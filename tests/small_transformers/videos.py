@@ -1,4 +1,4 @@
-"""Small transformers of models that make videos."""
+"""Small transformers of video models."""
 
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,11 +21,11 @@ from xfuser.model_executor.models.transformers.transformer_ltx2 import xFuserLTX
 from xfuser.model_executor.models.transformers.transformer_minimax_h3 import xFuserMiniMaxH3Transformer3DWrapper
 from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
-from tests.small_transformers.base import RowSliced, SmallTransformer, band_of
+from tests.small_transformers.base import RowSharded, SmallTransformer, shard_of
 
 
 class Wan(SmallTransformer):
-    """192 video tokens, which alone are exchanged; text is seen in cross-attention."""
+    """192 video tokens; text in cross-attention, without all-to-alls."""
 
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = xFuserWanTransformer3DWrapper
@@ -33,7 +33,7 @@ class Wan(SmallTransformer):
 
 
 class WanA14B(Wan):
-    """Wan 2.2 with two times 14B parameters: the second transformer takes over in the middle of a run."""
+    """Wan 2.2 with 2 x 14B parameters: the second transformer continues in the middle of a run."""
 
     names = "transformer", "transformer_2"
 
@@ -43,14 +43,14 @@ class WanA14B(Wan):
 
 
 class HunyuanVideo(SmallTransformer):
-    """192 video tokens, then text; text that does not divide is replicated and joins at the rear."""
+    """192 video tokens, then text; text that is not divisible by the degree is replicated and joins at the rear."""
 
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = xFuserHunyuanVideoTransformer3DWrapper
-    prepare = "install_xdit_attention_processors"  # the constructor leaves diffusers', which exchange nothing
+    prepare = "install_xdit_attention_processors"  # the constructor has diffusers' processors, without all-to-alls
 
     def condition(self) -> dict[str, Any]:
-        # The last token is padding in every sample: the model drops it before it looks at the length.
+        # The last token is padding in every sample: the model drops it before it checks the length.
         mask = self.ones(self.text + 1)
         mask[:, -1] = 0
         return {
@@ -62,7 +62,7 @@ class HunyuanVideo(SmallTransformer):
 
 
 class HunyuanVideo15(SmallTransformer):
-    """768 video tokens, then text of two encoders, which joins at the rear where it does not divide."""
+    """768 video tokens, then text of two encoders, which joins at the rear where it is not divisible by the degree."""
 
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = xFuserHunyuanVideo15Transformer3DWrapper
@@ -89,8 +89,8 @@ class HunyuanVideo15(SmallTransformer):
         return super().velocity(torch.cat([latents, self.given], dim=1), time)
 
 
-class CogVideoX(RowSliced):
-    """Text, then 192 video tokens; text that does not divide is replicated and joins at the front."""
+class CogVideoX(RowSharded):
+    """Text, then 192 video tokens; text that is not divisible by the degree is replicated and joins at the front."""
 
     latent_shape = (3, 4, 16, 16)  # F C R W
     text = 8
@@ -114,10 +114,10 @@ class CogVideoX(RowSliced):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        return {"num_frames": 9, "split_text_embed_in_sp": self.splits_text}
+        return {"num_frames": 9, "split_text_embed_in_sp": self.shards_text}
 
     def condition(self) -> dict[str, Any]:
-        return {"encoder_hidden_states": self.own_text(self.noise(self.text, 16))}
+        return {"encoder_hidden_states": self.text_shard(self.noise(self.text, 16))}
 
     def rope(self, tokens: slice) -> dict[str, Any]:
         whole = get_3d_rotary_pos_embed(16, ((0, 0), (8, 8)), (8, 8), temporal_size=3)
@@ -125,13 +125,13 @@ class CogVideoX(RowSliced):
 
 
 class ConsisID(CogVideoX):
-    """CogVideoX in a class of its own, with layers between those of CogVideoX that see a face."""
+    """CogVideoX in another class, with additional layers that attend to a face."""
 
     model = ConsisIDTransformer3DModel
     wrapper = xFuserConsisIDTransformer3DWrapper
     pipeline_name = "ConsisIDPipeline"
     of_kind: ClassVar = {
-        "num_attention_heads": 24,  # as degree 8 divides, and 3 its width
+        "num_attention_heads": 24,  # divisible by degree 8; its width by 3
         "is_train_face": True,
         "cross_attn_interval": 1,
         "cross_attn_dim_head": 8,
@@ -150,8 +150,8 @@ class ConsisID(CogVideoX):
         return super().condition() | face
 
 
-class Latte(RowSliced):
-    """3 frames of 64 tokens, exchanged in the self-attention of a frame, and in that over time."""
+class Latte(RowSharded):
+    """3 frames of 64 tokens; all-to-alls in self-attention within a frame, and over time."""
 
     latent_shape = (4, 3, 16, 16)  # C F R W
     model = LatteTransformer3DModel
@@ -171,13 +171,13 @@ class Latte(RowSliced):
 
 
 class SoundAndVision(SmallTransformer):
-    """Video and audio tokens in one row of latents."""
+    """Video and audio tokens in one tensor of latents."""
 
     video: tuple[int, int]  # N C
     audio: tuple[int, int]
 
     def both(self, latents: torch.Tensor, **times: torch.Tensor) -> torch.Tensor:
-        """The velocities of both, in one row."""
+        """Return the velocities of video and audio in one tensor."""
         count = self.video[0] * self.video[1]
         video, audio = latents[:, :count].unflatten(1, self.video), latents[:, count:].unflatten(1, self.audio)
         velocities = self.transformer(video, audio, **times, **self.conditions, return_dict=False)
@@ -185,7 +185,7 @@ class SoundAndVision(SmallTransformer):
 
 
 class LTX2(SoundAndVision):
-    """48 video tokens, exchanged in their self-attention only, and 8 audio tokens."""
+    """48 video tokens, with all-to-alls in their self-attention only, and 8 audio tokens."""
 
     video, audio = (48, 8), (8, 4)
     latent_shape = (48 * 8 + 8 * 4,)
@@ -247,17 +247,17 @@ class MiniMaxH3(SoundAndVision):
         }
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return self.both(latents, timestep=1000 * time[:1])  # all that are there, of which each token has one
+        return self.both(latents, timestep=1000 * time[:1])  # the distinct timesteps, of which each token has one
 
 
 class MiniMaxH3Fused(MiniMaxH3):
-    """As xDiT runs it: Q, K and V come out of one matrix."""
+    """As xDiT runs it, with one fused projection of Q, K and V."""
 
     prepare = "fuse_qkv_projections"
 
 
 class Cosmos3(SmallTransformer):
-    """48 video tokens. They attend to text too, of which each rank has all, and which K and V bring to the exchange."""
+    """48 video tokens, which also attend to replicated text, whose K and V are part of the all-to-all."""
 
     latent_shape = (4, 3, 8, 8)  # C F R W
     model = property(lambda self: get_cosmos3_transformer_wrapper_class())
@@ -295,11 +295,11 @@ class Cosmos3(SmallTransformer):
 
 
 WIDTH, HEAD_DIM = 1024, 128
-"""Of StepVideo, whose blocks know how to turn heads of this size only."""
+"""Head dim of StepVideo, the only one that its rotary embedding supports."""
 
 
 class StepVideoModel(nn.Module):
-    """The blocks that xDiT has, and as little around them as there can be: the rest is in a repository of its own."""
+    """A minimal model around the blocks in xDiT; the rest of StepVideo is in its own repository."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class StepVideoModel(nn.Module):
         encoder_hidden_states: torch.Tensor,
         return_dict: bool,
     ) -> tuple[torch.Tensor]:
-        """Velocity of a band of tokens (B, N, 16)."""
+        """Return the velocity of a shard of tokens (B, N, 16)."""
         hidden_states, text = self.proj_in(hidden_states), self.text_in(encoder_hidden_states)
         time = self.time_in(self.time_proj(timestep).to(text.dtype))
         for block in self.transformer_blocks:
@@ -326,10 +326,10 @@ class StepVideoModel(nn.Module):
 
 
 class StepVideo(SmallTransformer):
-    """48 video tokens, exchanged in self-attention only, by yunchang."""
+    """48 video tokens; yunchang's all-to-all in self-attention only."""
 
     latent_shape = (48, 16)  # N C
     model = StepVideoModel
 
     def velocity(self, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return get_sp_group().all_gather(super().velocity(band_of(latents), time), dim=-2)
+        return get_sp_group().all_gather(super().velocity(shard_of(latents), time), dim=-2)

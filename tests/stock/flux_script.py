@@ -1,4 +1,4 @@
-"""A script in the manner of xDiT's examples, which knows nothing of the plugin; it saves its latents to --coco_path."""
+"""A script like xDiT's examples, without a word of the plugin; it saves its latents to --coco_path."""
 
 import torch
 from safetensors.torch import save_file

@@ -1,8 +1,7 @@
-"""A service in the manner of xDiT's entrypoints/launch.py, which is not part of its wheel: Ray actors with a rank each,
-behind FastAPI, and no word of the plugin.
+"""A service like xDiT's entrypoints/launch.py, which is not part of its wheel: Ray actors with one rank each behind
+FastAPI, without a word of the plugin.
 
-xDiT's warms up at 1024 pixels and listens at ports that are fixed. Of its answers this one keeps the picture, and adds
-how large its workers are.
+In contrast to xDiT's, the warmup is small and ports are free. Answers have the picture and the memory of the workers.
 """
 
 import argparse
@@ -33,7 +32,7 @@ class ImageGenerator:
         torch.set_num_threads(1)
         args = xFuserArgs(
             model=model,
-            height=128,  # no smaller than a request, as there
+            height=128,  # no smaller than a request, as in xDiT
             width=128,
             num_inference_steps=2,
             max_sequence_length=32,

@@ -1,6 +1,6 @@
-"""A script in the manner of xDiT's examples/ray/ray_flux_example.py, which is not part of its wheel.
+"""A script like xDiT's examples/ray/ray_flux_example.py, which is not part of its wheel.
 
-It runs xDiT's Ray pipeline, knows nothing of the plugin, and saves its picture to --coco_path.
+It runs xDiT's Ray pipeline without a word of the plugin, and saves its picture to --coco_path.
 """
 
 import os
@@ -13,7 +13,7 @@ from xfuser.ray.pipeline.pipeline_utils import RayDiffusionPipeline
 
 
 def main() -> None:
-    with socket.socket() as free:  # the example's is fixed
+    with socket.socket() as free:  # the example's port is fixed
         free.bind(("localhost", 0))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
     parser = FlexibleArgumentParser(description="xFuser Arguments")

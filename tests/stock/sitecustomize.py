@@ -1,7 +1,7 @@
-"""Stock xDiT on a CPU without the plugin: the least that makes it run, written down independently of it.
+"""Stock xDiT on a CPU without the plugin: the minimal patches that it needs there, independent of the plugin's.
 
-On the path of an interpreter (PYTHONPATH) this is loaded at its start. It is the baseline of tests that ask whether
-having the plugin installed changes anything.
+An interpreter loads this module at its start if it is in PYTHONPATH. It is the baseline of tests that compare xDiT with
+and without the installed plugin.
 """
 
 import importlib.machinery
@@ -44,12 +44,12 @@ def _patch_usp(usp):
 
 
 def _patch_kernels(kernels):
-    # Sana asks for a type by the name that yunchang once had for it.
+    # Sana uses a name that yunchang has renamed.
     kernels.AttnType.TORCH = kernels.AttnType.TORCH_MATH
 
 
 def _patch_ring(ring):
-    if not hasattr(ring, "update_npu_out"):  # in yunchang 0.6.4, and for NPUs
+    if not hasattr(ring, "update_npu_out"):  # missing in yunchang 0.6.4; used on NPUs only
         ring.update_npu_out = None
 
 
@@ -64,7 +64,7 @@ def _patch_pipelines(module):
 
 def _run_as_with_cuda(run, module):
     import torch
-    import yunchang.kernels  # is not to be told of any  # noqa: F401
+    import yunchang.kernels  # before CUDA seems available  # noqa: F401
 
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:
@@ -81,7 +81,7 @@ _PATCHES = {
     "yunchang.ring.utils": _patch_ring,
 }
 _LONG_CONTEXT = "xfuser.core.long_ctx_attention."
-"""Modules that leave all of yunchang out where there is no CUDA."""
+"""Modules that import yunchang with CUDA only."""
 
 
 class _Finder:

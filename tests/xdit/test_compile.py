@@ -1,5 +1,7 @@
-"""`--use_torch_compile`: compiled, the plugin is compiled stock, in as many graphs. Traced, not generated but for one
-test: that is Inductor's, and takes a while and a C++ compiler here."""
+"""`--use_torch_compile`: results are bit-identical to compiled stock, without more graphs or graph breaks.
+
+Graphs are traced. Only one test generates code with Inductor, which needs a C++ compiler and more time.
+"""
 
 import dataclasses
 import itertools
@@ -24,7 +26,7 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = "exact") -> CocoDiffConfig:
-    """Settings, as flags would make them; without a plan the planner chooses."""
+    """Return the config that flags would give; without a plan the planner chooses one."""
     topology = Topology.parse("2x2" if degree == 4 else "node=2", degree)
     sizes = list(topology.shape)
     known = profile_of(sizes, [1e8] * len(sizes), latency=1e-3, launch=1e-6) if profile else None
@@ -34,7 +36,7 @@ def config_of(degree: int, plan: str | None, profile: bool = False, mode: str = 
 
 
 def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: bool) -> list[list[int]]:
-    """Graphs and graph breaks of stock and of each plugin, whose results must be those of compiled stock."""
+    """Return the number of graphs and of graph breaks of stock and of each config, and compare their results."""
     from torch._dynamo.utils import counters
 
     group, transformer, step = start(rank, depth=2)
@@ -42,7 +44,7 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
     expected, figures = None, []
     for session in sessions:
         bare_runtime.use_session(session)
-        session.traffic.timed = record  # as a recorder has it
+        session.traffic.timed = record  # as the recorder sets it
         torch._dynamo.reset()
         counters.clear()
         transformer.compile(backend="aot_eager", dynamic=dynamic)
@@ -50,14 +52,14 @@ def compile_both(rank: int, configs: list[tuple], dynamic: bool | None, record: 
         expected = results[0] if expected is None else expected
         for result in results:
             assert torch.equal(result, expected)
-        assert (active().mesh is None) == (not active().traffic.calls)  # which the operators count
+        assert (active().mesh is None) == (not active().traffic.calls)  # counted by the operators
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         assert figures[-1][0] > 0
     return figures
 
 
 def check(found: list[list[list[int]]]) -> None:
-    """Graphs and breaks of the plugins are no more than stock's."""
+    """Check that no config has more graphs or graph breaks than stock."""
     for stock, *plugins in found:
         for plugin in plugins:
             assert all(ours <= theirs for ours, theirs in zip(plugin, stock, strict=True)), (stock, plugin)
@@ -74,16 +76,16 @@ AUTO, BY_PROFILE, BALANCED = (None,), (None, True), (None, False, "balanced")
         (2, None, False, [BY_PROFILE]),
     ],
 )
-def test_compiled_it_has_stocks_bits_and_no_more_graphs_and_breaks(
+def test_compiled_transformer_equals_stock_without_more_graphs(
     degree: int, dynamic: bool | None, record: bool, configs: list[tuple]
 ) -> None:
-    """By the planner, by a profile, by fixed plans, and in a mode that approximates."""
+    """With plans of the planner, by a profile, with fixed plans, and in a lossy mode."""
     configs = [(degree, *config) for config in configs]
     check(ranks.run(compile_both, degree, configs, dynamic, record))
 
 
 def trace_as_for_devices(rank: int) -> None:
-    """Exact exchanges of accelerators, which are no operators."""
+    """Check the traced collectives of a lossless run, as on accelerators."""
     group, transformer, step = start(rank, depth=2)
     expected = step()
     for v_first in (True, False):
@@ -95,7 +97,7 @@ def trace_as_for_devices(rank: int) -> None:
         graphs: list[str] = []
 
         def compiled(graph: torch.fx.GraphModule, _: list) -> torch.fx.GraphModule:
-            graphs.append(graph.code)  # noqa: B023 (it is called in this turn)
+            graphs.append(graph.code)  # noqa: B023 (called in this iteration)
             return graph
 
         transformer.compile(backend=compiled)
@@ -105,11 +107,11 @@ def trace_as_for_devices(rank: int) -> None:
         assert not any("cocodiff" in code for code in graphs)
 
 
-def test_exact_exchanges_of_devices_are_collectives_that_are_traced() -> None:
+def test_lossless_graphs_of_accelerators_have_traced_collectives() -> None:
     ranks.run(trace_as_for_devices, 2)
 
 
-def test_operators_are_no_part_of_a_cuda_graph() -> None:
+def test_custom_operators_are_excluded_from_cuda_graphs() -> None:
     from xfuser_cocodiff.xdit.attention import custom_ops
 
     names = [name for name in dir(torch.ops.cocodiff) if name.startswith(("send", "receive"))]
@@ -120,8 +122,7 @@ def test_operators_are_no_part_of_a_cuda_graph() -> None:
 
 
 def order_of_two_layers(rank: int) -> None:
-    """Two layers that know nothing of each other, as those of picture and sound: the graph keeps their exchanges in one
-    order all the same."""
+    """Check that a graph keeps the all-to-alls of two independent layers in order, as those of video and audio."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -156,7 +157,7 @@ def order_of_two_layers(rank: int) -> None:
         assert before in found, f"{after} may run before {before}"
 
 
-def test_exchanges_of_layers_side_by_side_have_one_order() -> None:
+def test_all_to_alls_of_independent_layers_keep_their_order() -> None:
     ranks.run(order_of_two_layers, 2)
 
 
@@ -166,15 +167,15 @@ EVENTS = {
     r"extern_kernels\.\w*mm\(": "m",
     r"_scaled_dot_product\w+\.default\(": "a",
 }
-"""Exchanges that start, waits, products of matrices and attention, in the code that Inductor generates."""
+"""Patterns of events in Inductor's code: sends, waits, matrix products and attention."""
 
 
 def generate(rank: int, others: bool) -> tuple[str, str]:
-    """The events of a step, of stock and of the plugin, with a double block and two single ones.
+    """Return the events of a step of stock and of the plugin, in a model with a double block and two single blocks.
 
     Args:
         rank: of this process.
-        others: whether somebody has set passes of Inductor, as xDiT's runner does.
+        others: whether Inductor has other passes set, as by xDiT's runner.
     """
     from torch._inductor import config as inductor
     from torch._inductor.utils import run_and_get_code
@@ -198,22 +199,22 @@ def generate(rank: int, others: bool) -> tuple[str, str]:
     return tuple(events)
 
 
-@pytest.mark.slow  # test_graphs orders a graph on paper
+@pytest.mark.slow  # test_graph_order tests the order in a mock graph
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("others", [False, True])
 def test_v_is_sent_before_q_and_k_are_projected(others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     both = ranks.run(generate, 2, others)
-    assert both[0] == both[1]  # or ranks would meet in different collectives
+    assert both[0] == both[1]  # or ranks would call different collectives
     stock, plugin = both[0]
-    assert len(re.findall("sw*a", stock)) == 3  # Q, K and V at once
+    assert len(re.findall("sw*a", stock)) == 3  # Q, K and V together
     # V, then Q and K; in single blocks the MLP's product before the wait; and O.
     assert re.fullmatch("(m+sm+sm*wam*sm*w){3}m+w", plugin)
     assert len(re.findall("sm+sm+wa", plugin)) >= 2
 
 
 def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topology: str, *more: str) -> list:
-    """As :func:`compile_both`, of a whole pipeline by xDiT's runner, with one prompt and another, and other sizes."""
+    """Return the figures of :func:`compile_both` for a pipeline in xDiT's runner, with two prompts and other sizes."""
     from torch._dynamo.utils import counters
 
     from tests.xdit.test_approximation import Approximating
@@ -232,8 +233,8 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
         found = [run()]
         figures.append([counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())])
         found.append(run(prompt="two cups of coffee"))
-        figures[-1].append(counters["stats"]["unique_graphs"])  # more of them where the text takes other sizes
-        # Tracing more of it takes more ranks, which share the cores, longer than they wait for each other.
+        figures[-1].append(counters["stats"]["unique_graphs"])  # more of them where the text has another length
+        # With more ranks on the same cores, tracing further sizes takes longer than the timeout of collectives.
         for sizes in ({"height": 192}, {}) if world_size == 2 else ():
             found.append(run(**sizes))
             figures[-1].append(counters["stats"]["unique_graphs"])
@@ -244,7 +245,7 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     return figures
 
 
-@pytest.mark.slow  # of transformers alone, the same is tested above; to compile a pipeline takes minutes
+@pytest.mark.slow  # tested above for transformers; compiling a pipeline takes minutes
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
     ("model", "world_size", "degree", "topology", "more"),
@@ -252,18 +253,18 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
         ("FLUX.1-dev", 2, 2, "node=2", []),
         ("FLUX.2-dev", 4, 4, "2x2", []),
         ("Qwen-Image", 2, 2, "node=2", []),
-        ("SD3.5", 4, 2, "node=2", ["--use_cfg_parallel"]),  # of the exchanges there are two groups
+        ("SD3.5", 4, 2, "node=2", ["--use_cfg_parallel"]),  # two Ulysses groups
         ("SD3.5", 4, 2, "node=2", ["--ring_degree", "2"]),
     ],
 )
-def test_compiled_pipelines_have_stocks_bits_and_no_more_graphs_and_breaks(
+def test_compiled_pipelines_equal_stock_without_more_graphs(
     model: str, world_size: int, degree: int, topology: str, more: list[str]
 ) -> None:
     check(ranks.run(compile_a_pipeline, world_size, world_size, model, degree, topology, *more))
 
 
 def compile_late(rank: int) -> None:
-    """Layers that were learned before their transformer was compiled do not stand in the way."""
+    """Compile a transformer whose layers are wrapped and verified already."""
     group, transformer, step = start(rank, depth=2)
     use(group, True, 2)
     results = [step() for _ in range(4)]
@@ -274,5 +275,5 @@ def compile_late(rank: int) -> None:
 
 
 @pytest.mark.slow  # one that runs a coded mode is quick, in test_traced_codecs
-def test_a_transformer_may_be_compiled_after_it_was_followed() -> None:
+def test_a_transformer_may_be_compiled_after_its_layers_are_wrapped() -> None:
     ranks.run(compile_late, 2)

@@ -1,4 +1,4 @@
-"""The table of families: all of xDiT's models are in it, and what it says of them is what tests see."""
+"""The table of model families: it has all of xDiT's models, and agrees with the tests."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def registered(rank: int) -> list[str]:
     return sorted(base_model.MODEL_REGISTRY)
 
 
-def test_every_name_of_the_runner_is_in_one_family() -> None:
+def test_each_name_in_the_runner_belongs_to_one_family() -> None:
     [found] = ranks.run(registered, 1)
     names = [name for family in FAMILIES for name in family.names]
     assert sorted(names) == sorted(name for name in found if "/" not in name)
@@ -29,17 +29,18 @@ def test_every_name_of_the_runner_is_in_one_family() -> None:
 def test_every_family_is_tested() -> None:
     transformers = [small for small in SMALL if small not in families.PIPELINES]
     assert sorted(transformers) == sorted(test_transformers.CASES)
-    assert {*families.PIPELINES} - {*test_more_pipelines.MODELS} == {*test_pipelines.MODELS}  # which code as well
+    # Lossy modes are tested there too.
+    assert {*families.PIPELINES} - {*test_more_pipelines.MODELS} == {*test_pipelines.MODELS}
     coded = {model for family in FAMILIES if family.coded is True for model in family.small}
     assert coded - {*families.PIPELINES} == {*test_families_coded.CODED}
     assert sorted(loop for family in FAMILIES for loop in family.loops) == sorted(test_run_loops.LOOPS)
     assert {family.name for family in FAMILIES if family.tested == "-"} == {"Causal Wan"}
     root = Path(__file__).parents[2]
-    said = [where for family in FAMILIES if family.tested != "-" for where in family.tested.split("; ")]
-    assert all((root / where.partition(":")[0]).exists() for where in said)
+    files = [where for family in FAMILIES if family.tested != "-" for where in family.tested.split("; ")]
+    assert all((root / where.partition(":")[0]).exists() for where in files)
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_models_page_equals_the_table() -> None:
     lines = (Path(__file__).parents[2] / "docs/models.md").read_text().splitlines()
     rows = [tuple(line.strip("| ").split(" | ")) for line in lines if line.startswith("|")]
     assert rows[:1] + rows[2:] == [families.COLUMNS, *families.cells()]
@@ -59,8 +60,9 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [(["--json", "--out", "x"], "--json goes with --list"), (["--list", "SD3.5"], "takes no names")]
+    ("line", "expected"),
+    [(["--json", "--out", "x"], "--json goes with --list"), (["--list", "SD3.5"], "takes no names")],
 )
-def test_options_that_do_not_go_together(line: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+def test_conflicting_options_are_errors(line: list[str], error: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["models", *line]) == 2
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err

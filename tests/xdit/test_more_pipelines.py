@@ -1,4 +1,4 @@
-"""Whole pipelines beside those of the paper, videos and pictures from pictures, in xDiT's runner at degree 2."""
+"""More pipelines in xDiT's runner at degree 2: videos, and pictures edited or continued from pictures."""
 
 import os
 from collections.abc import Callable
@@ -37,28 +37,28 @@ MODELS = {
 
 
 def saved(build: Callable, **options: Any) -> Callable[[Path], None]:
-    """What writes a pipeline that only tests have."""
+    """Return a function that saves a pipeline to a folder."""
     return lambda folder: build(**options).save_pretrained(folder)
 
 
-ONLY_HERE = {
-    "Wan2.1-I2V": ("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", saved(wan.image_to_video, sees=True)),
+ONLY_IN_TESTS = {
+    "Wan2.1-I2V": ("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", saved(wan.image_to_video, has_encoder=True)),
     "Wan2.2-I2V": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", saved(wan.image_to_video, experts=2)),
     "Wan2.2-TI2V": ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", saved(wan.image_to_video, expands=True)),
     "Wan2.1-VACE-1.3B": ("Wan-AI/Wan2.1-VACE-1.3B-diffusers", saved(wan.vace)),
 }
-"""Repositories that they stand for, and what writes them."""
+"""Repositories of models that only tests have, and functions that save them."""
 
 
 def compare(rank: int, arguments: list[str]) -> None:
     run = Run(rank, 2, arguments)
-    run.inputs["prompt"] = PROMPT  # the runner has a list of one, which Wan VACE's pipeline refuses
-    pipe, ran = run.runner.model.pipe, set()
+    run.inputs["prompt"] = PROMPT  # the runner passes a list, which Wan VACE's pipeline rejects
+    pipe, called = run.runner.model.pipe, set()
     experts = [pipe.transformer] + ([pipe.transformer_2] if getattr(pipe, "transformer_2", None) else [])
     for expert in experts:
-        expert.register_forward_pre_hook(lambda expert, _: ran.add(expert))
+        expert.register_forward_pre_hook(lambda expert, _: called.add(expert))
     stock = run()
-    assert ran == {*experts}
+    assert called == {*experts}
     assert torch.isfinite(stock).all()
     assert used_axes() == set()
     assert not torch.equal(run(prompt="a slice of blood vessels"), stock)
@@ -66,11 +66,11 @@ def compare(rank: int, arguments: list[str]) -> None:
     assert torch.equal(run(), stock)
     assert used_axes() == {"node"}
     assert v_first_of(arguments[1])
-    check_coded(run, anew=len(experts))
+    check_coded(run, keyframes=len(experts))
 
 
 def v_first_of(name: str) -> bool:
-    """Whether V goes first in every layer, from where the table of families says of a name in xDiT's registry."""
+    """Return whether V goes first in every layer, and check its sources against the table of families."""
     from xfuser_cocodiff.xdit.session.session import active
 
     known = [signature for signature in active().layers.signatures if signature.candidates]
@@ -79,25 +79,28 @@ def v_first_of(name: str) -> bool:
     return bool(known) and all(signature.ready for signature in known)
 
 
-def check_coded(run: Run, anew: int) -> None:
-    """All steps are coded, those at which references begin in 8 bits."""
+def check_coded(run: Run, keyframes: int) -> None:
+    """Check that all steps are encoded, keyframes in 8 bits."""
     from xfuser_cocodiff.xdit.session.session import active
 
-    del run.runner.model.pipe.scheduler.__dict__["step"]  # which is not where the plugin sees it
+    del run.runner.model.pipe.scheduler.__dict__["step"]  # a step of the instance would hide the patched one
     run.use_mode("balanced", "2x1", schedule="bits=4,bits_o=4")
     run()
     reports = active().runtime.reports
     bits = [32 * report.sent_bytes / report.exact_bytes for report in reports]
     assert len(bits) == STEPS
     assert all(report.error > 0 for report in reports)
-    assert (sum(4 < each < 6.4 for each in bits), sum(8 < each < 9.6 for each in bits)) == (STEPS - anew, anew)
+    assert (sum(4 < each < 6.4 for each in bits), sum(8 < each < 9.6 for each in bits)) == (
+        STEPS - keyframes,
+        keyframes,
+    )
 
 
 @pytest.mark.slow  # test_transformers has their transformers, and test_pipelines other pipelines
 @pytest.mark.parametrize("model", MODELS)
 def test_latents_equal_stock(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if model in ONLY_HERE:
-        monkeypatch.setitem(hub.REGISTRY, model, hub.SmallModel(*ONLY_HERE[model], edits=True))
+    if model in ONLY_IN_TESTS:
+        monkeypatch.setitem(hub.REGISTRY, model, hub.SmallModel(*ONLY_IN_TESTS[model], edits=True))
     hub.write_cache(HOME, [model])
     arguments = ["--model", model, "--prompt", PROMPT, "--num_inference_steps", str(STEPS), "--seed", "3"]
     ranks.run(compare, 2, [*arguments, "--ulysses_degree", "2", *MODELS[model]])

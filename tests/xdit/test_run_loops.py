@@ -1,5 +1,5 @@
-"""Loops that pipelines have of their own: the plugin sees their runs and steps, exact it has stock's bits, and a mode
-that approximates codes every step but the first."""
+"""Pipelines with their own denoising loops: runs and steps are tracked, exact mode is bit-identical to stock, and a
+lossy mode compresses all steps but the first."""
 
 import tempfile
 from dataclasses import dataclass
@@ -31,26 +31,26 @@ LOOPS = {
 
 
 @dataclass
-class Seen:
-    """What a run left on one rank."""
+class RunResult:
+    """The results of a run on one rank."""
 
-    made: list[torch.Tensor]
-    """By the pipeline: nothing, on ranks that return nothing."""
+    outputs: list[torch.Tensor]
+    """Outputs of the pipeline; empty on ranks that return none."""
     record: dict[str, Any]
     latents: torch.Tensor
-    """At the last step, of this rank."""
+    """This rank's latents after the last step."""
     is_over: bool
     axes: set[str]
-    """Along which the plugin moved something."""
+    """Axes with traffic of the plugin."""
     early: list[bool]
-    """For each kind of layer that goes through USP whether V can go first."""
+    """For each layer signature that uses USP whether V can go first."""
     sources: set[str]
     """Projections that V comes from."""
     reports: "list[StepReport]"
 
 
-def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[str, Seen]:
-    """On a rank: a pipeline as stock runs it, with the plugin exact, and approximating."""
+def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[str, RunResult]:
+    """Run a pipeline on a rank: as stock, in exact mode, in a lossy mode, and as stock again."""
     from xfuser import xFuserArgs
     from xfuser.core.distributed import initialize_runtime_state
 
@@ -70,9 +70,9 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
 
     small = getattr(loops, name)(config())
 
-    def run(**options: Any) -> Seen:
+    def run(**options: Any) -> RunResult:
         initialize_runtime_state(small.pipeline, config(**options))
-        return see(small, recorder)
+        return run_pipeline(small, recorder)
 
     way = {"topology": f"node=2,gpu={degree // 2}", "slow_axes": "node", "a2a": "flat", "v_first": "on"}
     return {
@@ -83,17 +83,17 @@ def observe(rank: int, name: str, degree: int, cfg: int, folder: str) -> dict[st
     }
 
 
-def see(small: Any, recorder: Any) -> Seen:
-    """Run a pipeline."""
+def run_pipeline(small: Any, recorder: Any) -> RunResult:
+    """Run a pipeline, and return its results."""
     from xfuser_cocodiff.xdit.session.session import active
 
     active().traffic.reset()
-    made = small.run(STEPS)
+    outputs = small.run(STEPS)
     session, latents = active(), recorder.latents.clone()
     recorder.end_run()
     signatures = [signature for signature in session.layers.signatures if signature.candidates]
-    return Seen(
-        made,
+    return RunResult(
+        outputs,
         recorder.runs[-1],
         latents,
         session.runs.newest is None,
@@ -107,33 +107,33 @@ def see(small: Any, recorder: Any) -> Seen:
 def check(name: str, degree: int, cfg: int = 1) -> None:
     wanted = LOOPS[name]
     with tempfile.TemporaryDirectory() as folder:
-        for seen in ranks.run(observe, degree * cfg, name, degree, cfg, folder):
-            for each in seen.values():
+        for results in ranks.run(observe, degree * cfg, name, degree, cfg, folder):
+            for each in results.values():
                 assert each.is_over
                 assert (each.record["total_steps"], len(each.record["steps"])) == (STEPS, STEPS)
-                assert all(torch.isfinite(made).all() for made in each.made)
+                assert all(torch.isfinite(outputs).all() for outputs in each.outputs)
             for way in ("exact", "stock again"):
-                assert_same(seen[way], seen["stock"])
-            check_exact(name, seen["exact"])
-            check_reports(seen["coded"].reports, wanted, STEPS)
-            assert seen["coded"].record["coded_reason"] is None
-            assert not torch.equal(seen["coded"].latents, seen["stock"].latents)
-            assert decibels(seen["coded"].latents, seen["stock"].latents) > wanted.decibels
+                assert_same(results[way], results["stock"])
+            check_exact(name, results["exact"])
+            check_reports(results["coded"].reports, wanted, STEPS)
+            assert results["coded"].record["coded_reason"] is None
+            assert not torch.equal(results["coded"].latents, results["stock"].latents)
+            assert decibels(results["coded"].latents, results["stock"].latents) > wanted.decibels
 
 
-def assert_same(one: Seen, other: Seen) -> None:
-    """Bit for bit."""
+def assert_same(one: RunResult, other: RunResult) -> None:
+    """Check that two runs are bit-identical."""
     assert torch.equal(one.latents, other.latents)
     assert one.record["latents_sha256"] == other.record["latents_sha256"]
-    assert len(one.made) == len(other.made)
-    assert all(torch.equal(*pair) for pair in zip(one.made, other.made, strict=True))
+    assert len(one.outputs) == len(other.outputs)
+    assert all(torch.equal(*pair) for pair in zip(one.outputs, other.outputs, strict=True))
 
 
-def check_exact(name: str, seen: Seen) -> None:
-    assert seen.axes
-    assert seen.early and all(seen.early)
+def check_exact(name: str, results: RunResult) -> None:
+    assert results.axes
+    assert results.early and all(results.early)
     [family] = (family for family in FAMILIES if name in family.loops)
-    assert seen.sources <= {*family.v_first}
+    assert results.sources <= {*family.v_first}
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def check_exact(name: str, seen: Seen) -> None:
         [(name, degree) for name in LOOPS for degree in (2, 4)],
     ),
 )
-def test_a_loop_of_its_own_has_runs(name: str, degree: int) -> None:
+def test_runs_of_a_pipelines_own_loop_are_tracked(name: str, degree: int) -> None:
     check(name, degree)
 
 
-def test_a_loop_of_xdits_has_runs() -> None:
-    """LingBot-Video's two branches of guidance are on ranks of their own, in a loop that xDiT has for that."""
+def test_runs_of_xdits_loop_are_tracked() -> None:
+    """xDiT's loop for LingBot-Video has each guidance branch on its own ranks."""
     check("LingBotVideo", 2, cfg=2)

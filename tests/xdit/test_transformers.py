@@ -1,7 +1,7 @@
-"""Whole transformers on real ranks: with the plugin in use, latents equal those of stock xDiT bit for bit.
+"""Whole transformers on real ranks: with the plugin, latents are bit-identical to stock xDiT.
 
-Every model runs on few ranks and on eight: there it denoises each of its cases as stock and over each topology, and the
-last one with an exchange that is wrong on purpose and as stock again. Only ranks import xDiT.
+Each model runs on few ranks and on eight: these denoise each of its cases as stock and with each topology, and the last
+case also with a wrong all-to-all, and as stock again. Only ranks import xDiT.
 """
 
 import functools
@@ -36,7 +36,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "LTX2": PLAIN,
     "HunyuanDiT": PLAIN,
     "Krea2": [{"text": 16}, {"text": 13, "batch": 3}, {"text": 13, "dtype": BF16}],
-    "Cosmos3": [{"text": 12}, {"text": 13}],  # one sample; casts nothing to bf16
+    "Cosmos3": [{"text": 12}, {"text": 13}],  # one sample; does not cast to bf16
     "MiniMaxH3Fused": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
     "Sana": PLAIN,
     # The quick set has nothing of those that follow.
@@ -50,79 +50,79 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "MiniMaxH3": [{"text": 56}, {"text": 12}, {"text": 12, "dtype": BF16}],
     "StepVideo": PLAIN,
 }
-"""Arguments of the models: text that divides the degree and text that does not, batches, dtypes."""
+"""Arguments of the models: text whose length is divisible by the degree or not, batches, dtypes."""
 SLOW = [*CASES][[*CASES].index("WanA14B") :]
 """Models that are each much like another one: not in the quick set, and at one degree in the whole one."""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A fault of stock xDiT, by which its latents are not those of one rank."""
+class StockBug:
+    """A bug of stock xDiT, with which its latents differ from those of one rank."""
 
     why: str
     with_any_text: bool = True
-    """Or only with text that does not divide the degree."""
+    """Whether it concerns all cases; otherwise only text whose length is not divisible by the degree."""
 
     def concerns(self, case: dict[str, Any], degree: int) -> bool:
-        """Whether it shows in a case."""
+        """Return whether the bug concerns a case."""
         return self.with_any_text or case["text"] % degree > 0
 
 
-_FILLING = "tokens that only fill up the sequence are attended to"
-FAULTS = {
-    "Cosmos3": Fault("K and V of text, of which each rank has all, come out of the exchange once for each rank"),
-    "Latte": Fault("attention over time, whose frames are not divided, goes through the exchange"),
-    "FluxControl": Fault("text that is not divided comes out of the exchange once for each rank", with_any_text=False),
-    **dict.fromkeys(("Krea2", "Ideogram4"), Fault(_FILLING, with_any_text=False)),
+_PADDING = "padding tokens are attended to"
+STOCK_BUGS = {
+    "Cosmos3": StockBug("K and V of replicated text come out of the all-to-all once per rank"),
+    "Latte": StockBug("attention over time, whose frames are not sharded, goes through the all-to-all"),
+    "FluxControl": StockBug("replicated text comes out of the all-to-all once per rank", with_any_text=False),
+    **dict.fromkeys(("Krea2", "Ideogram4"), StockBug(_PADDING, with_any_text=False)),
 }
-"""By model."""
+"""Bugs of stock xDiT, by model."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to use the plugin."""
+class Options:
+    """Options of the plugin."""
 
     topology: str
     a2a: str
     stages: str | None = None
-    """Stages in which something must move, and the ranks that each crosses; None leaves them to the planner."""
+    """Stages with traffic, and the size of each; None where the planner chooses them."""
     v_first: str = "on"
     head_groups: str = "1"
 
 
-WAYS = {
+OPTIONS = {
     2: [
-        Way("flat", "auto", "flat=2"),
-        Way("node=1,gpu=2", "hierarchical", "gpu=2", head_groups="2"),
-        Way("flat", "flat", "flat=2", v_first="off", head_groups="4"),
+        Options("flat", "auto", "flat=2"),
+        Options("node=1,gpu=2", "hierarchical", "gpu=2", head_groups="2"),
+        Options("flat", "flat", "flat=2", v_first="off", head_groups="4"),
     ],
     4: [
-        Way("node=2,gpu=2", "flat", "flat=4", v_first="off"),
-        Way("node=2,gpu=2", "hierarchical", "node=2,gpu=2", head_groups="2"),
+        Options("node=2,gpu=2", "flat", "flat=4", v_first="off"),
+        Options("node=2,gpu=2", "hierarchical", "node=2,gpu=2", head_groups="2"),
     ],
     8: [
-        Way("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
-        Way("node=4,gpu=2", "hierarchical:node,gpu", "node=4,gpu=2"),
-        Way("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
-        Way("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*", "node=2,tile+gpu=4"),
+        Options("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
+        Options("node=4,gpu=2", "hierarchical:node,gpu", "node=4,gpu=2"),
+        Options("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
+        Options("node=2,gpu=2,tile=2", "hierarchical:tile+gpu,node*", "node=2,tile+gpu=4"),
     ],
 }
-"""By degree."""
+"""Options to test, by degree."""
 
 
 @dataclass
 class Denoising:
-    """What one denoising left on one rank."""
+    """The results of one denoising on one rank."""
 
     latents: torch.Tensor
     mesh: str | None
-    """Topology of the mesh in force; None without one."""
+    """Topology of the session's mesh; None without one."""
     sent_bytes: dict[str, int]
-    """By the plugin, by stage."""
+    """Bytes that the plugin sent, by stage."""
     stock_bytes: int
-    """Held by a rank before stock xDiT's collectives."""
+    """Bytes of a rank's inputs to stock xDiT's collectives."""
     early: list[bool]
-    """For each kind of layer that goes through USP whether V can go first."""
+    """For each layer signature that uses USP whether V can go first."""
     sources: set[str]
     """Projections that V comes from."""
 
@@ -132,20 +132,20 @@ class Observation:
     """The denoisings of one case on one rank."""
 
     stock: Denoising
-    ways: dict[Way, Denoising]
+    with_plugin: dict[Options, Denoising]
     wrong: Denoising | None
-    """With an exchange that is wrong on purpose: of a model's last case, as what follows."""
+    """With a wrong all-to-all; like :attr:`stock_again`, of a model's last case only."""
     stock_again: Denoising | None
 
 
 def observe(rank: int, model: str, degree: int) -> list[Observation]:
-    """On a rank: every case of a model."""
+    """Run all cases of a model on a rank."""
     *others, last = _build(rank, model, degree)
     return [*(_observe(small, degree) for small in others), _observe(last, degree, is_last=True)]
 
 
 def denoise_alone(rank: int, model: str) -> list[torch.Tensor]:
-    """On the only rank: the latents of every case of a model in float32."""
+    """Return the latents of all float32 cases of a model on a single rank."""
     return [_denoise(small, 1).latents for small in _build(rank, model, 1) if small.dtype == torch.float32]
 
 
@@ -160,22 +160,22 @@ def _observe(small: "SmallTransformer", degree: int, is_last: bool = False) -> O
     from xfuser_cocodiff.engine.attention import ulysses
 
     stock = _denoise(small, degree)
-    ways = {way: _denoise(small, degree, way) for way in WAYS[degree]}
+    with_plugin = {options: _denoise(small, degree, options) for options in OPTIONS[degree]}
     if not is_last:
-        return Observation(stock, ways, None, None)
+        return Observation(stock, with_plugin, None, None)
     exact = ulysses.reshard
     with mock.patch.object(ulysses, "reshard", lambda *arguments: [0.5 * tensor for tensor in exact(*arguments)]):
-        wrong = _denoise(small, degree, WAYS[degree][-1])
-    return Observation(stock, ways, wrong, stock_again=_denoise(small, degree))
+        wrong = _denoise(small, degree, OPTIONS[degree][-1])
+    return Observation(stock, with_plugin, wrong, stock_again=_denoise(small, degree))
 
 
-def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> Denoising:
-    """Denoise with the plugin in a way, or as stock xDiT does."""
+def _denoise(small: "SmallTransformer", degree: int, options: Options | None = None) -> Denoising:
+    """Denoise with the plugin, or as stock xDiT."""
     from tests.small_transformers import use
     from xfuser_cocodiff.xdit.session.session import active
 
-    options = {name: getattr(way, name) for name in ("topology", "a2a", "v_first", "head_groups") if way}
-    use(small, degree, **options, **({"mode": "exact"} if way else {}))
+    flags = {name: getattr(options, name) for name in ("topology", "a2a", "v_first", "head_groups") if options}
+    use(small, degree, **flags, **({"mode": "exact"} if options else {}))
     active().traffic.reset()
     with _stock_exchange() as calls:
         latents = small.denoise()
@@ -191,7 +191,7 @@ def _denoise(small: "SmallTransformer", degree: int, way: Way | None = None) -> 
 
 @contextmanager
 def _stock_exchange() -> Iterator[list[mock.Mock]]:
-    """Context that yields the collectives of USP and of yunchang, whose last argument is what is sent."""
+    """Yield mocks of the collectives of USP and of yunchang, whose last argument is the tensor that is sent."""
     from xfuser.model_executor.layers import usp
 
     yunchang = importlib.import_module("yunchang.comm.all_to_all")
@@ -212,7 +212,7 @@ RUNS = [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for ru
 
 @dataclass
 class Observed:
-    """For each case of a model what every rank observed."""
+    """The observations of all ranks for each case of a model."""
 
     model: str
     degree: int
@@ -221,25 +221,25 @@ class Observed:
 
 @pytest.fixture(scope="module", params=RUNS, ids="{0[0]}-{0[1]}".format)
 def observed(request: pytest.FixtureRequest) -> Observed:
-    """A model at a degree."""
+    """Run all cases of a model at a degree."""
     model, degree = request.param
     return Observed(model, degree, list(zip(*ranks.run(observe, degree, model, degree), strict=True)))
 
 
 @functools.cache
 def alone(model: str) -> list[torch.Tensor]:
-    """Latents of every case at degree 1."""
+    """Return the latents of all cases at degree 1."""
     [latents] = ranks.run(denoise_alone, 1, model)
     return latents
 
 
 def family_of(small: str) -> Family:
-    """The row that a small model stands for."""
+    """Return the family of a small model."""
     return next(family for family in FAMILIES if small in family.small)
 
 
 def observations(observed: Observed) -> Iterator[tuple[str, Observation]]:
-    """Every case on every rank, and how to call it in a message."""
+    """Yield each case on each rank, with a name for messages."""
     for case, on_ranks in zip(CASES[observed.model], observed.cases, strict=True):
         for rank, observation in enumerate(on_ranks):
             yield f"{case} on rank {rank}", observation
@@ -248,27 +248,27 @@ def observations(observed: Observed) -> Iterator[tuple[str, Observation]]:
 def test_latents_equal_stock(observed):
     for case, observation in observations(observed):
         assert observation.stock.latents.isfinite().all(), case
-        for way, denoising in observation.ways.items():
-            assert torch.equal(denoising.latents, observation.stock.latents), (case, way)
+        for options, denoising in observation.with_plugin.items():
+            assert torch.equal(denoising.latents, observation.stock.latents), (case, options)
 
 
-def test_every_exchange_goes_over_the_topology(observed):
+def test_all_traffic_follows_the_topology(observed):
     for case, observation in observations(observed):
         held = observation.stock.stock_bytes
         assert held > 0, case
-        for way, denoising in observation.ways.items():
-            assert denoising.mesh == way.topology, (case, way)
-            sizes = [stage.split("=") for stage in way.stages.split(",")] if way.stages else []
+        for options, denoising in observation.with_plugin.items():
+            assert denoising.mesh == options.topology, (case, options)
+            sizes = [stage.split("=") for stage in options.stages.split(",")] if options.stages else []
             expected = {stage: held * (int(size) - 1) // int(size) for stage, size in sizes}
-            assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, way)
-            assert denoising.stock_bytes == 0, (case, way)
+            assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, options)
+            assert denoising.stock_bytes == 0, (case, options)
 
 
 def test_v_goes_first_in_every_layer(observed):
     for case, observation in observations(observed):
-        for way, denoising in observation.ways.items():
-            assert denoising.early and all(denoising.early), (case, way)
-            assert denoising.sources <= {*family_of(observed.model).v_first}, (case, way)
+        for options, denoising in observation.with_plugin.items():
+            assert denoising.early and all(denoising.early), (case, options)
+            assert denoising.sources <= {*family_of(observed.model).v_first}, (case, options)
 
 
 def test_without_the_flag_xdit_is_stock(observed):
@@ -279,23 +279,23 @@ def test_without_the_flag_xdit_is_stock(observed):
             assert torch.equal(denoising.latents, observation.stock.latents), case
 
 
-def test_a_wrong_exchange_changes_the_latents(observed):
+def test_a_wrong_all_to_all_changes_the_latents(observed):
     for observation in observed.cases[-1]:
         assert _difference(observation.wrong.latents, observation.stock.latents) > 0.1
 
 
 def test_stock_agrees_with_one_rank(observed):
-    """Guards the cases: called in a wrong way, some models silently leave out a part of the sequence."""
-    fault = FAULTS.get(observed.model)
+    """Checks the cases themselves: with wrong arguments, some models silently drop a part of the sequence."""
+    bug = STOCK_BUGS.get(observed.model)
     in_float32 = [pair for pair in zip(CASES[observed.model], observed.cases, strict=True) if "dtype" not in pair[0]]
     for (case, on_ranks), latents in zip(in_float32, alone(observed.model), strict=True):
         difference = _difference(on_ranks[0].stock.latents, latents)
-        if fault and fault.concerns(case, observed.degree):
-            assert difference > 1e-3, (case, f"no longer so: {fault.why}")
+        if bug and bug.concerns(case, observed.degree):
+            assert difference > 1e-3, (case, f"fixed: {bug.why}")
         else:
             assert difference < 1e-5, case
 
 
 def _difference(latents: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the maximum difference, relative to the maximum value."""
     return ((latents - reference).abs().max() / reference.abs().max()).item()
