@@ -152,14 +152,14 @@ class Layer(BaseLayer):
         call.signature = self._signature = signature
 
     def _begin_projection(self, source: Source, tensors: dict[str, torch.Tensor]) -> None:
-        """Project V early from the arguments of the module, or once the input of Q's projection tells which of them."""
+        """Project V early, from the arguments of the module or, where Q's input decides which of them, with Q."""
         call = self.call
         call.hidden, call.text = _inputs(source, tensors)
         if call.text is None:  # self-attention
             self._project_early({source.path: call.hidden})
         elif source.text_path:  # joint attention, with a projection for each stream
             self._project_early({source.path: call.hidden, source.text_path: call.text})
-        elif source.query_path:  # cross-attention, or joint attention with one projection: Q's input tells
+        elif source.query_path:  # cross-attention, or joined streams: Q's input decides
             self._wrap(self._module.get_submodule(source.query_path), self._call_query)
 
     def _call_query(self, forward: Callable, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,8 +224,8 @@ class Layer(BaseLayer):
         The first call of a signature verifies the layer here. All ranks of the group must call this.
 
         Raises:
-            RuntimeError: the processor has made V in another way than in the verified call. Only this rank knows, while
-                the others wait for the V that it has sent, so that it cannot fall back.
+            RuntimeError: V has another source than in the verified call. There is no fallback, since only this rank
+                knows, and the others wait for the V that it has sent.
         """
         call, signature = self.call, self.call.signature
         call.reached_usp = True
@@ -233,7 +233,7 @@ class Layer(BaseLayer):
             self._verify(value)
         if call.v_handle is None or not call.early:
             return None
-        handle, call.early = call.v_handle, {}  # the message has a copy
+        handle, call.early = call.v_handle, {}  # the message holds a copy
         if value.shape != signature.recipe.shape:  # on all ranks, since an all-to-all needs equal shapes
             handle.drain()
             signature.refusal = "V has another shape than before"

@@ -89,7 +89,7 @@ class EagerCall(LayerCall):
         self.deferred.clear()
 
     def drain(self) -> None:
-        """Drop the early projections, and wait for V's all-to-all if nobody has."""
+        """Drop the early projections, and wait for V's all-to-all unless USP has."""
         handle, self.v_handle, self.early, self.requested = self.v_handle, None, {}, {}
         if handle:
             handle.drain()

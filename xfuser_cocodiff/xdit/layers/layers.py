@@ -1,4 +1,4 @@
-"""All attention layers of a session: found by the first that runs, and wrapped from then on."""
+"""All attention layers of a session, found when the first of them runs, and wrapped from then on."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Layers(LayerContext):
     def discover(self) -> None:
         """Wrap all modules of the running module's class in its transformer, from their next call on."""
         running = list(running_modules())
-        # A forward that is called directly shows the module around it.
+        # If a forward is called directly, the running module is the one around it.
         if running and not is_wrapper(running[0]) and self._layer_of(running[0]) is None:
             module, root = running[0], self._root_of(running)
             transformer = root.transformer
@@ -77,7 +77,7 @@ class Layers(LayerContext):
             root.calls = 0
 
     def begin_run(self) -> None:
-        """Verify all layers again if a projection of V has got hooks on any rank. All ranks must call this."""
+        """Verify all layers again if a projection of V has new hooks on any rank. All ranks must call this."""
         verified = [signature for signature in self.signatures if signature.recipe]
         if not verified:
             return

@@ -21,7 +21,7 @@ class RootModule:
     """A transformer, and the number of its calls.
 
     Args:
-        transformer: a call of it is under way.
+        transformer: the transformer, during a call.
         counts_calls: returns whether calls are to be counted at the moment.
         before_call: called before each call is counted, with its arguments.
     """

@@ -199,53 +199,70 @@ def _always(replacement: Any) -> Callable[[Any], Any]:
 
 def patches(platform: Platform) -> list[Patch]:
     """Return the patches with which xDiT runs on a platform."""
-    # Scripts name CUDA themselves, also where xDiT supports the device.
-    for_scripts = [
-        Patch(
-            "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
-        ),
-        Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
-        *(Patch("torch.cuda", name, _FACADE_WHY, _always(replacement)) for name, replacement in platform.cuda.items()),
-    ]
     if platform.device_type == "cuda":
-        return [*_sharing(platform), *for_scripts]
-    if platform.device_type == "cpu":
-        for_scripts += ray_cluster.patches()
-    never = lambda original: lambda *_: False  # noqa: E731
-    add = functools.partial(Patch, unless_present=_NATIVE_SUPPORT)
+        return [*_sharing(platform), *_for_scripts(platform)]
     return [
-        # Applied right after the import of xfuser.envs, before other modules copy these symbols.
-        add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
-        add("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
-        add("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
-        add("xfuser.envs", "get_device_name", "knows no XPU", lambda _: lambda: platform.device_type),
-        add("xfuser.envs", "get_device_version", "raises without an accelerator", lambda _: lambda: None),
-        add(
+        *_for_environment(platform),
+        *_for_groups(platform),
+        *long_context.patches(),
+        *pipefusion.patches(),
+        *_for_scripts(platform),
+        *(ray_cluster.patches() if platform.device_type == "cpu" else ()),
+    ]
+
+
+_add = functools.partial(Patch, unless_present=_NATIVE_SUPPORT)
+
+
+def _for_environment(platform: Platform) -> list[Patch]:
+    """Return the patches of xfuser.envs: right after its import, before other modules copy its symbols."""
+    never = lambda original: lambda *_: False  # noqa: E731
+    return [
+        _add("xfuser.envs", "_is_cuda", "a CUDA build runs on a machine without a GPU", never),
+        _add("xfuser.envs", "_is_hip", "a ROCm build runs on a machine without a GPU", never),
+        _add("xfuser.envs", "get_device", "knows no XPU", lambda _: platform.device, ("local_rank",)),
+        _add("xfuser.envs", "get_device_name", "knows no XPU", lambda _: lambda: platform.device_type),
+        _add("xfuser.envs", "get_device_version", "raises without an accelerator", lambda _: lambda: None),
+        _add(
             "xfuser.envs", "get_torch_distributed_backend", "raises without an accelerator", lambda _: platform.backend
         ),
-        add(
+        _add(
             "xfuser.envs",
             "PACKAGES_CHECKER.packages_info",
             "sequence parallelism is off without CUDA",
             lambda info: {**info, "has_long_ctx_attn": True},
         ),
         # Called when a model is compiled, for the architecture of an AMD GPU.
-        add("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
-        add("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
-        add(
+        _add("xfuser.envs", "PackagesEnvChecker._on_rdna4", "asks torch.cuda for a device", never, ("self",)),
+        _add("xfuser.envs", "PackagesEnvChecker._on_mi3xx", "asks torch.cuda for a device", never, ("self",)),
+    ]
+
+
+def _for_groups(platform: Platform) -> list[Patch]:
+    """Return the patches of process groups."""
+    return [
+        _add(
             "xfuser.core.distributed.parallel_state",
             "init_distributed_environment",
             "sets the device of CUDA, MUSA and NPU only",
             lambda original: _select_device_first(original, platform),
         ),
-        add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
+        _add("xfuser.model_executor.layers.usp", "PROCESS_GROUP", "None without CUDA", _yunchang_groups),
         *(
-            add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
+            _add(f"xfuser.core.{module}", "PROCESS_GROUP", "None without CUDA", _yunchang_groups)
             for module in ("distributed.fp8_comms", "sparge_attention.head_balance")
         ),
-        *long_context.patches(),
-        *pipefusion.patches(),
-        *for_scripts,
+    ]
+
+
+def _for_scripts(platform: Platform) -> list[Patch]:
+    """Return the patches of diffusers and PyTorch for scripts that name CUDA, also where xDiT supports the device."""
+    return [
+        Patch(
+            "diffusers.pipelines.pipeline_utils", "DiffusionPipeline.to", "cuda:N is hard-coded", platform.translating
+        ),
+        Patch("torch", "Generator", "scripts ask for one on cuda", platform.generator),
+        *(Patch("torch.cuda", name, _FACADE_WHY, _always(replacement)) for name, replacement in platform.cuda.items()),
     ]
 
 

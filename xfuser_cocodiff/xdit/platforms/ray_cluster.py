@@ -1,4 +1,4 @@
-"""Ray on a machine without an accelerator: xDiT's workers request GPUs, and Ray offers as many as it is told."""
+"""Ray on a machine without an accelerator: it starts with virtual GPUs, which xDiT's workers request."""
 
 import functools
 import os
@@ -10,15 +10,15 @@ from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 
 NUM_GPUS = 64
-"""Number of GPUs that Ray is told of; more than the workers of one machine."""
+"""Number of virtual GPUs; more than the workers of one machine."""
 _GIVEN_BY = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")
 """Environment variables that name a cluster, or the GPUs that it may use."""
 
 
 def patches() -> list[Patch]:
     """Return the patch of `ray.init`, if Ray is installed."""
-    found = symbol_lookup.find_symbol("ray", "init") is not None
-    return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if found else []
+    is_installed = symbol_lookup.find_symbol("ray", "init") is not None
+    return [Patch("ray", "init", "xDiT's workers ask for GPUs", _with_gpus)] if is_installed else []
 
 
 def _with_gpus(original: Callable) -> Callable:

@@ -43,9 +43,9 @@ class Run:
     is_disabled: bool = False
     """Whether the rest of the run is lossless, since its steps cannot be told apart."""
     prompts: dict[tuple[int, int], StepKey] = field(default_factory=dict)
-    """First key of each transformer (by id) and branch, kept while only the prompt tells whose call it is."""
+    """First key of each transformer (by id) and branch, recorded while only the prompt identifies a call's run."""
     prompt_values: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    """Copies of the prompts in :attr:`prompts`, kept for a run that may be abandoned."""
+    """Copies of the prompts in :attr:`prompts`, for a run that may be abandoned."""
 
 
 class Runs:
@@ -165,7 +165,7 @@ class Runs:
         """
         runtime = self._runtime()
         if runtime is None:
-            if not self._declared:  # a call may be a step: schedules are tuned by the time between them
+            if not self._declared:  # count it as a step: schedules are tuned by the time between calls
                 self._on_step()
             return
         root.run = self._declared_run(root, args, kwargs) if self._declared else self._detect_run(root, args, kwargs)

@@ -1,4 +1,4 @@
-"""The start of a session, with that of an xDiT engine: its groups, plans and codecs, from the options."""
+"""The start of a session with its xDiT engine: process groups, plans and codecs, by the options."""
 
 import functools
 from collections.abc import Callable

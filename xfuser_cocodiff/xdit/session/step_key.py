@@ -1,4 +1,4 @@
-"""Keys that tell which step of a run a call of a transformer belongs to, from its timestep and its prompt.
+"""Keys of transformer calls, from timestep and prompt, which tell the steps and runs of calls apart.
 
 The host never waits for a device here. A timestep on the host is compared by value, one on a device by its offset in a
 storage, as in `timesteps[i].expand(batch)`. A prompt is compared by the identity of its tensor, never by value: ranks
