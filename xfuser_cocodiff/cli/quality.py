@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--mode", default="balanced,fast,paper", metavar="MODES", help="each MODE or MODE@CHANGES (%(default)s)"
     )
-    parser.add_argument("--sweep", action="store_true", help="judge many codecs besides")
+    parser.add_argument("--sweep", action="store_true", help="evaluator many codecs besides")
     parser.add_argument("--seeds", type=int, default=16, help="pictures of each (%(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
     parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
     try:
-        config, rows = config_of(options), quality.rows(options.mode.split(","), options.sweep)
+        config, cases = config_of(options), quality.parse_cases(options.mode.split(","), options.sweep)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
     except ValueError as error:
@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
     dtype = quality.DTYPES[options.dtype]
     progress = ProgressReporter(sys.stderr)
     progress.report(f"loading {options.model}")
-    judge = quality.QualityEvaluator(
+    evaluator = quality.QualityEvaluator(
         *(options.model, config, options.seeds, options.steps, options.size, dtype, progress.advance),
         frames=options.frames,
     )
-    masks = inpainting.MASKS if judge.inpaints and not options.no_inpainting else ()
-    progress.set_total((1 + len(rows)) * (1 + len(masks)) * options.steps)
-    record, gallery = quality.measure(judge, rows, masks, progress.report)
+    masks = inpainting.MASKS if evaluator.inpaints and not options.no_inpainting else ()
+    progress.set_total((1 + len(cases)) * (1 + len(masks)) * options.steps)
+    record, gallery = quality.measure(evaluator, cases, masks, progress.report)
     progress.close()
     quality.show(record)
     write_json(options, record)

@@ -1,4 +1,4 @@
-"""Rules of other systems: the arithmetic that they are known by."""
+"""Compression rules of other systems."""
 
 import pytest
 import torch
@@ -10,28 +10,28 @@ from xfuser_cocodiff.lab.comparison import baselines
 
 
 @pytest.mark.parametrize("dim", [16, 128, 384])
-def test_a_rotation_keeps_scores_and_is_its_own_inverse(dim: int) -> None:
+def test_rotation_keeps_attention_scores_and_is_its_own_inverse(dim: int) -> None:
     query, key = torch.randn(2, 3, 7, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    query[:, 3] *= 50  # an outlier, which is spread
-    turned = baselines.rotated(query), baselines.rotated(key)
-    torch.testing.assert_close(turned[0] @ turned[1].mT, query @ key.mT)
-    torch.testing.assert_close(baselines.rotated(turned[0]), query)
+    query[:, 3] *= 50  # an outlier
+    rotated = baselines.rotate(query), baselines.rotate(key)
+    torch.testing.assert_close(rotated[0] @ rotated[1].mT, query @ key.mT)
+    torch.testing.assert_close(baselines.rotate(rotated[0]), query)
     one = torch.zeros(1, dim, dtype=torch.float64)
     one[0, 0] = 1
-    assert baselines.rotated(one).abs().max() == pytest.approx(min(dim, 128) ** -0.5)
-    assert torch.equal(baselines.rotated(query[..., :12]), query[..., :12])  # there is no such matrix
+    assert baselines.rotate(one).abs().max() == pytest.approx(min(dim, 128) ** -0.5)
+    assert torch.equal(baselines.rotate(query[..., :12]), query[..., :12])  # there is no Hadamard matrix of this size
 
 
-def test_fp8_leaves_three_bits_of_a_mantissa() -> None:
+def test_fp8_keeps_three_bits_of_mantissa() -> None:
     ranks = baselines.Fp8(Topology.parse("2x2"), ("node",))
     stats = CodecStats()
-    given = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    found = ranks.transmit("qkv", given, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats))
-    assert stats.sent_bytes * 4 == stats.exact_bytes == 3 * given[0].nbytes
-    value, sent = given[2], found[2]
+    tensors = [torch.randn(1, 4, 64, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    received = ranks.transmit("qkv", tensors, [64], LayerCodecs(None, dict.fromkeys("qkvo", EXACT), {}, stats))
+    assert stats.sent_bytes * 4 == stats.exact_bytes == 3 * tensors[0].nbytes
+    value, other = tensors[2], received[2]
     large = value.abs() > value.abs().max() / 64
-    error = ((sent - value) / value)[large].abs().max().item()
+    error = ((other - value) / value)[large].abs().max().item()
     assert 2**-6 < error <= 2**-4
-    assert len(sent.unique()) < 256
-    for tensor, other in zip(given[:2], found[:2], strict=True):
+    assert len(other.unique()) < 256
+    for tensor, other in zip(tensors[:2], received[:2], strict=True):
         assert 1e-3 < (other - tensor).norm() / tensor.norm() < 2**-4

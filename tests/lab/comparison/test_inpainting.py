@@ -1,4 +1,4 @@
-"""Inpainting with every family: what is known ends as the autoencoder has it, what is hidden is the model's."""
+"""Inpainting with every family: known pixels are restored, hidden pixels come from the model."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ MODELS = ("FLUX.1-dev", "FLUX.2-dev", "SD3.5", "Qwen-Image")
 
 
 def run(pipeline: SingleRankPipeline, latents: list[torch.Tensor] | None = None, **more: object) -> np.ndarray:
-    """Pictures of two seeds, and the latents that the callback leaves at each step."""
+    """Run two seeds, append the latents after each step to `latents`, and return the pictures."""
     if latents is not None:
-        keep = more["callback_on_step_end"]
+        restore = more["callback_on_step_end"]
 
-        def watched(pipe: object, step: int, timestep: object, values: dict) -> dict:
-            kept = keep(pipe, step, timestep, dict(values))
-            latents.append(kept["latents"].clone())
-            return kept
+        def collect(pipe: object, step: int, timestep: object, values: dict) -> dict:
+            restored = restore(pipe, step, timestep, dict(values))
+            latents.append(restored["latents"].clone())
+            return restored
 
-        more["callback_on_step_end"] = watched
+        more["callback_on_step_end"] = collect
     generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
     size = {"height": SIZE, "width": SIZE, "output_type": "np"}
     return pipeline(["a cat", "a rocket"], STEPS, 32, generator=generators, **size, **more).images
@@ -32,7 +32,7 @@ def run(pipeline: SingleRankPipeline, latents: list[torch.Tensor] | None = None,
 
 @torch.no_grad()
 def through_autoencoder(pipeline: SingleRankPipeline, pictures: np.ndarray) -> np.ndarray:
-    """What its autoencoder makes of pictures, in neither a pipeline's scale nor its layout."""
+    """Encode and decode pictures with the pipeline's autoencoder alone."""
     pixels = torch.from_numpy(pictures).float()[:, None].expand(-1, 3, -1, -1) * 2 - 1
     pixels = pixels[:, :, None] if "Qwen" in type(pipeline.pipe).__name__ else pixels
     decoded = pipeline.pipe.vae.decode(pipeline.pipe.vae.encode(pixels).latent_dist.mode(), return_dict=False)[0]
@@ -43,7 +43,7 @@ def through_autoencoder(pipeline: SingleRankPipeline, pictures: np.ndarray) -> n
 def inpaint(rank: int, model: str) -> None:
     pipeline = SingleRankPipeline(model, torch.float32)
     pipeline.configure(None)
-    if model == "Qwen-Image":  # the small one has no scale
+    if model == "Qwen-Image":  # the small model has no scale
         channels = len(pipeline.pipe.vae.config.latents_mean)
         pipeline.pipe.vae.register_to_config(
             latents_mean=[0.5] * channels, latents_std=[2.0 + i for i in range(channels)]
@@ -52,20 +52,20 @@ def inpaint(rank: int, model: str) -> None:
     pictures = np.stack([slices.draw(kind, SIZE, np.random.default_rng(0)) for kind in kinds])
     generated = run(pipeline)
 
-    def hiding(hidden: np.ndarray) -> dict:
-        return {"callback_on_step_end": inpainting.keep_known(pipeline.pipe, pictures, hidden)}
+    def callback(hidden: np.ndarray) -> dict:
+        return {"callback_on_step_end": inpainting.restore_known_pixels(pipeline.pipe, pictures, hidden)}
 
     nothing, everything = np.zeros((SIZE, SIZE), dtype=bool), np.ones((SIZE, SIZE), dtype=bool)
-    assert np.array_equal(run(pipeline, **hiding(everything)), generated)
-    assert np.abs(run(pipeline, **hiding(nothing)) - through_autoencoder(pipeline, pictures)).max() < 1e-4
-    known: list[torch.Tensor] = []
-    run(pipeline, known, **hiding(nothing))
-    some: list[torch.Tensor] = []
-    run(pipeline, some, **hiding(inpainting.mask("center", SIZE)))
-    for found, wanted in zip(some, known, strict=True):  # the same noise, where something is known
-        share = (found != wanted).float().mean().item()
-        assert share == pytest.approx(0.25, abs=0.02)
-    noises = [(one - known[-1]).std().item() for one in known]
+    assert np.array_equal(run(pipeline, **callback(everything)), generated)
+    assert np.abs(run(pipeline, **callback(nothing)) - through_autoencoder(pipeline, pictures)).max() < 1e-4
+    all_known: list[torch.Tensor] = []
+    run(pipeline, all_known, **callback(nothing))
+    half_known: list[torch.Tensor] = []
+    run(pipeline, half_known, **callback(inpainting.mask("center", SIZE)))
+    for latents, expected in zip(half_known, all_known, strict=True):  # equal outside the mask
+        fraction = (latents != expected).float().mean().item()
+        assert fraction == pytest.approx(0.25, abs=0.02)
+    noises = [(latents - all_known[-1]).std().item() for latents in all_known]
     assert noises[0] > noises[1] > noises[2] == 0
 
 

@@ -1,4 +1,4 @@
-"""What a trace tells, and what is in it on an accelerator."""
+"""Overlap of communication and kernels, from traces."""
 
 import gzip
 import itertools
@@ -17,56 +17,59 @@ _numbers = itertools.count(1)
 
 
 def span(name: str, begin: int, end: int, thread: int = THREAD, category: str = "user_annotation") -> dict:
-    """A range of a thread."""
+    """Return a range of a thread."""
     place = {"ph": "X", "pid": HOST, "tid": thread}
     return {**place, "cat": category, "name": name, "ts": begin, "dur": end - begin}
 
 
 def work(category: str, stream: int, begin: int, end: int, launched: int, thread: int = THREAD) -> list[dict]:
-    """What a device did, and its launch, as Kineto writes them."""
+    """Return a device event and its launch, as Kineto writes them."""
     number = {"args": {"correlation": next(_numbers)}}
     launch = {**span("cudaLaunchKernel", launched, launched + 1, thread, "cuda_runtime"), **number}
     return [launch, {**launch, "cat": category, "pid": DEVICE, "tid": stream, "ts": begin, "dur": end - begin}]
 
 
 def traced(rng: random.Random) -> tuple[list[dict], dict[str, list[bool]]]:
-    """A rank's kernels on two streams and exchanges on a third, at random; and for each moment of an exchange, by what
-    it brings, whether a kernel ran."""
+    """Return random events of a rank: kernels on two streams, and all-to-alls on a third.
+
+    Returns:
+        The events, and by the tensors of an all-to-all, for each microsecond of it, whether a kernel ran.
+    """
     events, busy, moments = [], set(), {"v": [], "qk": []}
     for _ in range(40):
         begin = rng.randrange(300)
         end = begin + rng.randrange(1, 12)
         busy |= set(range(begin, end))
         events += work("kernel", rng.choice([7, 13]), begin, end, launched=begin - 5)
-    for index in range(20):  # each a copy to the host and one back, between which its stream does nothing
-        begin, launched, what = rng.randrange(300), 1000 + 10 * index, rng.choice([*moments])
+    for index in range(20):  # each a copy to the host and one back, with an idle stream between them
+        begin, launched, tensors = rng.randrange(300), 1000 + 10 * index, rng.choice([*moments])
         middle, end = begin + rng.randrange(1, 9), begin + rng.randrange(10, 20)
-        moments[what] += range(begin, end)
-        events.append(span(f"cocodiff.{what}.exchange", launched, launched + 8, thread=2))
+        moments[tensors] += range(begin, end)
+        events.append(span(f"cocodiff.{tensors}.exchange", launched, launched + 8, thread=2))
         events.append(span("cocodiff.node", launched + 1, launched + 3, thread=2))
         events += work("gpu_memcpy", 20, begin, middle, launched + 1, thread=2)
         events += work("kernel", 20, end - 1, end, launched + 6, thread=2)
     events.append({"ph": "M", "name": "process_name", "pid": HOST, "args": {"name": "python"}})
-    events.append(span("cocodiff.o.exchange", 9000, 9009))  # of which the device did nothing
+    events.append(span("cocodiff.o.exchange", 9000, 9009))  # without device events
     events.append(span("cocodiff.v.exchange", 1000, 1009, category="gpu_user_annotation"))
     rng.shuffle(events)
-    return events, {what: [moment in busy for moment in its] for what, its in moments.items()}
+    return events, {tensors: [moment in busy for moment in its] for tensors, its in moments.items()}
 
 
-def test_overlap_is_that_of_single_moments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files, wanted = [], {"v": [], "qk": []}
+def test_overlap_equals_a_count_of_microseconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files, expected = [], {"v": [], "qk": []}
     for rank in range(2):
-        monkeypatch.setitem(globals(), "_numbers", itertools.count(1))  # every process has the same ones
+        monkeypatch.setitem(globals(), "_numbers", itertools.count(1))  # correlation numbers repeat in every process
         events, moments = traced(random.Random(rank))
         files.append(tmp_path / f"trace{rank}.json.gz")
         files[-1].write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-        for what, its in moments.items():
-            wanted[what] += its
+        for tensors, its in moments.items():
+            expected[tensors] += its
     assert trace.files(tmp_path) == files
-    assert trace.overlaps(files) == pytest.approx({what: sum(its) / len(its) for what, its in wanted.items()})
+    assert trace.overlaps(files) == pytest.approx({tensors: sum(its) / len(its) for tensors, its in expected.items()})
 
 
-def test_on_an_accelerator_a_profiler_sees_ranges_and_nobody_takes_times() -> None:
+def test_accelerator_has_profiler_ranges_and_no_host_times() -> None:
     traffic = Traffic(timed=True)
     with torch.profiler.profile() as profiler:
         span = traffic.span(Label("v"), torch.device("cuda"))

@@ -1,30 +1,37 @@
-"""One picture of all that a pipeline returns."""
+"""Combines the images or video frames that a pipeline returns into one picture."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-MOST = 8
-"""Pictures side by side."""
+MAX_IMAGES = 8
+"""Largest number of images in a grid."""
 
 
-def strip(output: Any) -> Any:
-    """The pictures of a batch, or frames of its first video, side by side; None where there is nothing to show.
+def image_grid(output: Any) -> Any:
+    """Return the images of a batch, or frames of its first video, side by side; None if there are none.
 
     Args:
-        output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) in 0..1.
+        output: lists of PIL images, arrays (B, [F,] H, W, C) or tensors (B, [F,] C, H, W) with values in [0, 1].
     """
     from diffusers.image_processor import VaeImageProcessor
     from diffusers.utils import make_image_grid
 
     if isinstance(output, torch.Tensor):
         output = output.detach().movedim(-3, -1).float().cpu().numpy()
-    shown = list(output[:MOST])
-    if shown and (isinstance(shown[0], list) or getattr(shown[0], "ndim", 3) == 4):  # they move
-        frames = shown[0]
-        count = min(len(frames), MOST)
-        shown = [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]
-    if shown and not hasattr(shown[0], "save"):
-        shown = VaeImageProcessor.numpy_to_pil(np.stack(shown)) if shown[0].shape[-1] in (1, 3, 4) else []
-    return make_image_grid(shown, 1, len(shown)) if shown else None
+    images = list(output[:MAX_IMAGES])
+    is_video = bool(images) and (isinstance(images[0], list) or getattr(images[0], "ndim", 3) == 4)
+    if is_video:
+        images = video_frames(images[0])
+    if images and not hasattr(images[0], "save"):
+        has_colors = images[0].shape[-1] in (1, 3, 4)  # latents have other numbers of channels
+        images = VaeImageProcessor.numpy_to_pil(np.stack(images)) if has_colors else []
+    return make_image_grid(images, 1, len(images)) if images else None
+
+
+def video_frames(frames: Sequence[Any]) -> list[Any]:
+    """Return up to MAX_IMAGES frames, evenly spaced over a video."""
+    count = min(len(frames), MAX_IMAGES)
+    return [frames[(2 * number + 1) * len(frames) // (2 * count)] for number in range(count)]

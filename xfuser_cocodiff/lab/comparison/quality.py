@@ -1,7 +1,7 @@
-"""`cocodiff quality`: bytes on slow links against fidelity, for modes and codecs, against exact runs at the same seeds.
+"""`cocodiff quality`: bytes on slow links against PSNR and SSIM to exact runs at the same seeds, by mode and codec.
 
-Virtual ranks on one real one apply what codecs would do among many. The task of the paper is inpainting, where what was
-to be found is judged against the truth. Of models that make videos, all frames are judged.
+Virtual ranks on a single rank apply the codecs as many ranks would. Inpainting, the task of the paper, is compared with
+the original pictures. Of videos, all frames are compared.
 """
 
 import sys
@@ -25,78 +25,78 @@ from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
 from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
-_ALL = "bits={0},bits_o={0}"
-FP8 = "FP8, as xDiT's"
-RING = "as many bits everywhere, in a ring"
-COMPACTFUSION = "residuals in a ring, as CompactFusion's"
+_UNIFORM = "bits={0},bits_o={0}"
+FP8 = "FP8 as in xDiT"
+RING = "uniform bits in a ring"
+COMPACTFUSION = "residuals in a ring as in CompactFusion"
 BASELINES = {FP8: baselines.Fp8, RING: VirtualRing, COMPACTFUSION: VirtualRing}
-"""By series, what stands in the place of virtual ranks."""
+"""By series, the class that replaces the virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
-    "as many bits everywhere": [("balanced", _ALL.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
-    RING: [("balanced", _ALL.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
-    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_ALL.format(bits)}") for bits in (4, 2, 1)],
+    "uniform bits": [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
+    RING: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
+    COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
     FP8: [("balanced", None)],
     "fewer tokens": [
         ("balanced", f"bits={bits},bits_o={o},cached={cached},predictor=0.5")
         for cached in (0.25, 0.5, 0.75)
         for bits, o in ((4, 2), (2, 2), (2, 1))
     ],
-    "the paper's rule": [
+    "rule of the paper": [
         ("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")
     ],
 }
-"""Modes and changes to their schedules, by what they are called in a plot."""
+"""By series, modes and changes to their schedules."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-SHEET_PICTURES = 6
+MAX_SHEET_PICTURES = 6
 SLICE, PHOTO, VIDEO = "a slice of {}", "a photo of {}", "a video of {}"
-"""Prompts, as the small trained models know them."""
+"""Prompts that the small trained models know."""
 _TEXT_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Row:
-    """One codec to judge."""
+class CodecCase:
+    """A mode with its codec schedule to evaluate."""
 
     mode: str
     schedule: str | None
     sweep: bool
     series: str = ""
-    """What it belongs to in a plot."""
+    """Series that it belongs to in a plot."""
 
     def __str__(self) -> str:
         return f"{self.mode} {self.changes}".strip()
 
     @property
     def changes(self) -> str:
-        """What is other than in the mode."""
+        """Differences to the mode, in words."""
         return " ".join(filter(None, (self.schedule, self.series if self.series in BASELINES else None)))
 
 
 @dataclass
-class Pictures:
-    """Grey values from 0 to 1, (N, [frames,] height, width), and their run's share of the exact bytes on slow links."""
+class GeneratedImages:
+    """Images of one run, gray values in [0, 1], (N, [frames,] height, width), with the bytes that the run sent."""
 
     values: np.ndarray
     step_fractions: tuple[float, ...]
-    """Of each step, which all exchange as much; none where nothing was coded."""
+    """Bytes on slow links over exact ones, by step; empty if no compression was active."""
     layers: tuple[str, ...]
-    """That were coded, in the order in which they come."""
+    """Layers whose messages were compressed, in call order."""
 
     @property
     def bytes_slow_fraction(self) -> float:
-        """Of the run."""
+        """Bytes on slow links over exact ones; all steps have equally many exact bytes."""
         return fmean(self.step_fractions) if self.step_fractions else 1.0
 
 
 class QualityEvaluator:
-    """Runs a model and compares what comes of it.
+    """Generator of images with a model, exactly or by a codec, for the same seeds and prompts.
 
     Args:
         model: its name in xDiT's registry.
-        config: virtual ranks, and what else is the same for all codecs.
-        seeds: how many pictures, or videos, each from a seed of its own.
-        steps: of each run.
-        size: of the pictures, in pixels.
+        config: virtual ranks and all settings that the codecs share.
+        seeds: number of pictures or videos, each from a seed of its own.
+        steps: denoising steps of each run.
+        size: height and width of the pictures in pixels.
         dtype: of weights and activations.
         after_step: called after each step of a run.
         frames: of videos.
@@ -114,159 +114,170 @@ class QualityEvaluator:
         frames: int = 9,
     ) -> None:
         self._pipeline, self._config, self._after_step = SingleRankPipeline(model, dtype), config, after_step
-        # From now on attention is xDiT's, for stock too, as on many ranks: that of diffusers has masks of its own.
+        # This selects xDiT's attention for stock too, as on many ranks; that of diffusers has masks of its own.
         self._pipeline.configure(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
         kinds = [slices.KINDS[seed % len(slices.KINDS)] for seed in range(seeds)]
-        self._of_slices = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
-        self._shape = {"height": size, "width": size, **({"num_frames": frames} if self._pipeline.makes_videos else {})}
-        self.prompts = _of_videos() if self._pipeline.makes_videos else _of_pictures()
-        """That the small trained model knows."""
+        self._slice_prompts = [SLICE.format(captions.SLICES[kind]) for kind in kinds]
+        makes_videos = self._pipeline.makes_videos
+        self._shape = {"height": size, "width": size, **({"num_frames": frames} if makes_videos else {})}
+        self.prompts = _video_prompts() if makes_videos else _picture_prompts()
+        """Prompts that the small trained models know."""
         pictures = [slices.draw(kind, size, np.random.default_rng(1000 + seed)) for seed, kind in enumerate(kinds)]
-        self._truth = np.stack(pictures)
+        self._originals = np.stack(pictures)
 
     @property
     def inpaints(self) -> bool:
-        """Whether it is known how to put known pixels back into latents of the model."""
-        return inpainting.layout(self._pipeline.pipe) is not None
+        """Whether the latent format of the model is known, which inpainting needs."""
+        return inpainting.latent_format(self._pipeline.pipe) is not None
 
-    def generate(self, row: Row, prompts: Sequence[str] | None = None, first_seed: int = 0) -> Pictures:
-        """Pictures from noise.
+    def generate(self, case: CodecCase, prompts: Sequence[str] | None = None, first_seed: int = 0) -> GeneratedImages:
+        """Generate images from noise.
 
         Args:
-            row: by which codec.
-            prompts: taken in turn; those that the small trained model knows if there are none.
-            first_seed: of the first picture; those of the others follow.
+            case: mode and codec.
+            prompts: used in turn; by default those that the small trained models know.
+            first_seed: seed of the first image; the others have the seeds that follow.
         """
-        every = prompts or self.prompts
-        return self._run(row, [every[number % len(every)] for number in range(self._seeds)], first_seed)
+        prompts = prompts or self.prompts
+        return self._run(case, [prompts[number % len(prompts)] for number in range(self._seeds)], first_seed)
 
-    def inpaint(self, row: Row, mask: str) -> Pictures:
-        """Pictures of which what the mask leaves is known."""
-        keep = inpainting.keep_known(self._pipeline.pipe, *self.truth(mask))
-        return self._run(row, self._of_slices, 0, keep)
+    def inpaint(self, case: CodecCase, mask: str) -> GeneratedImages:
+        """Generate the hidden pixels of the original pictures."""
+        restore = inpainting.restore_known_pixels(self._pipeline.pipe, *self.originals(mask))
+        return self._run(case, self._slice_prompts, 0, restore)
 
-    def truth(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
-        """The true pictures, and where they are to be found."""
-        return self._truth, inpainting.mask(mask, self._size)
+    def originals(self, mask: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the original pictures (N, height, width), and where a mask hides them (height, width)."""
+        return self._originals, inpainting.mask(mask, self._size)
 
     def _run(
-        self, row: Row, prompts: list[str], first_seed: int, keep: Callable[..., dict[str, Any]] | None = None
-    ) -> Pictures:
+        self,
+        case: CodecCase,
+        prompts: list[str],
+        first_seed: int,
+        restore: Callable[..., dict[str, Any]] | None = None,
+    ) -> GeneratedImages:
+        """Run the pipeline once, with `restore` as callback at the end of each step."""
+
         def after_step(*step: Any) -> dict[str, Any]:
             self._after_step()
-            return keep(*step) if keep else {}
+            return restore(*step) if restore else {}
 
-        approximated = replace(self._config, mode=row.mode, schedule=row.schedule)
-        self._pipeline.configure(None if row.mode == EXACT else approximated, BASELINES.get(row.series))
+        config = None if case.mode == EXACT else replace(self._config, mode=case.mode, schedule=case.schedule)
+        self._pipeline.configure(config, BASELINES.get(case.series))
         generators = [torch.Generator().manual_seed(first_seed + number) for number in range(self._seeds)]
-        more: dict[str, Any] = (
-            {"callback_on_step_end": after_step} if self._pipeline.accepts_argument("callback_on_step_end") else {}
-        )
-        more |= {"generator": generators, "output_type": "np", **self._shape}
-        output = self._pipeline(prompts, self._steps, _TEXT_TOKENS, **more)
-        made = output.images if "images" in output else output.frames
+        arguments: dict[str, Any] = {"generator": generators, "output_type": "np", **self._shape}
+        if self._pipeline.accepts_argument("callback_on_step_end"):
+            arguments["callback_on_step_end"] = after_step
+        output = self._pipeline(prompts, self._steps, _TEXT_TOKENS, **arguments)
+        images = output.images if "images" in output else output.frames
         reports = self._pipeline.reports
         fractions = tuple(report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes)
         layers = tuple(dict.fromkeys(layer for report in reports for layer in report.errors))
-        return Pictures(np.asarray(made).mean(-1), fractions, layers)
+        return GeneratedImages(np.asarray(images).mean(-1), fractions, layers)
 
 
-def _of_pictures() -> list[str]:
-    found = [SLICE.format(name) for name in captions.SLICES.values()]
-    return found + [PHOTO.format(name) for name in captions.PHOTOS.values()]
+def _picture_prompts() -> list[str]:
+    prompts = [SLICE.format(name) for name in captions.SLICES.values()]
+    return prompts + [PHOTO.format(name) for name in captions.PHOTOS.values()]
 
 
-def _of_videos() -> list[str]:
+def _video_prompts() -> list[str]:
     return [VIDEO.format(name) for name in captions.VOLUMES.values()]
 
 
 Gallery = dict[str, dict[str, np.ndarray]]
-"""Pictures (N, [frames,] height, width) by task, that is generation or a mask, and by what made them."""
+"""Images (N, [frames,] height, width) by task ("" for generation, or a mask) and by mode."""
 
 
 def measure(
-    judge: QualityEvaluator, rows: Sequence[Row], masks: Sequence[str], show: Callable[[str], None]
+    evaluator: QualityEvaluator, cases: Sequence[CodecCase], masks: Sequence[str], report: Callable[[str], None]
 ) -> tuple[dict[str, Any], Gallery]:
-    """Judge codecs.
+    """Evaluate codecs.
 
     Args:
-        judge: of a model.
-        rows: what to judge.
-        masks: of the inpainting; none leave it out.
-        show: told what is done.
+        evaluator: of a model.
+        cases: modes and codecs to evaluate.
+        masks: masks of the inpainting; none for generation only.
+        report: called with the name of each case when it begins.
 
     Returns:
-        A record, less its command, and the pictures of all codecs that are not of a sweep.
+        The record without its command, and the images of all cases that do not belong to a sweep.
     """
     tasks = ("", *masks)
 
-    def pictures(row: Row) -> dict[str, Pictures]:
-        show(str(row))
-        return {task: judge.inpaint(row, task) if task else judge.generate(row) for task in tasks}
+    def run_tasks(case: CodecCase) -> dict[str, GeneratedImages]:
+        report(str(case))
+        return {task: evaluator.inpaint(case, task) if task else evaluator.generate(case) for task in tasks}
 
-    stock = pictures(Row(EXACT, None, sweep=False))
-    gallery: Gallery = {task: {"truth": judge.truth(task)[0]} if task else {} for task in tasks}
+    stock = run_tasks(CodecCase(EXACT, None, sweep=False))
+    gallery: Gallery = {task: {"truth": evaluator.originals(task)[0]} if task else {} for task in tasks}
     for task in tasks:
         gallery[task]["stock"] = stock[task].values
-    found = []
-    for row in rows:
-        made = pictures(row)
-        found.append(
+    rows = []
+    for case in cases:
+        images = run_tasks(case)
+        rows.append(
             {
-                "mode": row.mode,
-                "sweep": row.sweep,
-                "series": row.series,
-                "codec": row.changes,
-                "bytes_slow_fraction": made[""].bytes_slow_fraction,
-                **fidelity_of(made[""].values, stock[""].values),
+                "mode": case.mode,
+                "sweep": case.sweep,
+                "series": case.series,
+                "codec": case.changes,
+                "bytes_slow_fraction": images[""].bytes_slow_fraction,
+                **compare_images(images[""].values, stock[""].values),
                 "inpaint": {
-                    mask: {
-                        **_inpainted(made[mask].values, *judge.truth(mask)),
-                        **{f"{k}_stock": v for k, v in _inpainted(stock[mask].values, *judge.truth(mask)).items()},
-                    }
+                    mask: _compare_inpainted(images[mask].values, stock[mask].values, *evaluator.originals(mask))
                     for mask in masks
                 },
             }
         )
-        if not row.sweep:
+        if not case.sweep:
             for task in tasks:
-                gallery[task][row.mode] = made[task].values
+                gallery[task][case.mode] = images[task].values
     seeds = len(stock[""].values)
-    return {**host.header(), "seeds": seeds, "inpaints": judge.inpaints, "rows": found}, gallery
+    return {**host.header(), "seeds": seeds, "inpaints": evaluator.inpaints, "rows": rows}, gallery
 
 
-def fidelity_of(found: np.ndarray, wanted: np.ndarray) -> dict[str, Any]:
-    """To stock's pictures, over all seeds."""
-    decibels = _decibels(wanted, found)
+def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
+    """Return PSNR, SSIM and LPIPS of images to stock's, over all seeds."""
+    psnr = _psnr_values(stock, images)
     return {
-        "bit_equal": bool(np.array_equal(wanted, found)),
-        "psnr_db": decibels,
-        "psnr_db_mean": fmean(decibels) if decibels else None,
-        "psnr_db_sd": stdev(decibels) if len(decibels) > 1 else None,
-        "ssim_mean": fmean(_ssim(a, b) for a, b in zip(wanted, found, strict=True)),
-        "lpips_mean": fidelity.lpips(wanted, found),
+        "bit_equal": bool(np.array_equal(stock, images)),
+        "psnr_db": psnr,
+        "psnr_db_mean": fmean(psnr) if psnr else None,
+        "psnr_db_sd": stdev(psnr) if len(psnr) > 1 else None,
+        "ssim_mean": fmean(_ssim(a, b) for a, b in zip(stock, images, strict=True)),
+        "lpips_mean": fidelity.lpips(stock, images),
     }
 
 
-def _inpainted(found: np.ndarray, truth: np.ndarray, hidden: np.ndarray) -> dict[str, float]:
-    """Against the truth, over what was hidden; known pixels are as they were given."""
-    whole = np.where(hidden, found, truth)
+def _compare_inpainted(
+    images: np.ndarray, stock: np.ndarray, originals: np.ndarray, hidden: np.ndarray
+) -> dict[str, float]:
+    """Return the fidelity of inpainted images to the originals, and that of stock's images beside it."""
+    ours = _inpainting_fidelity(images, originals, hidden)
+    return ours | {f"{name}_stock": value for name, value in _inpainting_fidelity(stock, originals, hidden).items()}
+
+
+def _inpainting_fidelity(images: np.ndarray, originals: np.ndarray, hidden: np.ndarray) -> dict[str, float]:
+    """Return PSNR, SSIM and mean squared error to the originals; pixels that are not hidden count as equal."""
+    inpainted = np.where(hidden, images, originals)
     return {
-        "psnr_db": fmean(_decibels(truth, whole)),
-        "ssim": fmean(_ssim(a, b) for a, b in zip(truth, whole, strict=True)),
-        "mse": float(((whole - truth)[:, hidden] ** 2).mean()),
+        "psnr_db": fmean(_psnr_values(originals, inpainted)),
+        "ssim": fmean(_ssim(a, b) for a, b in zip(originals, inpainted, strict=True)),
+        "mse": float(((inpainted - originals)[:, hidden] ** 2).mean()),
     }
 
 
-def _decibels(references: np.ndarray, others: np.ndarray) -> list[float]:
-    """PSNR of each picture, or of all frames of each video; those that are equal have none."""
-    found = (fidelity.psnr_db(a, b, 1.0) for a, b in zip(references, others, strict=True))
-    return [value for value in found if value is not None]
+def _psnr_values(references: np.ndarray, others: np.ndarray) -> list[float]:
+    """Return the PSNR of each picture, or over all frames of each video, without those that are infinite."""
+    values = (fidelity.psnr_db(a, b, 1.0) for a, b in zip(references, others, strict=True))
+    return [value for value in values if value is not None]
 
 
 def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
-    """Of a video the mean of its frames."""
+    """Return the SSIM of two pictures, or its mean over the frames of two videos."""
     from skimage.metrics import structural_similarity
 
     if reference.ndim == 3:
@@ -274,17 +285,17 @@ def _ssim(reference: np.ndarray, other: np.ndarray) -> float:
     return float(structural_similarity(reference, other, data_range=1.0))
 
 
-def rows(modes: Sequence[str], sweep: bool) -> list[Row]:
-    """What to judge.
+def parse_cases(modes: Sequence[str], sweep: bool) -> list[CodecCase]:
+    """Return the cases to evaluate.
 
     Args:
         modes: each MODE or MODE@SCHEDULE, where a semicolon stands for a comma.
-        sweep: whether to add many codecs.
+        sweep: whether to add the cases of SWEEP.
 
     Raises:
-        ValueError: an unknown mode, or no schedule.
+        ValueError: a mode is unknown or exact, or a schedule is not valid.
     """
-    found = []
+    cases = []
     for text in modes:
         mode, _, schedule = text.partition("@")
         changes = schedule.replace(";", ",") or None
@@ -292,18 +303,20 @@ def rows(modes: Sequence[str], sweep: bool) -> list[Row]:
             raise ValueError(f"--mode {mode!r} is not valid; valid are {', '.join(MODES[1:])}")
         if changes:
             CodecSchedule.parse(changes, CodecSchedule())
-        found.append(Row(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
-    return found + [Row(*each, sweep=True, series=name) for name, all_of in SWEEP.items() for each in all_of if sweep]
+        cases.append(CodecCase(mode, changes, bool(changes), f"{mode}, changed" if changes else mode))
+    if sweep:
+        cases += [CodecCase(*each, sweep=True, series=series) for series, group in SWEEP.items() for each in group]
+    return cases
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print a table: one row per codec."""
+    """Print a table with one row per case."""
     from rich.console import Console
     from rich.table import Table
 
     masks = list(record["rows"][0]["inpaint"])
     table = Table(box=None)
-    for column in ("mode", "changes", "bytes", "dB", "sd", "SSIM", *(f"{mask} dB (stock)" for mask in masks)):
+    for column in ("mode", "changes", "bytes", "PSNR dB", "sd", "SSIM", *(f"{mask} dB (stock)" for mask in masks)):
         table.add_column(column, justify="left" if column in ("mode", "changes") else "right")
     for row in record["rows"]:
         inpainted = [row["inpaint"][mask] for mask in masks]
@@ -311,35 +324,36 @@ def show(record: dict[str, Any]) -> None:
             row["mode"],
             row["codec"],
             f"{row['bytes_slow_fraction']:.3f}",
-            "equal" if row["bit_equal"] else _figure(row["psnr_db_mean"]),
-            _figure(row["psnr_db_sd"]),
+            "equal" if row["bit_equal"] else _format_decimal(row["psnr_db_mean"]),
+            _format_decimal(row["psnr_db_sd"]),
             f"{row['ssim_mean']:.4f}",
             *(f"{one['psnr_db']:.2f} ({one['psnr_db_stock']:.2f})" for one in inpainted),
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
+    console.print("bytes: on slow links, over exact ones; PSNR and SSIM: to exact runs, mean over seeds")
     if not record["inpaints"]:
-        console.print("no inpainting: how this pipeline has its latents between steps is not known")
+        console.print("no inpainting: the latent format of this pipeline is unknown")
 
 
-def _figure(value: float | None) -> str:
+def _format_decimal(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.1f}"
 
 
 def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot fidelity by bytes: modes as stars, and a colour for each series of a sweep."""
+    """Plot PSNR by bytes: modes as stars, and the series of a sweep as points of one color each."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    shown = [row for row in record["rows"] if row["psnr_db_mean"] is not None]
-    for series in dict.fromkeys(row["series"] for row in shown):
-        own = sorted((row for row in shown if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
-        places = [row["bytes_slow_fraction"] for row in own], [row["psnr_db_mean"] for row in own]
-        marker, size = (".", 8) if own[0]["sweep"] else ("*", 15)
-        axes.plot(*places, marker, markersize=size, label=series)
-    axes.set(xscale="log", xlabel="share of exact bytes on slow links", ylabel="PSNR to stock, dB")
+    rows = [row for row in record["rows"] if row["psnr_db_mean"] is not None]
+    for series in dict.fromkeys(row["series"] for row in rows):
+        points = sorted((row for row in rows if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
+        x, y = ([row[key] for row in points] for key in ("bytes_slow_fraction", "psnr_db_mean"))
+        marker, size = (".", 8) if points[0]["sweep"] else ("*", 15)
+        axes.plot(x, y, marker, markersize=size, label=series)
+    axes.set(xscale="log", xlabel="bytes on slow links, as a fraction of exact ones", ylabel="PSNR to stock, dB")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
@@ -348,11 +362,12 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
 
 def draw_pictures(gallery: Gallery, file: Path) -> None:
-    """Save some pictures of all tasks, or frames of the first video: a row for each mode."""
+    """Draw a contact sheet with some pictures of every task and mode, or some frames of the first video."""
     rows = {}
-    for task, made in gallery.items():
-        for name, every in made.items():
-            pictures = every if every.ndim == 3 else every[0]
-            chosen = np.linspace(0, len(pictures) - 1, min(len(pictures), SHEET_PICTURES)).round().astype(int)
-            rows[f"{task} {name}".strip()] = pictures[chosen]
+    for task, images_by_mode in gallery.items():
+        for mode, images in images_by_mode.items():
+            pictures = images if images.ndim == 3 else images[0]
+            count = min(len(pictures), MAX_SHEET_PICTURES)
+            chosen = np.linspace(0, len(pictures) - 1, count).round().astype(int)
+            rows[f"{task} {mode}".strip()] = pictures[chosen]
     draw_contact_sheet(rows, file)

@@ -1,22 +1,22 @@
-"""Watches an unmodified xDiT run, with or without the plugin in use, and leaves a record of it for each rank.
+"""Records an unmodified xDiT run, with or without the plugin, on every rank.
 
-Each rank keeps in rank{r}.json, rewritten after every run:
+Each rank writes rank{r}.json after every run:
 
-    {"rank", "degree", "topology" (null where the plugin is not in use), "device", "runs": [run, ...],
-     "layers": {class of attention modules: [whether V can go first in them, or why not]}}
+    {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
+     "layers": {class of attention modules: [whether its V can be sent first, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
-           "coded_fraction": bytes sent on slow axes, of what they would be without codecs; null in exact mode,
-           "coded_reason": why that is 0 or null, else null,
+           "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
+           "coded_reason": why it is 0 or null, else null,
            "codecs": null in exact mode, else [{"errors": {layer: relative error}, "sent_bytes" on slow axes,
                      "exact_bytes", "repeated", "was_keyframe", "reference_bytes"}, ...] by step}
     step = {"seconds", "a2a_seconds": {stage: seconds}, "sent_bytes": {stage: bytes},
-            "in_flight_seconds" of exchanges, summed over layers, "hidden_seconds" of these behind computation: null on
-            an accelerator, where the host does not see when exchanges end}
+            "in_flight_seconds": communication summed over layers, "hidden_seconds": the part of it that is hidden
+            behind computation; both null on an accelerator, where the host cannot time the end of communication}
 
-Rank 0 also keeps progress.json and the last run's final latents, and every rank that gets a picture keeps the last
-run's first one: not all decode, and in some of xDiT's pipelines only the last does. Where a trace is asked for, every
-rank keeps trace{r}.json.gz of its last run's last steps. A process that runs no pipeline, such as the one that launches
-the ranks, leaves nothing.
+Rank 0 also writes progress.json and the final latents of the last run. Every rank that decodes writes the first picture
+of the last run; in some of xDiT's pipelines only the last rank decodes. With tracing, every rank writes
+trace{r}.json.gz with the last steps of its last run. A process without a pipeline, such as the launcher of the ranks,
+writes nothing.
 """
 
 import atexit
@@ -34,7 +34,7 @@ import torch
 from safetensors.torch import save_file
 
 from xfuser_cocodiff.engine.settings.options import EXACT, RECORD_VARIABLE, TRACE_VARIABLE
-from xfuser_cocodiff.lab.comparison.image_grid import strip
+from xfuser_cocodiff.lab.comparison.image_grid import image_grid
 from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -43,17 +43,17 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 
 class Recorder:
-    """The record of one rank; listens to :mod:`run_clock`."""
+    """Record of one rank; a listener of :class:`xfuser_cocodiff.xdit.run_tracking.run_tracker.RunTracker`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.runs: list[dict[str, Any]] = []
         self.latents: torch.Tensor | None = None
-        self._clock = 0.0
+        self._step_began = 0.0
 
     @functools.cached_property
     def rank(self) -> int:
-        """Known when a run begins: Ray's workers import xDiT before they are told."""
+        """Rank of this process; known when a run begins, since Ray's workers import xDiT before their rank is set."""
         return int(os.environ.get("RANK", "0"))
 
     @functools.cached_property
@@ -61,19 +61,21 @@ class Recorder:
         return Tracer(self.folder / f"trace{self.rank}.json.gz") if os.environ.get(TRACE_VARIABLE) else None
 
     def patches(self) -> list[Patch]:
-        """Return the rows that it needs beside those of the clock."""
-        pictures = self.watch_pictures
+        """Return the patches that it needs in addition to those of the run tracker."""
+        pictures = self.wrap_postprocess
         return [
-            Patch("diffusers.image_processor", "VaeImageProcessor.postprocess", "the pictures of a run", pictures),
-            Patch("diffusers.video_processor", "VideoProcessor.postprocess_video", "a run's video", pictures),
+            Patch("diffusers.image_processor", "VaeImageProcessor.postprocess", "pictures of a run", pictures),
+            Patch("diffusers.video_processor", "VideoProcessor.postprocess_video", "videos of a run", pictures),
             *stock_traffic.patches(),
         ]
 
-    def watch_pictures(self, original: Callable) -> Callable:
+    def wrap_postprocess(self, original: Callable) -> Callable:
+        """Wrap a function that decodes pictures, to save them."""
+
         @functools.wraps(original)
         def postprocess(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
-            self.keep_picture(output)
+            self.save_picture(output)
             return output
 
         return postprocess
@@ -82,7 +84,7 @@ class Recorder:
         """Start a new run."""
         self.end_run()
         if not self.runs:
-            atexit.register(self.end_run)  # a pipeline that returns latents makes no picture, which would end the run
+            atexit.register(self.end_run)  # no picture ends the last run of a pipeline that returns latents
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -92,19 +94,19 @@ class Recorder:
         active().traffic.timed = True
         _memory().reset_peak_memory_stats()
         self._trace()
-        self._clock = self._now()
+        self._step_began = self._now()
 
     def end_step(self, latents: torch.Tensor | None) -> None:
-        """Take the account of a step and keep its latents."""
+        """Record a step and keep its latents, which may be those of the last step."""
         traffic = active().traffic
-        unseen = torch.accelerator.is_available()
+        untimed = torch.accelerator.is_available()
         layers = traffic.hidden_by_layer().values()
         step = {
-            "seconds": self._now() - self._clock,
+            "seconds": self._now() - self._step_began,
             "a2a_seconds": traffic.seconds,
             "sent_bytes": dict(traffic.sent_bytes),
-            "in_flight_seconds": None if unseen else sum(in_flight for in_flight, _ in layers),
-            "hidden_seconds": None if unseen else sum(hidden for _, hidden in layers),
+            "in_flight_seconds": None if untimed else sum(in_flight for in_flight, _ in layers),
+            "hidden_seconds": None if untimed else sum(hidden for _, hidden in layers),
         }
         run = self.runs[-1]
         run["steps"].append(step)
@@ -114,56 +116,59 @@ class Recorder:
             self._write("progress.json", progress)
         traffic.reset()
         self._trace()
-        self._clock = self._now()
+        self._step_began = self._now()
 
     def _trace(self) -> None:
         if self._tracer:
-            self._tracer.stands(len(self.runs[-1]["steps"]), self.runs[-1]["total_steps"])
+            self._tracer.update(len(self.runs[-1]["steps"]), self.runs[-1]["total_steps"])
 
     def end_run(self) -> None:
-        """Complete the run that is under way, if one is, and write the record."""
+        """Complete the current run, if there is one, and write the record."""
         if self._tracer:
             self._tracer.stop()
         if self.latents is None:
             if self.runs and self.runs[-1]["steps"] and "latents_sha256" not in self.runs[-1]:
-                warn_once(f"{RECORD_VARIABLE}: a run gave no latents, as run.step(latents) does, and is left out")
+                warn_once(
+                    f"{RECORD_VARIABLE}: a run is not recorded, since no latents were passed to run.step(latents)"
+                )
             return
         run, latents = self.runs[-1], self.latents.detach().cpu().contiguous()
         run["peak_memory_bytes"] = _memory().max_memory_allocated()
-        run.update(_coded(active()))
+        run.update(_compression(active()))
         runtime = active().runtime
         run["codecs"] = [dataclasses.asdict(report) for report in runtime.reports] if runtime else None
         run["latents_sha256"] = hashlib.sha256(latents.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
         if self.rank == 0:
             save_file({"latents": latents}, self.folder / "latents.safetensors")
         self.latents = None
-        self._write(f"rank{self.rank}.json", {"rank": self.rank, **_engine(), "runs": self._complete()})
+        self._write(f"rank{self.rank}.json", {"rank": self.rank, **_session_settings(), "runs": self._complete()})
 
     def _complete(self) -> list[dict[str, Any]]:
-        """Runs that took steps: some pipelines show progress of other work too."""
+        """Return the runs with denoising steps; some pipelines have progress bars for other work too."""
         return [run for run in self.runs if "latents_sha256" in run]
 
     def _write(self, name: str, value: dict[str, Any]) -> None:
-        """Write a JSON file that a reader sees whole or not at all."""
+        """Write a JSON file atomically."""
         partial = self.folder / f"{name}.partial"
         partial.write_text(json.dumps(value, indent=2))
         partial.replace(self.folder / name)
 
-    def keep_picture(self, output: Any) -> None:
-        """Save the pictures, or frames of the first video, of what a pipeline returns."""
+    def save_picture(self, output: Any) -> None:
+        """Save the images that a pipeline returns, or frames of its first video."""
         self.end_run()
-        if self.runs and (picture := strip(output)) is not None:
+        if self.runs and (picture := image_grid(output)) is not None:
             picture.save(self.folder / f"picture{self.rank}.png")
 
     @staticmethod
     def _now() -> float:
+        """Return the time in seconds at which all work submitted so far is done."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
 
 
-def _coded(session: Session) -> dict[str, Any]:
-    """What share of its bytes a run has sent on slow axes, or why it was all."""
+def _compression(session: Session) -> dict[str, Any]:
+    """Return the fraction of bytes that compression left on slow axes, or why it was inactive."""
     runtime, config = session.runtime, session.config
     if config is None or config.mode == EXACT:
         return {"coded_fraction": None, "coded_reason": "stock xDiT" if config is None else f"mode {EXACT}"}
@@ -175,13 +180,13 @@ def _coded(session: Session) -> dict[str, Any]:
 
 
 def _memory() -> Any:
-    """The module that accounts for memory; on a CPU the plugin's stand-ins in torch.cuda do."""
+    """Return the module with memory statistics; on a CPU it is torch.cuda, which the plugin patches."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.get_device_module(accelerator) if accelerator else torch.cuda
 
 
-def _engine() -> dict[str, Any]:
-    """What xDiT and the plugin were set to."""
+def _session_settings() -> dict[str, Any]:
+    """Return the settings of xDiT and the plugin that this rank runs with."""
     mesh = active().mesh
     return {
         "degree": stock_traffic.ulysses_degree(),

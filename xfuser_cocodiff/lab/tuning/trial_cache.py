@@ -16,7 +16,7 @@ import numpy as np
 
 from xfuser_cocodiff.engine.compression.bit_allocation import BitAllocation
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.lab.comparison.quality import DTYPES, Pictures, QualityEvaluator, Row, fidelity_of
+from xfuser_cocodiff.lab.comparison.quality import DTYPES, CodecCase, GeneratedImages, QualityEvaluator, compare_images
 from xfuser_cocodiff.lab.tuning.rate_distortion import EXACT_BITS
 
 
@@ -76,7 +76,7 @@ class Trials:
         """Of what travels as it is, see :attr:`Trial.step_fractions`."""
         self._stock: dict[bool, np.ndarray] = {}
         self.gallery: dict[str, np.ndarray] = {}
-        """Pictures of the check, by what made them."""
+        """GeneratedImages of the check, by what made them."""
         self._known: dict[str, Any] = {"of": json.loads(json.dumps(of)), "trials": {}, "layers": []}
         if file.exists() and (before := json.loads(file.read_text()))["of"] == self._known["of"]:
             self._known = before
@@ -96,28 +96,28 @@ class Trials:
             held_out: on prompts and seeds that are for the check alone.
             schedule: changes.
         """
-        return self._trial(f"{mode} {schedule or ''}".strip(), Row(mode, schedule, sweep=False), held_out)
+        return self._trial(f"{mode} {schedule or ''}".strip(), CodecCase(mode, schedule, sweep=False), held_out)
 
     def allotted(self, name: str, bits: BitAllocation, held_out: bool = False) -> Trial:
         """By bits that are tried, under a name that no other run has; from a file, as a user's runs have them."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "schedule.json")
             file.write_text(json.dumps(bits.to_json()))
-            return self._trial(name, Row("balanced", f"@{file}", sweep=False), held_out)
+            return self._trial(name, CodecCase("balanced", f"@{file}", sweep=False), held_out)
 
     def _exact(self, held_out: bool) -> np.ndarray:
-        """Pictures to compare with; they are not remembered."""
+        """GeneratedImages to compare with; they are not remembered."""
         if held_out not in self._stock:
             self._begin("exact, held out" if held_out else "exact")
-            self._stock[held_out] = self._made(Row(EXACT, None, sweep=False), held_out).values
+            self._stock[held_out] = self._made(CodecCase(EXACT, None, sweep=False), held_out).values
             if held_out:
                 self.gallery["stock"] = self._stock[held_out]
         return self._stock[held_out]
 
-    def _made(self, row: Row, held_out: bool) -> Pictures:
+    def _made(self, row: CodecCase, held_out: bool) -> GeneratedImages:
         return self._judge.generate(row, self._prompts[held_out], FIRST_SEEDS[held_out])
 
-    def _trial(self, name: str, row: Row, held_out: bool) -> Trial:
+    def _trial(self, name: str, row: CodecCase, held_out: bool) -> Trial:
         found = None if held_out else self._known["trials"].get(name)
         if found:
             return Trial(tuple(found["psnr_db"]), found["ssim"], found["lpips"], tuple(found["step_fractions"]))
@@ -139,8 +139,8 @@ class Trials:
         os.replace(draft, self._file)  # whole, however the search is broken off
 
 
-def _compared(found: Pictures, stock: np.ndarray, exact_fraction: float) -> Trial:
-    known = fidelity_of(found.values, stock)
+def _compared(found: GeneratedImages, stock: np.ndarray, exact_fraction: float) -> Trial:
+    known = compare_images(found.values, stock)
     fractions = tuple(exact_fraction * fraction for fraction in found.step_fractions)
     return Trial(tuple(known["psnr_db"]) or (_EQUAL,), known["ssim_mean"], known["lpips_mean"], fractions)
 
