@@ -1,4 +1,4 @@
-"""What every command answers with: an exit status, an error, a record."""
+"""Output that all subcommands have in common: errors and records."""
 
 import argparse
 import json
@@ -9,13 +9,13 @@ USAGE_STATUS = 2
 
 
 def fail(message: str) -> int:
-    """Say what was wrong with the command line, and return the exit status for that."""
+    """Print an error of the command line and return its exit status."""
     print(f"cocodiff: {message}", file=sys.stderr)
     return USAGE_STATUS
 
 
 def write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write a record where --json says, if it is given."""
+    """Write a record to the file of --json, if it is given."""
     if options.json is None:
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`cocodiff quality`: what modes and codecs cost in quality."""
+"""`cocodiff quality`: measures the image quality of modes and codecs."""
 
 import argparse
 import math
@@ -10,49 +10,53 @@ from xfuser_cocodiff.cli.output import fail, write_json
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
+    """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "quality",
-        help="bytes on slow links against fidelity, for modes and codecs",
-        description="Generates and inpaints with virtual ranks on one real one, and compares with exact runs at equal "
-        "seeds. The model is loaded as the xdit command does it; HF_HOME says from where.",
+        help="measure bytes on slow links against image quality, by mode and codec",
+        description="Generates and inpaints images with virtual ranks on a single rank, and compares them with exact "
+        "runs at the same seeds. The model is loaded as by the xdit command, from HF_HOME.",
     )
-    parser.add_argument("--model", default="FLUX.1-dev", help="in xDiT's registry (%(default)s)")
-    add_ranks(parser)
+    parser.add_argument("--model", default="FLUX.1-dev", help="name in xDiT's registry (%(default)s)")
+    add_virtual_ranks(parser)
     parser.add_argument(
-        "--mode", default="balanced,fast,paper", metavar="MODES", help="each MODE or MODE@CHANGES (%(default)s)"
+        "--mode",
+        default="balanced,fast,paper",
+        metavar="MODES",
+        help="each MODE or MODE@SCHEDULE, such as balanced@bits=2;bits_o=1 (%(default)s)",
     )
-    parser.add_argument("--sweep", action="store_true", help="evaluator many codecs besides")
-    parser.add_argument("--seeds", type=int, default=16, help="pictures of each (%(default)s)")
-    parser.add_argument("--steps", type=int, default=50, help="of each run (%(default)s)")
-    parser.add_argument("--size", type=int, default=128, help="of the pictures in pixels (%(default)s)")
-    parser.add_argument("--frames", type=int, default=9, help="of videos (%(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="also measure a sweep of codecs and baselines")
+    parser.add_argument("--seeds", type=int, default=16, help="number of images per mode (%(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="denoising steps of each run (%(default)s)")
+    parser.add_argument("--size", type=int, default=128, help="height and width of the images in pixels (%(default)s)")
+    parser.add_argument("--frames", type=int, default=9, help="frames of videos (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(%(default)s)")
-    parser.add_argument("--memory_budget", type=float, metavar="GIB", help="of references on each rank (no bound)")
-    parser.add_argument("--no_inpainting", action="store_true", help="generate only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bytes against fidelity here")
-    parser.add_argument("--sheet", type=Path, metavar="FILE", help="put pictures of all modes side by side here")
+    parser.add_argument(
+        "--memory_budget", type=float, metavar="GIB", help="memory for predictor state per rank (default: unlimited)"
+    )
+    parser.add_argument("--no_inpainting", action="store_true", help="generate images only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot PSNR by bytes")
+    parser.add_argument("--sheet", type=Path, metavar="FILE", help="draw images of all modes side by side")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     from xfuser_cocodiff.lab.comparison import inpainting, quality
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
     try:
-        config, cases = config_of(options), quality.parse_cases(options.mode.split(","), options.sweep)
+        config, cases = make_config(options), quality.parse_cases(options.mode.split(","), options.sweep)
         if min(options.seeds, options.steps) < 1:
             raise ValueError(f"--seeds {options.seeds} and --steps {options.steps} must be at least 1")
     except ValueError as error:
         return fail(str(error))
-    dtype = quality.DTYPES[options.dtype]
     progress = ProgressReporter(sys.stderr)
     progress.report(f"loading {options.model}")
     evaluator = quality.QualityEvaluator(
-        *(options.model, config, options.seeds, options.steps, options.size, dtype, progress.advance),
-        frames=options.frames,
+        *(options.model, config, options.seeds, options.steps, options.size),
+        *(quality.DTYPES[options.dtype], progress.advance, options.frames),
     )
     masks = inpainting.MASKS if evaluator.inpaints and not options.no_inpainting else ()
     progress.set_total((1 + len(cases)) * (1 + len(masks)) * options.steps)
@@ -67,19 +71,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Options of :func:`config_of` that say which ranks one stands for."""
+def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the options for virtual ranks, which :func:`make_config` reads."""
     parser.add_argument(
         "--virtual",
         default="2x2",
         metavar="TOPOLOGY",
-        help="of the virtual ranks; ring:2x2 has a ring of them (%(default)s)",
+        help="topology of the virtual ranks; ring:2x2 is a ring of them (%(default)s)",
     )
-    parser.add_argument("--slow_axes", metavar="AXES", help="their slow ones, as node,gpu (all but the innermost)")
+    parser.add_argument(
+        "--slow_axes", metavar="AXES", help="slow axes of the virtual ranks, such as node,gpu (all but the innermost)"
+    )
 
 
-def config_of(options: argparse.Namespace) -> Any:
-    """What is the same for all codecs."""
+def make_config(options: argparse.Namespace) -> Any:
+    """Return the configuration that all runs share.
+
+    Raises:
+        ValueError: an option is not valid.
+    """
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
     from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, parse_virtual_ranks
     from xfuser_cocodiff.engine.topology.topology import Topology

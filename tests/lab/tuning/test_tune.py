@@ -1,4 +1,4 @@
-"""The search, on a model whose errors are known."""
+"""The search for a bit allocation, on a model with known errors."""
 
 import itertools
 import math
@@ -7,107 +7,111 @@ import pytest
 
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
-from xfuser_cocodiff.lab.tuning.rate_distortion import bits_of
-from xfuser_cocodiff.lab.tuning.trial_cache import Trial
-from xfuser_cocodiff.lab.tuning.tune import CHECKS, RUNS, Target, Tuner, split, starts
+from xfuser_cocodiff.lab.tuning.rate_distortion import stored_bits
+from xfuser_cocodiff.lab.tuning.trial_cache import BitTrial
+from xfuser_cocodiff.lab.tuning.tune import HELD_OUT_RUNS, MAX_RUNS, Tuner, TuningTarget, phase_starts, split_layers
 
 STEPS = 20
 LAYERS = [f"blocks.{number}" for number in range(10)]
-OF_LAYERS = [1.0] * 4 + [8.0] * 2 + [2.0] * 4
-OF_LETTERS = {"q": 0.3, "k": 3.0, "v": 2.0, "o": 3.0}
+LAYER_WEIGHTS = [1.0] * 4 + [8.0] * 2 + [2.0] * 4
+TENSOR_WEIGHTS = {"q": 0.3, "k": 3.0, "v": 2.0, "o": 3.0}
 
 
-def size_of(bits: float | None) -> float:
-    """Without what is sent beside it."""
-    return 16 if bits is None else bits and bits_of(bits)
+def bits_per_value(bits: float | None) -> float:
+    """Return the bits per value without metadata."""
+    return 16 if bits is None else bits and stored_bits(bits)
 
 
 def error_at(bits: float | None) -> float:
-    return 0.0 if bits is None else 1e-2 * 10 ** (-0.62 * size_of(bits))
+    return 0.0 if bits is None else 1e-2 * 10 ** (-0.62 * bits_per_value(bits))
 
 
-class Known:
-    """Stands for trials: an error is a sum over layers, tensors and steps, those of the first steps weighing most."""
+class SyntheticTrials:
+    """Replacement of TrialCache: the error is a weighted sum over layers, tensors and steps; early steps weigh more."""
 
     exact_fraction = 1.0
     layers = LAYERS
 
-    def __init__(self, off: float = 0.0) -> None:
+    def __init__(self, lost_db: float = 0.0) -> None:
         self.runs: list[str] = []
-        self._off = off
+        self._lost_db = lost_db
 
-    def mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> Trial:
+    def run_mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> BitTrial:
         bits = float(schedule.rpartition("=")[2]) if schedule else 2
         return self._trial(f"{mode} {bits}", lambda *_: bits, 8, held_out)
 
-    def allotted(self, name: str, bits: BitAllocation, held_out: bool = False) -> Trial:
-        off = self._off if name.startswith(("try", "tuned")) else 0.0
-        return self._trial(name, lambda layer, letter, done: bits.bits(layer, done)[letter], bits.first, held_out, off)
+    def run_allocation(self, name: str, allocation: BitAllocation, held_out: bool = False) -> BitTrial:
+        lost_db = self._lost_db if name.startswith(("try", "tuned")) else 0.0
 
-    def _trial(self, name: str, bits_at, first: float | None, held_out: bool, off: float = 0.0) -> Trial:
+        def bits_at(layer: str, letter: str, done: float) -> float | None:
+            return allocation.bits(layer, done)[letter]
+
+        return self._trial(name, bits_at, allocation.first, held_out, lost_db)
+
+    def _trial(self, name: str, bits_at, first: float | None, held_out: bool, lost_db: float = 0.0) -> BitTrial:
         self.runs.append(f"{name} {held_out}")
-        whole = sum(OF_LAYERS) * sum(OF_LETTERS.values()) * sum(map(self._weight, range(1, STEPS)))
+        whole = sum(LAYER_WEIGHTS) * sum(TENSOR_WEIGHTS.values()) * sum(map(self._weight, range(1, STEPS)))
         error, fractions = 1e-12, [1.0 if first is None else 8.1 / 16]
         for step in range(1, STEPS):
             sizes = []
             for (place, layer), letter in itertools.product(enumerate(LAYERS), LETTERS):
                 bits = bits_at(layer, letter, step / (STEPS - 1))
-                error += OF_LAYERS[place] * OF_LETTERS[letter] * self._weight(step) * error_at(bits) / whole
-                sizes.append(size_of(bits) + (0.1 if bits else 0.0))
+                error += LAYER_WEIGHTS[place] * TENSOR_WEIGHTS[letter] * self._weight(step) * error_at(bits) / whole
+                sizes.append(bits_per_value(bits) + (0.1 if bits else 0.0))
             fractions.append(sum(sizes) / len(sizes) / 16)
-        decibels = -10 * math.log10(error) - off
-        return Trial((decibels, decibels), 0.99, None, tuple(fractions))
+        decibels = -10 * math.log10(error) - lost_db
+        return BitTrial((decibels, decibels), 0.99, None, tuple(fractions))
 
     @staticmethod
     def _weight(step: int) -> float:
         return 5.0 if step / (STEPS - 1) < 0.15 else 1.0
 
 
-def tuner(trials: Known) -> Tuner:
+def make_tuner(trials: SyntheticTrials) -> Tuner:
     return Tuner(trials, "model", STEPS, lambda message: None)
 
 
 @pytest.mark.parametrize("fraction", [0.12, 0.15, 0.25])
-def test_bytes_are_spent_where_errors_matter(fraction: float) -> None:
-    trials = Known()
-    tuned = tuner(trials).tune(Target(fraction=fraction))
-    assert fraction - 0.02 < tuned.fraction <= fraction + 1e-9
-    assert tuned.tried.fraction == pytest.approx(tuned.fraction, rel=1e-3)
-    assert tuned.predicted_db == pytest.approx(tuned.tried.decibels, abs=0.5)
-    # No choice of as many bits everywhere that costs no more comes near.
-    uniform = max(bits for bits in GRIDS if (bits_of(bits) + 0.1) / 16 <= tuned.fraction)
-    assert tuned.tried.decibels > trials.mode("balanced", schedule=f"bits={uniform}").decibels + 1
-    bits = tuned.allotment.layers
-    assert size_of(bits["blocks.4"]["k"][0]) > size_of(bits["blocks.0"]["q"][2])
-    assert len([run for run in trials.runs if run.endswith("False")]) - 1 <= RUNS
-    assert len([run for run in trials.runs if run.endswith("True")]) <= CHECKS
+def test_byte_budget_goes_to_layers_with_large_errors(fraction: float) -> None:
+    trials = SyntheticTrials()
+    result = make_tuner(trials).tune(TuningTarget(bytes_fraction=fraction))
+    assert fraction - 0.02 < result.bytes_fraction <= fraction + 1e-9
+    assert result.tuned.bytes_fraction == pytest.approx(result.bytes_fraction, rel=1e-3)
+    assert result.predicted_psnr_db == pytest.approx(result.tuned.mean_psnr_db, abs=0.5)
+    # It is better than the best uniform allocation with as many bytes.
+    uniform = max(bits for bits in GRIDS if (stored_bits(bits) + 0.1) / 16 <= result.bytes_fraction)
+    assert result.tuned.mean_psnr_db > trials.run_mode("balanced", schedule=f"bits={uniform}").mean_psnr_db + 1
+    bits = result.allocation.layers
+    assert bits_per_value(bits["blocks.4"]["k"][0]) > bits_per_value(bits["blocks.0"]["q"][2])
+    assert len([run for run in trials.runs if run.endswith("False")]) - 1 <= MAX_RUNS
+    assert len([run for run in trials.runs if run.endswith("True")]) <= HELD_OUT_RUNS
 
 
-@pytest.mark.parametrize("off", [0.0, 2.5, -2.5])
-def test_a_psnr_is_met_also_where_more_or_less_comes_than_was_foreseen(off: float) -> None:
-    tuned = tuner(Known(off)).tune(Target(decibels=40))
-    assert 40 - 0.3 <= tuned.tried.decibels < 41.5
-    assert tuned.checked["tuned"].decibels == pytest.approx(tuned.tried.decibels)
-    assert {*tuned.checked} == {"tuned", "balanced", "fast"}
+@pytest.mark.parametrize("lost_db", [0.0, 2.5, -2.5])
+def test_psnr_target_is_met_despite_wrong_predictions(lost_db: float) -> None:
+    result = make_tuner(SyntheticTrials(lost_db)).tune(TuningTarget(psnr_db=40))
+    assert 40 - 0.3 <= result.tuned.mean_psnr_db < 41.5
+    assert result.held_out["tuned"].mean_psnr_db == pytest.approx(result.tuned.mean_psnr_db)
+    assert {*result.held_out} == {"tuned", "balanced", "fast"}
 
 
-def test_what_matters_least_is_not_sent_where_bytes_are_few() -> None:
-    bits = tuner(Known()).tune(Target(fraction=0.06)).allotment.layers
+def test_unimportant_values_are_not_sent_with_few_bytes() -> None:
+    bits = make_tuner(SyntheticTrials()).tune(TuningTarget(bytes_fraction=0.06)).allocation.layers
     assert bits["blocks.0"]["q"][2] == NOT_SENT < bits["blocks.4"]["k"][0]
 
 
-def test_targets_that_cannot_be_met_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"--bytes 0.02 is not valid: 20 steps take 0.0\d+ at least"):
-        tuner(Known()).tune(Target(fraction=0.02))
-    with pytest.raises(ValueError, match=r"--psnr 140 was not met: 90\.0 dB"):
-        tuner(Known(30.0)).tune(Target(decibels=140))
+def test_unreachable_targets_raise() -> None:
+    with pytest.raises(ValueError, match=r"--bytes 0.02 is not valid: 20 steps need at least 0.0\d+"):
+        make_tuner(SyntheticTrials()).tune(TuningTarget(bytes_fraction=0.02))
+    with pytest.raises(ValueError, match=r"--psnr 140 was not reached: 90\.0 dB"):
+        make_tuner(SyntheticTrials(30.0)).tune(TuningTarget(psnr_db=140))
 
 
-def test_phases_and_groups_cover_all() -> None:
-    assert starts(50) == pytest.approx((0.0, 0.15, 0.5, 0.85)) and starts(3) == (0.0, 0.5)
+def test_phases_and_groups_cover_a_run() -> None:
+    assert phase_starts(50) == pytest.approx((0.0, 0.15, 0.5, 0.85)) and phase_starts(3) == (0.0, 0.5)
     for count in range(1, 60):
         layers = [str(number) for number in range(count)]
-        groups = split(layers, 5)
+        groups = split_layers(layers, 5)
         assert list(itertools.chain.from_iterable(groups)) == layers
         assert len(groups) == min(5, count)
         assert max(map(len, groups)) - min(map(len, groups)) <= 1

@@ -1,8 +1,9 @@
-"""How much error a choice of bits makes, and the choice that makes least for its bytes.
+"""A rate-distortion model of compressed communication, and the bit allocation with the least error for its bytes.
 
-An error in the pictures is taken as a sum over parts of a run: a group of layers, a tensor and a phase each. The share
-of a part is a product of three, each measured by coding that group, that tensor or that phase alone while all else is
-exact: a dozen runs instead of hundreds. How the error falls with bits is measured by coding everything in as many bits.
+The error of the images is modeled as a sum over allocation units: a layer group, a tensor and a phase of the run each.
+The fraction of the error that a unit causes is a product of three factors. Each factor is measured by compressing only
+that group, only that tensor or only that phase, and all else exactly: a dozen runs instead of hundreds. The error as a
+function of bits is measured by compressing everything with the same bits.
 """
 
 import heapq
@@ -10,130 +11,156 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xfuser_cocodiff.engine.compression.bit_allocation import NOT_SENT, Bits
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 EXACT_BITS = 16
-"""Of a value that is sent as it is, in the type in which models run; bytes are counted as shares of that."""
-_CATCHING_UP = 4
-"""Times that not to send a part errs, of its share of what came where nothing was sent: the steps that follow have more
-to make up for, and the less the fewer parts they are of."""
+"""Bits of a value that is sent exactly, in the dtype of models; fractions of bytes relate to it."""
+_NOT_SENT_FACTOR = 4
+"""Factor for the error of a unit that is not sent, relative to its fraction of the error of a run in which nothing is
+sent. Later steps have to correct more, since the other units change meanwhile."""
 _DECIBELS_PER_BIT = 6.02
-"""Beyond the bits that were measured."""
+"""Slope of the error beyond the bits that were measured."""
 
 
-class Part(NamedTuple):
-    """Of a run."""
+class AllocationUnit(NamedTuple):
+    """The part of a run whose values all have the same bits."""
 
     group: int
-    letter: str
+    """Index of the layer group."""
+    tensor: str
+    """One of "q", "k", "v" and "o"."""
     phase: int
+    """Index of the phase."""
+
+
+Allocation = Mapping[AllocationUnit, Bits]
+"""Bits by allocation unit."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What was measured of a model; errors are mean squares of pictures with values from 0 to 1."""
+class RateDistortion:
+    """Measurements of a model; errors are mean squared errors of images with values in [0, 1]."""
 
-    probed: float
-    """Bits of the runs in which but a part was coded."""
+    probe_bits: float
+    """Bits in the runs that compress a single group, tensor or phase."""
     errors: Mapping[float, float]
-    """By the bits in which all was coded, `probed` among them, and NOTHING."""
-    groups: Sequence[float]
-    """Errors of runs in which only these layers were coded."""
-    letters: Mapping[str, float]
-    """The same of tensors, and of phases."""
-    phases: Sequence[float]
-    values: Mapping[Part, float]
-    """Of all that crosses slow axes after the first step, the share of each part; they add up to 1."""
-    overhead: float
-    """Bits of a value for what is sent beside it, such as scales."""
+    """Errors with the same bits everywhere, by bits; they include `probe_bits` and NOT_SENT."""
+    group_errors: Sequence[float]
+    """Errors of the runs that compress a single layer group."""
+    tensor_errors: Mapping[str, float]
+    """Errors of the runs that compress a single tensor."""
+    phase_errors: Sequence[float]
+    """Errors of the runs that compress a single phase."""
+    value_fractions: Mapping[AllocationUnit, float]
+    """Fraction of the values on slow axes after the first step, by unit; they add up to 1."""
+    overhead_bits: float
+    """Bits per value for metadata such as scales."""
 
-    def error_at(self, bits: Bits) -> float:
-        """When all is coded in so many bits: between those that were measured a straight line in decibels."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the measurements for the schedule file."""
+        return {
+            "probed": self.probe_bits,
+            "errors": dict(self.errors),
+            "groups": list(self.group_errors),
+            "letters": dict(self.tensor_errors),
+            "phases": list(self.phase_errors),
+            "values": [[*unit, fraction] for unit, fraction in self.value_fractions.items()],
+            "overhead": self.overhead_bits,
+        }
+
+    def uniform_error(self, bits: Bits) -> float:
+        """Return the error with the same bits everywhere, interpolated linearly in decibels between measured bits."""
         if bits is None:
             return 0.0
         if bits == NOT_SENT:
-            return _CATCHING_UP * self.errors[NOT_SENT]
-        known = sorted(self.errors.keys() - {NOT_SENT})
-        if bits > known[-1]:
-            return self.errors[known[-1]] * 10 ** (-(bits - known[-1]) * _DECIBELS_PER_BIT / 10)
-        low, high = next(pair for pair in itertools.pairwise(known) if bits <= pair[1])
+            return _NOT_SENT_FACTOR * self.errors[NOT_SENT]
+        measured = sorted(self.errors.keys() - {NOT_SENT})
+        if bits > measured[-1]:
+            return self.errors[measured[-1]] * 10 ** (-(bits - measured[-1]) * _DECIBELS_PER_BIT / 10)
+        low, high = next(pair for pair in itertools.pairwise(measured) if bits <= pair[1])
         slope = math.log(self.errors[high] / self.errors[low]) / (high - low)
         return self.errors[low] * math.exp(slope * (bits - low))
 
-    def share(self, part: Part) -> float:
-        """Of the error, when all is coded in as many bits."""
+    def error_fraction(self, unit: AllocationUnit) -> float:
+        """Return the fraction of the error that a unit causes if all units have the same bits."""
         return (
-            self.groups[part.group]
-            / sum(self.groups)
-            * self.letters[part.letter]
-            / sum(self.letters.values())
-            * self.phases[part.phase]
-            / sum(self.phases)
+            self.group_errors[unit.group]
+            / sum(self.group_errors)
+            * self.tensor_errors[unit.tensor]
+            / sum(self.tensor_errors.values())
+            * self.phase_errors[unit.phase]
+            / sum(self.phase_errors)
         )
 
-    def error(self, allotted: Mapping[Part, Bits]) -> float:
-        """That a choice is going to make."""
-        return sum(self.share(part) * self.error_at(bits) for part, bits in allotted.items())
+    def predict_error(self, allocation: Allocation) -> float:
+        """Return the expected error of an allocation."""
+        return sum(self.error_fraction(unit) * self.uniform_error(bits) for unit, bits in allocation.items())
 
-    def fraction(self, allotted: Mapping[Part, Bits]) -> float:
-        """Of the exact bytes after the first step."""
-        return sum(self.values[part] * self.size(bits) for part, bits in allotted.items()) / EXACT_BITS
+    def bytes_fraction(self, allocation: Allocation) -> float:
+        """Return the bytes of an allocation as a fraction of the exact bytes, after the first step."""
+        bits_per_value = sum(self.value_fractions[unit] * self.sent_bits(bits) for unit, bits in allocation.items())
+        return bits_per_value / EXACT_BITS
 
-    def size(self, bits: Bits) -> float:
-        """Bits that a value takes."""
+    def sent_bits(self, bits: Bits) -> float:
+        """Return the bits per value that are sent, metadata included."""
         if bits is None or bits == NOT_SENT:
             return EXACT_BITS if bits is None else 0.0
-        return bits_of(bits) + self.overhead
+        return stored_bits(bits) + self.overhead_bits
 
-    def allot(self, within: float | None = None, at_most: float | None = None) -> dict[Part, Bits]:
-        """The choice with the least error within some bytes, or with the fewest bytes for an error.
+    def allocate(self, max_bytes: float | None = None, max_error: float | None = None) -> dict[AllocationUnit, Bits]:
+        """Return the allocation with the least error for some bytes, or with the fewest bytes for an error.
 
-        Starts with nothing that is sent, and spends more where a byte saves most, until the target is met.
+        The greedy algorithm starts with units that are not sent. It repeats the upgrade that reduces the error most per
+        byte, until the target is met.
 
         Args:
-            within: the share of the exact bytes after the first step.
-            at_most: the error.
+            max_bytes: as a fraction of the exact bytes after the first step.
+            max_error: mean squared error.
         """
-        allotted: dict[Part, Bits] = dict.fromkeys(self.values, NOT_SENT)
-        room = math.inf if within is None else within - self.fraction(allotted)
-        error = self.error(allotted)
-        best = [step for part in allotted if (step := self._best_step(part, allotted[part], room))]
-        heapq.heapify(best)
-        while best and (at_most is None or error > at_most):
-            step = heapq.heappop(best)
-            if step.more <= room:
-                allotted[step.part] = step.bits
-                room, error = room - step.more, error - step.saved
-            if following := self._best_step(step.part, allotted[step.part], room):
-                heapq.heappush(best, following)
-        return allotted
+        allocation: dict[AllocationUnit, Bits] = dict.fromkeys(self.value_fractions, NOT_SENT)
+        budget = math.inf if max_bytes is None else max_bytes - self.bytes_fraction(allocation)
+        error = self.predict_error(allocation)
+        upgrades = [upgrade for unit, bits in allocation.items() if (upgrade := self._best_upgrade(unit, bits, budget))]
+        heapq.heapify(upgrades)
+        while upgrades and (max_error is None or error > max_error):
+            upgrade = heapq.heappop(upgrades)
+            unit = upgrade.unit
+            if upgrade.extra_bytes <= budget:
+                allocation[unit] = upgrade.bits
+                budget, error = budget - upgrade.extra_bytes, error - upgrade.error_reduction
+            if following := self._best_upgrade(unit, allocation[unit], budget):
+                heapq.heappush(upgrades, following)
+        return allocation
 
-    def _best_step(self, part: Part, bits: Bits, room: float) -> "_Step | None":
-        """To more bits for a part, of all that fit: so that no good step hides behind a bad one."""
-        share, values, now = self.share(part), self.values[part] / EXACT_BITS, self.error_at(bits)
-        steps = []
+    def _best_upgrade(self, unit: AllocationUnit, bits: Bits, budget: float) -> "_Upgrade | None":
+        """Return the best upgrade of a unit among all larger bits within the budget.
+
+        All larger bits are considered, not only the next ones, so that a bad small upgrade does not hide a good one.
+        """
+        fraction, values = self.error_fraction(unit), self.value_fractions[unit] / EXACT_BITS
+        error = self.uniform_error(bits)
+        upgrades = []
         for other in (*GRIDS, None):
-            more = values * (self.size(other) - self.size(bits))
-            if 0 < more <= room:
-                saved = share * (now - self.error_at(other))
-                steps.append(_Step(-saved / more, part, other, saved, more))
-        return min(steps, key=lambda step: step.order, default=None)
+            extra_bytes = values * (self.sent_bits(other) - self.sent_bits(bits))
+            if 0 < extra_bytes <= budget:
+                reduction = fraction * (error - self.uniform_error(other))
+                upgrades.append(_Upgrade(-reduction / extra_bytes, unit, other, reduction, extra_bytes))
+        return min(upgrades, key=lambda upgrade: upgrade.priority, default=None)
 
 
-class _Step(NamedTuple):
-    order: float
-    """What saves most error for its bytes comes first."""
-    part: Part
+class _Upgrade(NamedTuple):
+    priority: float
+    """Negative error reduction per byte; the smallest comes first in the heap."""
+    unit: AllocationUnit
     bits: Bits
-    saved: float
-    """Error."""
-    more: float
-    """Bytes, as a share of all."""
+    error_reduction: float
+    extra_bytes: float
+    """As a fraction of the exact bytes."""
 
 
-def bits_of(bits: float) -> float:
-    """Of a value, as bytes hold them: 2.7 is said of a third of one."""
+def stored_bits(bits: float) -> float:
+    """Return the bits per value as packed in bytes: 2.7 bits stand for three values in a byte."""
     return 8 / GRIDS[bits].per_byte

@@ -1,6 +1,6 @@
-"""Runs of a model by bits that are tried, which are remembered: a search that was broken off goes on where it was.
+"""Runs of a model with candidate bits, cached in a file so that an interrupted search resumes.
 
-Those of the check are made anew, since their pictures are to be shown and are not kept.
+Runs on held-out prompts are not cached: their pictures are shown, and the file has no pictures.
 """
 
 import json
@@ -16,136 +16,150 @@ import numpy as np
 
 from xfuser_cocodiff.engine.compression.bit_allocation import BitAllocation
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.lab.comparison.quality import DTYPES, CodecCase, GeneratedImages, QualityEvaluator, compare_images
+from xfuser_cocodiff.lab.comparison.quality import (
+    DTYPES,
+    CodecCase,
+    GeneratedImages,
+    QualityEvaluator,
+    compare_images,
+)
 from xfuser_cocodiff.lab.tuning.rate_distortion import EXACT_BITS
+
+FIRST_SEEDS = 0, 10_000
+"""First seed of the runs to tune on, and of the held-out runs."""
+_EQUAL_PSNR_DB = 150.0
+"""Stands for an infinite PSNR."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What a run made."""
+class BitTrial:
+    """Quality and bytes of one run."""
 
     psnr_db: tuple[float, ...]
-    """To the exact pictures, of each."""
+    """PSNR of each image to the exact one."""
     ssim: float
     lpips: float | None
     step_fractions: tuple[float, ...]
-    """Of the bytes that bfloat16 would take on slow axes, at each step; what is exact in float32 takes twice that."""
+    """By step, bytes on slow axes over those of exact bfloat16; exact float32 has a fraction of 2."""
 
     @property
-    def fraction(self) -> float:
-        """Of the run."""
+    def bytes_fraction(self) -> float:
+        """Bytes of the whole run over the exact ones."""
         return fmean(self.step_fractions)
 
     @property
-    def later_fraction(self) -> float:
-        """Of all steps but the first."""
+    def later_bytes_fraction(self) -> float:
+        """Bytes after the first step over the exact ones."""
         return fmean(self.step_fractions[1:])
 
     @property
-    def decibels(self) -> float:
-        """The mean, by which modes are judged."""
+    def mean_psnr_db(self) -> float:
+        """Mean PSNR over the images."""
         return fmean(self.psnr_db)
 
     @property
     def error(self) -> float:
-        """Mean square, as the mean of decibels has it."""
-        return 10 ** (-self.decibels / 10)
+        """Mean squared error that corresponds to the mean PSNR."""
+        return 10 ** (-self.mean_psnr_db / 10)
 
 
-class Trials:
-    """Runs over the same prompts and seeds.
+class TrialCache:
+    """Runner of trials over the same prompts and seeds, with their results cached in a file.
 
     Args:
-        judge: of the model.
-        prompts: to tune on, and to check on, with other seeds.
-        file: where runs are remembered.
-        of: what a run depends on, `dtype` among it; runs of anything else are forgotten.
-        begin: told what runs.
+        evaluator: of the model.
+        prompts: to tune on, and held out; the held-out runs have other seeds too.
+        file: cache file.
+        key: all that the results depend on, `dtype` included; a file with another key is ignored.
+        report: called with the name of each run when it begins.
     """
 
     def __init__(
         self,
-        judge: QualityEvaluator,
+        evaluator: QualityEvaluator,
         prompts: tuple[Sequence[str], Sequence[str]],
         file: Path,
-        of: Mapping[str, Any],
-        begin: Callable[[str], object],
+        key: Mapping[str, Any],
+        report: Callable[[str], object],
     ) -> None:
-        self._judge, self._prompts, self._file, self._begin = judge, prompts, file, begin
-        self.exact_fraction = DTYPES[of["dtype"]].itemsize * 8 / EXACT_BITS
-        """Of what travels as it is, see :attr:`Trial.step_fractions`."""
-        self._stock: dict[bool, np.ndarray] = {}
+        self._evaluator, self._prompts, self._file, self._report = evaluator, prompts, file, report
+        self.exact_fraction = DTYPES[key["dtype"]].itemsize * 8 / EXACT_BITS
+        """Bytes of an exact step over those of exact bfloat16, see :attr:`BitTrial.step_fractions`."""
+        self._exact_images: dict[bool, np.ndarray] = {}
         self.gallery: dict[str, np.ndarray] = {}
-        """GeneratedImages of the check, by what made them."""
-        self._known: dict[str, Any] = {"of": json.loads(json.dumps(of)), "trials": {}, "layers": []}
-        if file.exists() and (before := json.loads(file.read_text()))["of"] == self._known["of"]:
-            self._known = before
-        self.done = len(self._known["trials"])
-        """Runs that were remembered."""
+        """Images of the held-out runs, by name."""
+        self._contents: dict[str, Any] = {"of": json.loads(json.dumps(key)), "trials": {}, "layers": []}
+        if file.exists() and (earlier := json.loads(file.read_text()))["of"] == self._contents["of"]:
+            self._contents = earlier
+        self.num_cached = len(self._contents["trials"])
+        """Number of trials that the file had at the start."""
 
     @property
     def layers(self) -> list[str]:
-        """Of the model that exchange something, in the order in which they do."""
-        return list(self._known["layers"])
+        """Layers with communication, in call order; empty before the first trial."""
+        return list(self._contents["layers"])
 
-    def mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> Trial:
-        """By a mode, and changes to its schedule.
+    def run_mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> BitTrial:
+        """Run a mode.
 
         Args:
-            mode: which.
-            held_out: on prompts and seeds that are for the check alone.
-            schedule: changes.
+            mode: of the plugin.
+            held_out: whether to run the held-out prompts and seeds.
+            schedule: changes to the codec schedule of the mode.
         """
         return self._trial(f"{mode} {schedule or ''}".strip(), CodecCase(mode, schedule, sweep=False), held_out)
 
-    def allotted(self, name: str, bits: BitAllocation, held_out: bool = False) -> Trial:
-        """By bits that are tried, under a name that no other run has; from a file, as a user's runs have them."""
+    def run_allocation(self, name: str, allocation: BitAllocation, held_out: bool = False) -> BitTrial:
+        """Run a bit allocation, read from a file as in the runs of a user.
+
+        Args:
+            name: unique name of the trial.
+            allocation: bits to run with.
+            held_out: whether to run the held-out prompts and seeds.
+        """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "schedule.json")
-            file.write_text(json.dumps(bits.to_json()))
+            file.write_text(json.dumps(allocation.to_json()))
             return self._trial(name, CodecCase("balanced", f"@{file}", sweep=False), held_out)
 
     def _exact(self, held_out: bool) -> np.ndarray:
-        """GeneratedImages to compare with; they are not remembered."""
-        if held_out not in self._stock:
-            self._begin("exact, held out" if held_out else "exact")
-            self._stock[held_out] = self._made(CodecCase(EXACT, None, sweep=False), held_out).values
+        """Return the exact images, which are generated once."""
+        if held_out not in self._exact_images:
+            self._report("exact, held out" if held_out else "exact")
+            self._exact_images[held_out] = self._generate(CodecCase(EXACT, None, sweep=False), held_out).values
             if held_out:
-                self.gallery["stock"] = self._stock[held_out]
-        return self._stock[held_out]
+                self.gallery["stock"] = self._exact_images[held_out]
+        return self._exact_images[held_out]
 
-    def _made(self, row: CodecCase, held_out: bool) -> GeneratedImages:
-        return self._judge.generate(row, self._prompts[held_out], FIRST_SEEDS[held_out])
+    def _generate(self, case: CodecCase, held_out: bool) -> GeneratedImages:
+        return self._evaluator.generate(case, self._prompts[held_out], FIRST_SEEDS[held_out])
 
-    def _trial(self, name: str, row: CodecCase, held_out: bool) -> Trial:
-        found = None if held_out else self._known["trials"].get(name)
-        if found:
-            return Trial(tuple(found["psnr_db"]), found["ssim"], found["lpips"], tuple(found["step_fractions"]))
-        stock = self._exact(held_out)
-        self._begin(f"{name}, held out" if held_out else name)
-        made = self._made(row, held_out)
-        trial = _compared(made, stock, self.exact_fraction)
+    def _trial(self, name: str, case: CodecCase, held_out: bool) -> BitTrial:
+        cached = None if held_out else self._contents["trials"].get(name)
+        if cached:
+            psnr_db, step_fractions = tuple(cached["psnr_db"]), tuple(cached["step_fractions"])
+            return BitTrial(psnr_db, cached["ssim"], cached["lpips"], step_fractions)
+        exact = self._exact(held_out)
+        self._report(f"{name}, held out" if held_out else name)
+        images = self._generate(case, held_out)
+        trial = _compare(images, exact, self.exact_fraction)
         if held_out:
-            self.gallery[name] = made.values
+            self.gallery[name] = images.values
         else:
-            self._remember(name, trial, made.layers)
+            self._write(name, trial, images.layers)
         return trial
 
-    def _remember(self, name: str, trial: Trial, layers: Sequence[str]) -> None:
-        self._known["trials"][name] = asdict(trial)
-        self._known["layers"] = self._known["layers"] or layers
+    def _write(self, name: str, trial: BitTrial, layers: Sequence[str]) -> None:
+        """Add a trial to the cache file, which is replaced atomically."""
+        self._contents["trials"][name] = asdict(trial)
+        self._contents["layers"] = self._contents["layers"] or layers
         draft = self._file.with_suffix(".draft")
-        draft.write_text(json.dumps(self._known))
-        os.replace(draft, self._file)  # whole, however the search is broken off
+        draft.write_text(json.dumps(self._contents))
+        os.replace(draft, self._file)
 
 
-def _compared(found: GeneratedImages, stock: np.ndarray, exact_fraction: float) -> Trial:
-    known = compare_images(found.values, stock)
-    fractions = tuple(exact_fraction * fraction for fraction in found.step_fractions)
-    return Trial(tuple(known["psnr_db"]) or (_EQUAL,), known["ssim_mean"], known["lpips_mean"], fractions)
-
-
-FIRST_SEEDS = 0, 10_000
-"""Of what is tuned on, and of what is held out."""
-_EQUAL = 150.0
-"""In the place of an infinite PSNR."""
+def _compare(images: GeneratedImages, exact: np.ndarray, exact_fraction: float) -> BitTrial:
+    quality = compare_images(images.values, exact)
+    fractions = tuple(exact_fraction * fraction for fraction in images.step_fractions)
+    psnr_db = tuple(quality["psnr_db"]) or (_EQUAL_PSNR_DB,)
+    return BitTrial(psnr_db, quality["ssim_mean"], quality["lpips_mean"], fractions)

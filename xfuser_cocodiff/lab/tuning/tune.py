@@ -1,88 +1,93 @@
-"""The search for bits: what is measured, what follows from it, and the check on what it was not measured on."""
+"""The search for a bit allocation: measurements of a model, candidates for a target, and runs on held-out prompts."""
 
 import itertools
 import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation, Bits
 from xfuser_cocodiff.engine.compression.modes import FEW_STEPS
-from xfuser_cocodiff.lab.tuning.rate_distortion import EXACT_BITS, Part, Rates, bits_of
-from xfuser_cocodiff.lab.tuning.trial_cache import Trial, Trials
+from xfuser_cocodiff.lab.tuning.rate_distortion import (
+    EXACT_BITS,
+    Allocation,
+    AllocationUnit,
+    RateDistortion,
+    stored_bits,
+)
+from xfuser_cocodiff.lab.tuning.trial_cache import BitTrial, TrialCache
 
-MOST_GROUPS = 5
-"""Of layers that follow each other, which share their bits."""
-MOST_PHASES = 4
-"""Of a run."""
-EDGE = 0.15
-"""Of a run: its first and its last phase, where errors show most in some models; the others share the rest."""
-FIRST_BITS = 8
+MAX_GROUPS = 5
+"""Largest number of layer groups; consecutive layers of a group have the same bits."""
+MAX_PHASES = 4
+"""Largest number of phases of a run."""
+EDGE_FRACTION = 0.15
+"""Length of the first and of the last phase, where errors matter most in some models, as a fraction of a run; the other
+phases have equal lengths."""
+FIRST_STEP_BITS = 8
 TUNED = "tuned"
-"""What a schedule is called beside modes."""
-_NEAR = 0.3
-"""Decibels within which a target is met."""
-_MOST_TRIES = 3
-RUNS = 1 + 5 + len(LETTERS) + MOST_PHASES + MOST_GROUPS + _MOST_TRIES
-"""At most, until there is an answer."""
-CHECKS = 4
-"""Runs on what is held out: exact, tuned and two modes."""
+"""Name of the tuned schedule in a table beside modes."""
+_TOLERANCE_DB = 0.3
+"""Largest distance to a PSNR target at which it counts as met."""
+_MAX_TRIES = 3
+MAX_RUNS = 1 + 5 + len(LETTERS) + MAX_PHASES + MAX_GROUPS + _MAX_TRIES
+"""Largest number of runs before the held-out runs."""
+HELD_OUT_RUNS = 4
+"""Runs on held-out prompts: exact, tuned and two modes."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """One of the two."""
+class TuningTarget:
+    """A PSNR to reach, or a budget of bytes; one of the two is given."""
 
-    decibels: float | None = None
-    fraction: float | None = None
-    """Of exact bytes, the first step included."""
+    psnr_db: float | None = None
+    bytes_fraction: float | None = None
+    """Bytes of a run over exact ones, first step included."""
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """What was found."""
+class TuningResult:
+    """The tuned bit allocation with its evidence."""
 
-    allotment: BitAllocation
-    rates: Rates
-    uniform: Sequence[Trial]
-    """All in as many bits, on what it was tuned on."""
-    tried: Trial
-    """On what it was tuned on."""
-    fraction: float
-    """Of the exact bytes."""
-    checked: Mapping[str, Trial]
-    """On what it was not: the schedule as `tuned`, and modes."""
-    predicted_db: float
+    allocation: BitAllocation
+    rate_distortion: RateDistortion
+    uniform: Sequence[BitTrial]
+    """Trials with the same bits everywhere, on the prompts to tune on."""
+    tuned: BitTrial
+    """Trial of the allocation, on the prompts to tune on."""
+    bytes_fraction: float
+    """Bytes of the allocation over the exact ones."""
+    held_out: Mapping[str, BitTrial]
+    """Trials on held-out prompts: the allocation as `tuned`, and modes."""
+    predicted_psnr_db: float
 
     def record(self) -> dict[str, Any]:
-        """For its file: the schedule, with its evidence."""
-        rates = {**asdict(self.rates), "values": [[*part, value] for part, value in self.rates.values.items()]}
-        others = {name: figures(trial) for name, trial in self.checked.items()}
+        """Return the content of the schedule file: the schedule with its evidence."""
+        modes = {name: trial_metrics(trial) for name, trial in self.held_out.items() if name != TUNED}
         evidence = {
-            **figures(self.tried, self.fraction),
-            "predicted_db": self.predicted_db,
-            "uniform": [figures(trial) for trial in self.uniform],
-            "rates": rates,
+            **trial_metrics(self.tuned, self.bytes_fraction),
+            "predicted_db": self.predicted_psnr_db,
+            "uniform": [trial_metrics(trial) for trial in self.uniform],
+            "rates": self.rate_distortion.to_json(),
         }
-        held_out = {**figures(self.checked[TUNED], self.fraction), "modes": others}
-        del others[TUNED]
-        return {**self.allotment.to_json(), "evidence": evidence, "held_out": held_out}
+        held_out = {**trial_metrics(self.held_out[TUNED], self.bytes_fraction), "modes": modes}
+        return {**self.allocation.to_json(), "evidence": evidence, "held_out": held_out}
 
 
-def figures(trial: Trial, fraction: float | None = None) -> dict[str, Any]:
-    """Of a trial, by the names that records have for them.
+def trial_metrics(trial: BitTrial, bytes_fraction: float | None = None) -> dict[str, Any]:
+    """Return the metrics of a trial by their names in records.
 
     Args:
-        trial: which.
-        fraction: of the bytes, where that is known better.
+        trial: with the metrics.
+        bytes_fraction: replaces the trial's own, if it is known more precisely.
     """
     return {
-        "bytes_slow_fraction": trial.fraction if fraction is None else fraction,
-        "psnr_db_mean": trial.decibels,
+        "bytes_slow_fraction": trial.bytes_fraction if bytes_fraction is None else bytes_fraction,
+        "psnr_db_mean": trial.mean_psnr_db,
         "psnr_db_sd": stdev(trial.psnr_db) if len(trial.psnr_db) > 1 else None,
         "ssim_mean": trial.ssim,
         "lpips_mean": trial.lpips,
@@ -90,167 +95,192 @@ def figures(trial: Trial, fraction: float | None = None) -> dict[str, Any]:
 
 
 class Tuner:
-    """Measures a model and allots bits.
+    """Search for the bit allocation of a model.
 
     Args:
         trials: of the model.
         model: its name.
-        steps: of a run.
-        say: tells the user.
+        steps: denoising steps of a run.
+        report: called with a message for the user.
     """
 
-    def __init__(self, trials: Trials, model: str, steps: int, say: Callable[[str], object]) -> None:
-        self._trials, self._model, self._steps, self._say = trials, model, steps, say
-        self._starts = starts(steps)
-        self._probed: float = 2.7 if steps <= FEW_STEPS else 1.6
+    def __init__(self, trials: TrialCache, model: str, steps: int, report: Callable[[str], object]) -> None:
+        self._trials, self._model, self._steps, self._report = trials, model, steps, report
+        self._starts = phase_starts(steps)
+        self._probe_bits: float = 2.7 if steps <= FEW_STEPS else 1.6
         self._predictor = modes.BALANCED_FEW.predictor if steps <= FEW_STEPS else modes.BALANCED.predictor
 
-    def tune(self, target: Target) -> Tuned:
-        """Find the bits that meet a target.
+    def tune(self, target: TuningTarget) -> TuningResult:
+        """Search for the allocation that meets a target.
+
+        For a PSNR target, up to three candidates are tried; each corrects the prediction by the PSNR of the one before.
 
         Raises:
-            ValueError: no bits do.
+            ValueError: the target cannot be met.
         """
-        rates, uniform = self._rates()
-        first = uniform[0].step_fractions[0]
-        self._check(target, rates, first)
-        bias, missing = 0.0, 0.0
-        for _ in range(_MOST_TRIES):
-            parts = rates.allot(**self._limits(target, bias, first))
-            predicted = _decibels(rates.error(parts))
-            allotment = self._allotment(parts)
-            tried = self._trials.allotted(f"try {_in_words(allotment)}", allotment)
-            fraction = self._fraction(rates, first, parts)
-            self._say(f"{fraction:.3f} of the bytes, {tried.decibels:.1f} dB (expected {predicted:.1f})")
-            missing = 0.0 if target.decibels is None else target.decibels - tried.decibels
-            if target.decibels is None or -2 * _NEAR <= missing <= 0 or set(parts.values()) == {None}:
+        model, uniform = self._measure()
+        first_step = uniform[0].step_fractions[0]
+        self._check_budget(target, first_step)
+        correction, missing = 0.0, 0.0
+        for _ in range(_MAX_TRIES):
+            units = model.allocate(**self._limits(target, correction, first_step))
+            predicted = _to_psnr_db(model.predict_error(units))
+            allocation = self._to_bit_allocation(units)
+            tuned = self._trials.run_allocation(f"try {_checksum(allocation)}", allocation)
+            fraction = (first_step + (self._steps - 1) * model.bytes_fraction(units)) / self._steps
+            self._report(f"{fraction:.3f} of the exact bytes, {tuned.mean_psnr_db:.1f} dB (predicted {predicted:.1f})")
+            missing = 0.0 if target.psnr_db is None else target.psnr_db - tuned.mean_psnr_db
+            is_exact = set(units.values()) == {None}
+            if target.psnr_db is None or -2 * _TOLERANCE_DB <= missing <= 0 or is_exact:
                 break
-            bias += missing + _NEAR
-        if target.decibels is not None and missing > _NEAR:
+            correction += missing + _TOLERANCE_DB
+        if target.psnr_db is not None and missing > _TOLERANCE_DB:
             raise ValueError(
-                f"--psnr {target.decibels:g} was not met: {tried.decibels:.1f} dB came of {_MOST_TRIES} tries"
+                f"--psnr {target.psnr_db:g} was not reached: {tuned.mean_psnr_db:.1f} dB after {_MAX_TRIES} tries"
             )
-        return Tuned(allotment, rates, uniform, tried, fraction, self._checked(allotment), predicted)
+        return TuningResult(allocation, model, uniform, tuned, fraction, self._run_held_out(allocation), predicted)
 
-    def _fraction(self, rates: Rates, first: float, parts: Mapping[Part, Bits]) -> float:
-        """Of the exact bytes of a run."""
-        return (first + (self._steps - 1) * rates.fraction(parts)) / self._steps
+    def _check_budget(self, target: TuningTarget, first_step: float) -> None:
+        least = first_step / self._steps
+        if target.bytes_fraction is not None and target.bytes_fraction < least:
+            raise ValueError(
+                f"--bytes {target.bytes_fraction:g} is not valid: {self._steps} steps need at least {least:.3f}, since "
+                "the first step is always sent"
+            )
 
-    def _check(self, target: Target, rates: Rates, first: float) -> None:
-        least = first / self._steps
-        if target.fraction is not None and target.fraction < least:
-            raise ValueError(f"--bytes {target.fraction:g} is not valid: {self._steps} steps take {least:.3f} at least")
+    def _limits(self, target: TuningTarget, correction: float, first_step: float) -> dict[str, float]:
+        """Return the arguments of :meth:`RateDistortion.allocate`, which covers the steps after the first."""
+        if target.bytes_fraction is None:
+            return {"max_error": 10 ** (-((target.psnr_db or 0.0) + correction) / 10)}
+        return {"max_bytes": (target.bytes_fraction * self._steps - first_step) / (self._steps - 1)}
 
-    def _limits(self, target: Target, bias: float, first: float) -> dict[str, float]:
-        """Of what comes after the first step."""
-        if target.fraction is None:
-            return {"at_most": 10 ** (-((target.decibels or 0.0) + bias) / 10)}
-        return {"within": (target.fraction * self._steps - first) / (self._steps - 1)}
+    def _measure(self) -> tuple[RateDistortion, list[BitTrial]]:
+        """Run the model with the same bits everywhere, and with a single group, tensor or phase compressed.
 
-    def _rates(self) -> tuple[Rates, list[Trial]]:
-        """What errors do in each part of a run; and the runs in which all was coded in as many bits."""
-        whole = {bits: self._uniform(bits) for bits in sorted({1, 2, 4, self._probed})}
-        nothing = self._alone("nothing but the first step", bits=NOT_SENT, first=FIRST_BITS)
-        letters = [self._alone(f"only {letter.upper()}", letters=letter) for letter in LETTERS]
-        phases = [self._alone(f"only phase {phase + 1}", phase=phase) for phase in range(len(self._starts))]
+        Returns:
+            The rate-distortion model, and the trials with the same bits everywhere.
+        """
+        uniform = {bits: self._run_uniform(bits) for bits in sorted({1, 2, 4, self._probe_bits})}
+        nothing = self._run_part("nothing but the first step", bits=NOT_SENT, first=FIRST_STEP_BITS)
+        tensors = [self._run_part(f"only {letter.upper()}", tensors=letter) for letter in LETTERS]
+        phases = [self._run_part(f"only phase {phase + 1}", phase=phase) for phase in range(len(self._starts))]
         count = len(self._groups)
         groups = [
-            self._alone(f"only layers {place + 1} of {count}", layers=group) for place, group in enumerate(self._groups)
+            self._run_part(f"only layers {index + 1} of {count}", layers=group)
+            for index, group in enumerate(self._groups)
         ]
-        of = [
-            _shares([self._trials.exact_fraction - trial.later_fraction for trial in trials])
-            for trials in (groups, letters, phases)
-        ]
-        values = {
-            Part(group, letter, phase): of[0][group] * of[1][place] * of[2][phase]
-            for group in range(count)
-            for place, letter in enumerate(LETTERS)
-            for phase in range(len(self._starts))
-        }
-        probed = whole[self._probed]
-        rates = Rates(
-            self._probed,
-            {NOT_SENT: nothing.error, **{bits: trial.error for bits, trial in whole.items()}},
+        probe = uniform[self._probe_bits]
+        model = RateDistortion(
+            self._probe_bits,
+            {NOT_SENT: nothing.error, **{bits: trial.error for bits, trial in uniform.items()}},
             [trial.error for trial in groups],
-            {letter: trial.error for letter, trial in zip(LETTERS, letters, strict=True)},
+            {letter: trial.error for letter, trial in zip(LETTERS, tensors, strict=True)},
             [trial.error for trial in phases],
-            values,
-            EXACT_BITS * probed.later_fraction - bits_of(self._probed),
+            self._value_fractions(groups, tensors, phases),
+            EXACT_BITS * probe.later_bytes_fraction - stored_bits(self._probe_bits),
         )
-        return rates, list(whole.values())
+        return model, list(uniform.values())
+
+    def _value_fractions(
+        self, groups: Sequence[BitTrial], tensors: Sequence[BitTrial], phases: Sequence[BitTrial]
+    ) -> dict[AllocationUnit, float]:
+        """Return the fraction of all values in each unit, from the bytes that each trial saved."""
+        by_group, by_tensor, by_phase = (
+            _normalize([self._trials.exact_fraction - trial.later_bytes_fraction for trial in trials])
+            for trials in (groups, tensors, phases)
+        )
+        return {
+            AllocationUnit(group, letter, phase): by_group[group] * by_tensor[index] * by_phase[phase]
+            for group in range(len(groups))
+            for index, letter in enumerate(LETTERS)
+            for phase in range(len(phases))
+        }
 
     @property
     def _groups(self) -> list[list[str]]:
-        """Of layers, which are known once a run has been coded."""
-        return split(self._trials.layers, MOST_GROUPS)
+        """Layer groups; known after the first trial."""
+        return split_layers(self._trials.layers, MAX_GROUPS)
 
-    def _uniform(self, bits: float) -> Trial:
-        return self._trials.mode("balanced", schedule=f"first={FIRST_BITS},bits={bits:g},bits_o={bits:g}")
+    def _run_uniform(self, bits: float) -> BitTrial:
+        return self._trials.run_mode("balanced", schedule=f"first={FIRST_STEP_BITS},bits={bits:g},bits_o={bits:g}")
 
-    def _alone(
+    def _run_part(
         self,
         name: str,
         layers: Sequence[str] | None = None,
-        letters: str = LETTERS,
+        tensors: str = LETTERS,
         phase: int | None = None,
         bits: Bits = None,
         first: Bits = None,
-    ) -> Trial:
-        """A run in which all is exact but a part, which has some bits, those that are probed if none are given."""
-        chosen = self._trials.layers if layers is None else layers
-        coded = self._probed if bits is None else bits
+    ) -> BitTrial:
+        """Run the model with a part of its values compressed and all others exact.
+
+        Args:
+            name: of the trial.
+            layers: to compress; all if not given.
+            tensors: letters of the tensors to compress.
+            phase: to compress; all if not given.
+            bits: of the compressed part; by default those of all such measurements.
+            first: bits of the first step.
+        """
+        compressed_layers = self._trials.layers if layers is None else layers
+        part_bits = self._probe_bits if bits is None else bits
         by_layer: dict[str, dict[str, tuple[Bits, ...]]] = {
             layer: {
                 letter: tuple(
-                    coded if layer in chosen and letter in letters and phase in (None, at) else None
-                    for at in range(len(self._starts))
+                    part_bits if layer in compressed_layers and letter in tensors and phase in (None, index) else None
+                    for index in range(len(self._starts))
                 )
                 for letter in LETTERS
             }
             for layer in self._trials.layers
         }
-        return self._trials.allotted(name, BitAllocation(self._starts, by_layer, first, self._predictor, self._steps))
+        allocation = BitAllocation(self._starts, by_layer, first, self._predictor, self._steps)
+        return self._trials.run_allocation(name, allocation)
 
-    def _allotment(self, parts: Mapping[Part, Bits]) -> BitAllocation:
+    def _to_bit_allocation(self, units: Allocation) -> BitAllocation:
+        """Convert bits by unit to bits by layer, tensor and phase."""
         bits = {
             layer: {
-                letter: tuple(parts[Part(place, letter, phase)] for phase in range(len(self._starts)))
+                letter: tuple(units[AllocationUnit(index, letter, phase)] for phase in range(len(self._starts)))
                 for letter in LETTERS
             }
-            for place, group in enumerate(self._groups)
+            for index, group in enumerate(self._groups)
             for layer in group
         }
-        return BitAllocation(self._starts, bits, FIRST_BITS, self._predictor, self._steps, self._model)
+        return BitAllocation(self._starts, bits, FIRST_STEP_BITS, self._predictor, self._steps, self._model)
 
-    def _checked(self, allotment: BitAllocation) -> dict[str, Trial]:
-        tuned = self._trials.allotted(f"tuned {_in_words(allotment)}", allotment, held_out=True)
-        return {TUNED: tuned, **{mode: self._trials.mode(mode, held_out=True) for mode in ("balanced", "fast")}}
-
-
-def starts(steps: int) -> tuple[float, ...]:
-    """Where phases of a run begin: as many as there are steps behind the first, at most."""
-    count = min(MOST_PHASES, steps - 1)
-    if count < MOST_PHASES:
-        return tuple(place / count for place in range(count))
-    inner = MOST_PHASES - 2
-    return (0.0, *(EDGE + place * (1 - 2 * EDGE) / inner for place in range(inner)), 1 - EDGE)
+    def _run_held_out(self, allocation: BitAllocation) -> dict[str, BitTrial]:
+        name = f"tuned {_checksum(allocation)}"
+        tuned = self._trials.run_allocation(name, allocation, held_out=True)
+        return {TUNED: tuned, **{mode: self._trials.run_mode(mode, held_out=True) for mode in ("balanced", "fast")}}
 
 
-def split(layers: Sequence[str], most: int) -> list[list[str]]:
-    """Layers that follow each other, in groups of about as many."""
-    count = min(most, len(layers))
-    edges = [round(place * len(layers) / count) for place in range(count + 1)]
+def phase_starts(steps: int) -> tuple[float, ...]:
+    """Return where the phases of a run begin, as fractions of it; at most one phase per step after the first."""
+    count = min(MAX_PHASES, steps - 1)
+    if count < MAX_PHASES:
+        return tuple(index / count for index in range(count))
+    inner = MAX_PHASES - 2
+    inner_length = (1 - 2 * EDGE_FRACTION) / inner
+    return (0.0, *(EDGE_FRACTION + index * inner_length for index in range(inner)), 1 - EDGE_FRACTION)
+
+
+def split_layers(layers: Sequence[str], max_groups: int) -> list[list[str]]:
+    """Split layers into groups of consecutive ones, whose sizes differ by at most one."""
+    count = min(max_groups, len(layers))
+    edges = [round(index * len(layers) / count) for index in range(count + 1)]
     return [list(layers[first:last]) for first, last in itertools.pairwise(edges)]
 
 
-def _shares(sizes: Sequence[float]) -> list[float]:
+def _normalize(sizes: Sequence[float]) -> list[float]:
     return [size / sum(sizes) for size in sizes]
 
 
-def _decibels(error: float) -> float:
+def _to_psnr_db(error: float) -> float:
     return -10 * math.log10(max(error, 1e-15))
 
 
-def _in_words(allotment: BitAllocation) -> str:
-    """What tells it from others."""
-    return f"{zlib.crc32(json.dumps(allotment.to_json()).encode()):08x}"
+def _checksum(allocation: BitAllocation) -> str:
+    """Return a checksum that identifies an allocation in the cache of trials."""
+    return f"{zlib.crc32(json.dumps(allocation.to_json()).encode()):08x}"
