@@ -257,7 +257,7 @@ def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> N
 def recover(rank: int) -> tuple[str, list[str | None]]:
     """What a caller says after another one that was lost within its call; and what is known of its own failure after
     a stage in another group, and after one in the same."""
-    failure_detection.RESPONSE_SECONDS = 2.0
+    failure_detection.RESPONSE_SECONDS, failure_detection._HEARTBEAT_SECONDS = 1.0, 0.1
     failure_detection.start_heartbeat()
     dist.barrier()
     world, other, said, known = dist.group.WORLD, [0, 1], "", []
@@ -301,12 +301,12 @@ def ask_in_order(rank: int, libraries: tuple[str, ...]) -> list[str]:
             raise OSError(name)
         return Library()
 
-    failure_detection.RESPONSE_SECONDS = 0.5
+    failure_detection.RESPONSE_SECONDS, failure_detection._HEARTBEAT_SECONDS = 0.5, 0.1
     initialised = mock.patch.object(torch.cuda, "is_initialized", lambda: True)
     with mock.patch.object(failure_detection.ctypes, "CDLL", load), initialised:
         failure_detection.start_heartbeat()
         failure_detection.set_deadline(lambda: bool(did.append("query")) or True, [0], "node", 0.1)
-        time.sleep(2)
+        time.sleep(1)
         return list(did)
 
 
