@@ -171,14 +171,16 @@ def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict
 
 def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Stock's latents, those of a mode by real ranks or by one that stands for them, and bytes on slow axes."""
+    from xfuser_cocodiff.engine.topology.plans import Plan
     from xfuser_cocodiff.engine.topology.topology import Topology
 
     run = Approximating(rank, world_size, model)
     stock = run()
-    virtual = Topology.parse("2x2") if world_size == 1 else None
+    whole = Topology.parse("2x2")
+    virtual = whole if world_size == 1 else None
     together = Overlap(v_first=False)  # or the faster schedule has it: a V that goes alone has flags of its own
-    topology = "2x2" if virtual is None else "flat"
-    run.use_mode("balanced", topology, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
+    topology, plan = ("flat", None) if virtual else ("2x2", Plan.hierarchical(whole))
+    run.use_mode("balanced", topology, plan=plan, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
     latents = run()
     return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
 

@@ -12,6 +12,7 @@ import torch
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
+from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.xdit.session import session as session_module
 
 STEPS = 4
@@ -107,6 +108,7 @@ def test_a_call_in_an_except_block_counts_as_any_other() -> None:
 @torch.no_grad()
 def change_v_on_one_rank(rank: int) -> None:
     """Change the source of V on one rank, while the others wait for the V that it has sent."""
+    failure_detection.RESPONSE_SECONDS = 2.0
     runs = Runs(rank, "exact")
     runs.run(declared=False)
     if rank == 0:

@@ -340,7 +340,7 @@ def test_a_run_without_encoded_layers_warns(warned: list[str]) -> None:
 
 # Whole loops around xDiT's FLUX, on real ranks.
 
-STEPS = 13
+STEPS = 14
 
 
 class Loops:
