@@ -1,4 +1,4 @@
-"""The probe on real ranks: what it finds is the same on all of them, and drives the planner."""
+"""The link probe on real ranks: the same profile on all of them, used by the planner."""
 
 import dataclasses
 
@@ -26,11 +26,11 @@ def measure(rank: int, text: str) -> Profile:
     topology = Topology.parse(text, dist.get_world_size())
     mesh = Mesh.over(dist.group.WORLD, topology)
     profile = link_probe.measure(mesh, CPU)
-    assert not mesh.traffic.calls  # what a probe sends is not the user's traffic
+    assert not mesh.traffic.calls  # messages of the probe are not counted
     return profile
 
 
-def test_all_ranks_hold_the_same_valid_profile() -> None:
+def test_all_ranks_measure_the_same_valid_profile() -> None:
     first, *others = ranks.run(measure, 4, "2x2")
     assert all(other == first for other in others)
     assert Profile.from_json(first.to_json()) == first
@@ -38,55 +38,56 @@ def test_all_ranks_hold_the_same_valid_profile() -> None:
     assert first.direct is not None  # gloo
 
 
-def test_topologies_with_little_to_probe() -> None:
+def test_topologies_of_one_axis() -> None:
     for text in ("flat", "1x3"):
         [profile, *_] = ranks.run(measure, 3, text)
         assert Profile.from_json(profile.to_json()) == profile
         assert planner.choose_plan(profile, 1000).is_flat
 
 
-def exchange_by(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
-    """Stages that a small and a large exchange went through."""
+def stages_of(rank: int, profile: Profile | None, plan: str | None) -> tuple[list[str], dict]:
+    """Return the stages of a small and of a large all-to-all."""
     topology = Topology.parse("2x2", 4)
     config = CocoDiffConfig(topology=topology, plan=plan and Plan.parse(plan, topology), profile=profile)
     mesh = plan_selection.set_up_comm(dist.group.WORLD, config, CPU).mesh
-    found = []
+    stages = []
     for tokens in (1, 4096):
         tensor = torch.randn(1, 4, tokens, 4)
-        there = reshard([tensor], 1, 2, mesh)
-        assert torch.equal(reshard(there, 2, 1, mesh)[0], tensor)
-        found.append(",".join(mesh.traffic.calls))
+        by_heads = reshard([tensor], 1, 2, mesh)
+        assert torch.equal(reshard(by_heads, 2, 1, mesh)[0], tensor)
+        stages.append(",".join(mesh.traffic.calls))
         mesh.traffic.reset()
-    return found
+    return stages
 
 
-def test_exchanges_follow_the_planner() -> None:
+def test_all_to_alls_follow_the_planner() -> None:
     topology = Topology.parse("2x2", 4)
     links = (AxisLink("node", 1e-3, 1e6), AxisLink("gpu", 1e-3, 1e6))
     profile = Profile(topology, links, 1e-5, 1e9, 1e9)
-    assert ranks.run(exchange_by, 4, profile, None) == [["gpu,node", "flat"]] * 4
-    swift = dataclasses.replace(profile, links=tuple(dataclasses.replace(link, latency_seconds=0) for link in links))
-    assert ranks.run(exchange_by, 4, swift, None) == [["flat", "flat"]] * 4
+    assert ranks.run(stages_of, 4, profile, None) == [["gpu,node", "flat"]] * 4
+    no_latency = dataclasses.replace(
+        profile, links=tuple(dataclasses.replace(link, latency_seconds=0) for link in links)
+    )
+    assert ranks.run(stages_of, 4, no_latency, None) == [["flat", "flat"]] * 4
 
 
-def test_exchanges_follow_a_fixed_plan() -> None:
-    assert ranks.run(exchange_by, 4, None, "hierarchical:node,gpu*") == [["node,gpu", "node,gpu"]] * 4
+def test_all_to_alls_follow_a_named_plan() -> None:
+    assert ranks.run(stages_of, 4, None, "hierarchical:node,gpu*") == [["node,gpu", "node,gpu"]] * 4
 
 
 def test_without_a_profile_the_links_are_probed() -> None:
-    results = ranks.run(exchange_by, 4, None, None)
+    results = ranks.run(stages_of, 4, None, None)
     assert all(result == results[0] for result in results)
 
 
-def test_on_an_accelerator_speeds_are_not_those_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many bytes, and several calls for each time that the host waits: else an axis as fast as the device would seem to
-    be slow, or none."""
+def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are large, and several calls are timed per synchronization, else fast axes would be classified as slow."""
     from xfuser_cocodiff.engine.topology import devices as devices
 
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
-    taken: list[tuple[int, int]] = []
+    timed_calls: list[int] = []
     stages = Stages({(0,): None})
-    measured = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
-    monkeypatch.setattr(measured, "_taken", lambda work, calls: taken.append(calls) or 1.0)
-    assert measured._codec_speed() >= 2**26 and measured._copy_speed() >= 2**26  # bytes in a call of one second
-    assert min(taken) > 1
+    probe = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
+    monkeypatch.setattr(probe, "_fastest", lambda work, calls: timed_calls.append(calls) or 1.0)
+    assert probe._codec_speed() >= 2**26 and probe._copy_speed() >= 2**26  # bytes per call of one second
+    assert min(timed_calls) > 1

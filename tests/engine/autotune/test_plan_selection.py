@@ -1,4 +1,4 @@
-"""Which plan an exchange goes by: the planner's choice, the same on every rank."""
+"""Plan selection: the planner's choice, the same on every rank."""
 
 import dataclasses
 from unittest import mock
@@ -17,15 +17,12 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.topology.plans import Plan
 
-CPU = torch.device("cpu")
-# A collective costs next to nothing to start and each message a lot, so that small messages go by axis.
+CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
+# Launches are cheap and messages expensive, so that small messages have hierarchical plans.
 MACHINE = profile_of([2, 2], [1e8, 1e8], latency=1e-3, launch=1e-6)
 
 
-XPU = torch.device("xpu", 0)
-
-
-def test_direct_sends_are_for_the_cpu() -> None:
+def test_direct_sends_are_limited_to_cpus() -> None:
     machine = dataclasses.replace(MACHINE, direct=MACHINE)
     assert plan_selection.profile_for_device(machine, CPU).direct == MACHINE
     assert plan_selection.profile_for_device(machine, XPU).direct is None
@@ -36,8 +33,8 @@ def test_direct_sends_are_for_the_cpu() -> None:
         plan_selection.check_plan_on_device(direct, XPU, "--cocodiff_a2a")
 
 
-def blocking(rank: int) -> list[bool]:
-    """Whether V, which is worth its call, is sent ahead by a mesh of collectives that overlap, or run one by one."""
+def early_sends(rank: int) -> list[bool]:
+    """Return whether V is sent early with asynchronous and synchronous collectives, in eager code and in graphs."""
     config = CocoDiffConfig(topology=MACHINE.topology, profile=MACHINE)
     meshes = [
         plan_selection.set_up_comm(dist.group.WORLD, dataclasses.replace(config, synchronous=synchronous), CPU).mesh
@@ -48,11 +45,11 @@ def blocking(rank: int) -> list[bool]:
     ]
 
 
-def test_nothing_is_sent_ahead_where_collectives_are_known_to_block() -> None:
-    assert ranks.run(blocking, 4) == [[True, False, True, False]] * 4
+def test_nothing_is_sent_early_with_synchronous_collectives() -> None:
+    assert ranks.run(early_sends, 4) == [[True, False, True, False]] * 4
 
 
-def test_graphs_know_the_plan_of_every_size() -> None:
+def test_graph_plans_cover_every_size() -> None:
     plans = plan_selection.PlanTable(profile_of([2, 2], [1e8, 1e6], latency=1e-3, launch=1e-6))
     policy = PlanPolicy(plans, plans.table())
     sizes = [64, 1000, 2**15, 10**5, 10**6, 10**7, 2**33, 2**50]
@@ -62,61 +59,61 @@ def test_graphs_know_the_plan_of_every_size() -> None:
     assert len(policy.graph_plans) == len(set(policy.graph_plans)) < len(plan_selection.SIZES)
 
 
-def exchange_compiled(rank: int) -> tuple[list[str], list[str]]:
-    """Stages that eager and traced exchanges of one size went through, once they were found equal."""
+def reshard_compiled(rank: int) -> tuple[list[str], list[str]]:
+    """Return the stages counted for traced and for eager resharding, after comparing their results."""
     plans = plan_selection.PlanTable(MACHINE)
     mesh = Mesh.over(dist.group.WORLD, MACHINE.topology)
     mesh = dataclasses.replace(mesh, policy=PlanPolicy(plans, plans.table()))
     tensor = torch.randn(1, 4, 8, 4)
 
-    def exchange(tensor: torch.Tensor) -> torch.Tensor:
+    def reshard_between(tensor: torch.Tensor) -> torch.Tensor:
         return reshard([tensor * 2], 1, 2, mesh)[0] + 1
 
-    traced = torch.compile(exchange, backend="aot_eager", fullgraph=True)(tensor)
-    before = list(mesh.traffic.calls)
-    assert torch.equal(traced, exchange(tensor))
-    return before, list(mesh.traffic.calls)
+    traced = torch.compile(reshard_between, backend="aot_eager", fullgraph=True)(tensor)
+    stages = list(mesh.traffic.calls)
+    assert torch.equal(traced, reshard_between(tensor))
+    return stages, list(mesh.traffic.calls)
 
 
-def test_a_traced_exchange_equals_an_eager_one() -> None:
-    for traced, eager in ranks.run(exchange_compiled, 4):
-        assert traced == []  # nothing was counted, so it was traced and did not fall back to eager code
+def test_traced_resharding_equals_eager_resharding() -> None:
+    for traced, eager in ranks.run(reshard_compiled, 4):
+        assert traced == []  # traced calls are not counted, so there was no fallback to eager code
         assert eager
 
 
-def other_slow_axes(rank: int) -> tuple[list[str], str]:
-    """Slow axes where each half of the ranks has found another profile, as beside a ring."""
+def slow_axes_of_groups(rank: int) -> tuple[list[str], list]:
+    """Return the slow axes of this rank's profile and those in use; each half of the ranks has another profile."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     speeds = [1e6, 1e12] if rank < 4 else [1e12, 1e12]
     config = CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=MEASURED_SLOW_AXES)
 
-    def largest(values: list[float]) -> list[float]:
-        everybody = torch.tensor(values)
-        dist.all_reduce(everybody, dist.ReduceOp.MAX)
-        return everybody.tolist()
+    def max_over_all(values: list[float]) -> list[float]:
+        maxima = torch.tensor(values)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     profile = dataclasses.replace(profile_of([2, 2], speeds, latency=1e-3, launch=1e-6), codec_bytes_per_second=1e9)
-    partition = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), largest).partition
-    return list(profile.slow_axes), [partition.slow_indices, partition.num_slow]
+    setup = plan_selection.set_up_comm(halves[rank // 4], config, CPU, TuningCache({}, profile), max_over_all)
+    return list(profile.slow_axes), [setup.partition.slow_indices, setup.partition.num_slow]
 
 
-def test_an_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
-    """Ranks of a ring agree on what codecs did: a group without them would not come."""
-    found = ranks.run(other_slow_axes, 8)
-    assert len({str(alone) for alone, _ in found}) == 2
-    assert all(partition == found[0][1] for _, partition in found)
+def test_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
+    """Ranks of a ring agree on codec statistics by a collective, which every group must call."""
+    results = ranks.run(slow_axes_of_groups, 8)
+    assert len({str(measured) for measured, _ in results}) == 2
+    assert all(used == results[0][1] for _, used in results)
 
 
-def ways(rank: int) -> list[list[bool]]:
-    """Whether small and large coded exchanges take all axes at once, where plans are found and where one is given."""
+def single_stages(rank: int) -> list[list[bool]]:
+    """Return whether small and large coded all-to-alls are single-stage, with the planner and with a named plan."""
     profile = profile_of([2, 2], [1e6, 1e7], latency=1e-3, launch=1e-4)
-    found = []
+    results = []
     for plan in (None, Plan.hierarchical(profile.topology)):
         config = CocoDiffConfig(topology=profile.topology, mode="balanced", slow_axes=("node",), plan=plan)
         partition = plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile)).partition
-        found.append([partition.is_single_stage(size) for size in (1000, 1_000_000)])
-    return found
+        results.append([partition.is_single_stage(size) for size in (1000, 1_000_000)])
+    return results
 
 
-def test_coded_exchanges_take_the_way_that_the_planner_finds_faster() -> None:
-    assert ranks.run(ways, 4) == [[[False, True], [False, False]]] * 4
+def test_coded_all_to_alls_are_single_stage_where_the_planner_predicts_a_gain() -> None:
+    assert ranks.run(single_stages, 4) == [[[False, True], [False, False]]] * 4

@@ -1,4 +1,4 @@
-"""The exchange: resharding tensors between sequence and heads. Layout here, movement in `mesh`.
+"""Resharding of tensors between sequence and heads: the layout of messages, which `mesh` then sends.
 
 Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 """
@@ -19,38 +19,37 @@ from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.topology.plans import Plan
 
 HEADS, SEQUENCE = 1, 2
-"""Dims of attention's tensors, (B, H, S, D)."""
+"""Dims of attention tensors, (B, H, S, D)."""
 
-
-_ANY = Label("any")
+_NO_LABEL = Label("any")
 
 
 def pad_heads(tensor: torch.Tensor, multiple: int, dim: int = HEADS) -> torch.Tensor:
-    """A tensor with as many heads more, of zeros, as a multiple takes.
+    """Return a tensor zero-padded to a multiple of heads.
 
     Args:
-        tensor: (B, H, S, D), or of other dims in front of D.
-        multiple: of what.
-        dim: of heads.
+        tensor: shape (B, H, S, D), or other dims in front of D.
+        multiple: number that must divide the padded number of heads.
+        dim: dim of the heads.
     """
     missing = -tensor.shape[dim] % multiple
     return functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, missing)) if missing else tensor
 
 
 def reshard(
-    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _ANY
+    tensors: Sequence[torch.Tensor], scatter_dim: int, gather_dim: int, mesh: Mesh, label: Label = _NO_LABEL
 ) -> list[torch.Tensor]:
-    """Split one dim of each tensor over the ranks and collect another, all tensors in one message.
+    """Reshard tensors from one dim to another, all in one message, and wait for the result.
 
-    Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O the other way round.
-    Each element is copied once into the message, once between two stages, and once out of it.
+    Q, K and V go from (B, H, S/P, D) to (B, H/P, S, D) with scatter_dim 1 and gather_dim 2, O goes back with the dims
+    exchanged. Each element is copied once into the message, once between two stages, and once out of it.
 
     Args:
-        tensors: of one dtype; sizes may differ, as for grouped-query attention.
-        scatter_dim: dim to split; its size must be a multiple of the number of ranks in every tensor.
-        gather_dim: dim to collect.
+        tensors: tensors of one dtype; sizes may differ, as in grouped-query attention.
+        scatter_dim: dim to split over the ranks; its size must be divisible by P in every tensor.
+        gather_dim: dim to gather.
         mesh: ranks and their topology.
-        label: what they are.
+        label: tensors and layer, for traces.
 
     Returns:
         The resharded tensors, contiguous.
@@ -58,7 +57,7 @@ def reshard(
     plan = mesh.policy.plan_for(_nbytes(tensors))
     pieces = [_by_destination(tensor, scatter_dim, plan, ALL_HEADS) for tensor in tensors]
     message = _pack(pieces, plan)
-    if torch.compiler.is_compiling():  # a graph runs later: there is no lane in it, and nobody to take times
+    if torch.compiler.is_compiling():  # traced graphs have no comm stream and no timing
         received = mesh.all_to_all(message, plan)
     else:
         span = mesh.traffic.span(label, tensors[0].device)
@@ -75,15 +74,18 @@ def start_seq_to_heads(
     layer_codecs: LayerCodecs | None = None,
     is_blocking: bool = False,
 ) -> Handle[list[torch.Tensor]]:
-    """Start to bring tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
+    """Start to reshard tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
 
     Args:
-        tensors: of one dtype; they must not change before the handle was waited for.
+        tensors: tensors of one dtype; they must not change before the handle has been waited for.
         mesh: ranks and their topology.
-        label: what they are; with an encoding, a letter for each.
-        head_group: of the heads that each rank gets.
-        layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        is_blocking: whether the caller waits for it next, and computes nothing meanwhile.
+        label: tensors and layer; with codecs, it needs one letter per tensor.
+        head_group: part of each rank's heads to send.
+        layer_codecs: codecs for slow axes; lossless when not given.
+        is_blocking: whether the caller waits right away and computes nothing meanwhile.
+
+    Returns:
+        A handle for the resharded tensors.
     """
     if layer_codecs:
         plan = mesh.hierarchical_plan
@@ -114,27 +116,31 @@ def start_heads_to_seq(
     layer_codecs: LayerCodecs | None = None,
     is_blocking: bool = False,
 ) -> Handle[None]:
-    """Start to bring a head group back, from (B, H/P/head_group.count, S, D) to its place in `target`.
+    """Start to reshard a head group from (B, H/P/head_group.count, S, D) back into its part of `target`.
 
     Args:
-        tensor: must not change before the handle was waited for.
+        tensor: output of the head group; it must not change before the handle has been waited for.
         target: shape (B, H, S/P, D), contiguous; written when the handle is waited for.
         mesh: ranks and their topology.
-        label: what it is.
-        head_group: which one.
-        layer_codecs: what travels on slow axes; everything, as it is, when not given.
-        is_blocking: whether the caller waits for it next, and computes nothing meanwhile.
+        label: tensor and layer.
+        head_group: head group of the tensor.
+        layer_codecs: codecs for slow axes; lossless when not given.
+        is_blocking: whether the caller waits right away and computes nothing meanwhile.
+
+    Returns:
+        A handle without a result.
     """
     plan = mesh.hierarchical_plan if layer_codecs else mesh.policy.plan_for(_nbytes([tensor]))
-    piece, place = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS), _by_destination(target, HEADS, plan, head_group)
+    piece = _by_destination(tensor, SEQUENCE, plan, ALL_HEADS)
+    destination = _by_destination(target, HEADS, plan, head_group)
     if layer_codecs:
-        return coded_all_to_all.start([piece], [place], mesh, layer_codecs, label, head_group, None, is_blocking)
+        return coded_all_to_all.start([piece], [destination], mesh, layer_codecs, label, head_group, None, is_blocking)
     message = _pack([piece], plan)
 
-    def place_it(received: torch.Tensor) -> None:
-        place.copy_(_unpack(received, [piece], plan)[0])
+    def copy_to_target(received: torch.Tensor) -> None:
+        destination.copy_(_unpack(received, [piece], plan)[0])
 
-    return mesh.start_all_to_all(message, plan, label, place_it, is_blocking)
+    return mesh.start_all_to_all(message, plan, label, copy_to_target, is_blocking)
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
@@ -144,15 +150,15 @@ def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:
 
 
 def _by_destination(tensor: torch.Tensor, scatter_dim: int, plan: Plan, head_group: HeadGroup) -> torch.Tensor:
-    """View (..., P * n, ...) as (*plan.shape, ..., n, ...), or as much of n as a head group has."""
+    """View (..., P * n, ...) as (*plan.shape, ..., n, ...); of n, only the part of the head group."""
     split, levels = _split(tensor, scatter_dim, plan), len(plan.shape)
     if head_group.count > 1:
         split = head_group.of(split, scatter_dim + levels)
-    return split.permute(_moved(split.ndim, scatter_dim, 0, levels))
+    return split.permute(_move_dims(split.ndim, scatter_dim, 0, levels))
 
 
 def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
-    """Copy pieces into one message (*plan.shape, payload), laid out in memory as the plan's first stage sends it."""
+    """Copy pieces into one message (*plan.shape, payload), in the memory layout of the plan's first stage."""
     levels, first = len(plan.shape), plan.dims[0]
     outermost = [piece.movedim(first, 0) for piece in pieces] if first else pieces
     if len(pieces) == 1 and outermost[0].is_contiguous():
@@ -166,13 +172,14 @@ def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, pieces: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+    """View a message as pieces of the given shapes; the inverse of :func:`_pack`."""
     levels = len(plan.shape)
     parts = message.split(_payload_sizes(pieces, levels), -1) if len(pieces) > 1 else (message,)
     return [part.unflatten(-1, piece.shape[levels:]) for part, piece in zip(parts, pieces, strict=True)]
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of all tensors; in a graph, of the sizes that it is for, which tell their bytes in this way only."""
+    """Return the size of all tensors in bytes, in a form that can be traced for symbolic sizes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -183,13 +190,13 @@ def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
 def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
     """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
     levels = len(plan.shape)
-    ordered = piece.permute(_moved(piece.ndim, 0, gather_dim, levels))
+    ordered = piece.permute(_move_dims(piece.ndim, 0, gather_dim, levels))
     return ordered.contiguous().flatten(gather_dim, gather_dim + levels)
 
 
 @functools.cache
-def _moved(ndim: int, source: int, target: int, count: int) -> tuple[int, ...]:
-    """The permutation that moves `count` neighbouring dims."""
+def _move_dims(ndim: int, source: int, target: int, count: int) -> tuple[int, ...]:
+    """Return the permutation that moves `count` adjacent dims."""
     moving = range(source, source + count)
     order = [dim for dim in range(ndim) if dim not in moving]
     return (*order[:target], *moving, *order[target:])
