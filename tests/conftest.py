@@ -1,4 +1,4 @@
-"""Which tests run, and one cache of small models for the whole session, known to every process that the tests start."""
+"""Selection of tests, and a cache of small models that all processes of a test session share."""
 
 import atexit
 import fcntl
@@ -14,18 +14,18 @@ import torch
 
 from tests import ranks
 
-# huggingface_hub reads these once, when it is imported: before any test, and before the server that ranks fork from.
-if "PYTEST_XDIST_WORKER" not in os.environ:  # else it is the one of the process that started this one
+# huggingface_hub reads these once, at its import: set them before any test and before the server that ranks fork from.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # else the main process has set it
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cocodiff-hub-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["COCODIFF_CACHE"] = "off"  # what other processes have found is no truth to test against
-for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would win over HF_HOME
+os.environ["COCODIFF_CACHE"] = "off"  # no tuning results of other processes
+for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):  # they would override HF_HOME
     os.environ.pop(name, None)
 if torch.accelerator.current_accelerator(check_available=True) is None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels run on the CPU too, slowly
+    os.environ["TRITON_INTERPRET"] = "1"  # read at the import of Triton: interpret its kernels on the CPU
 
-torch.set_num_threads(1)  # there are other tests on the other cores
+torch.set_num_threads(1)  # other tests run on the other cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,11 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Tests that measure something have the machine to themselves, with their fixtures; quick ones a shorter guard."""
+    """Run tests marked `alone` without others on the machine, and quick tests with a shorter timeout."""
     ranks.TIMEOUT = ranks.SLOW_TIMEOUT if item.get_closest_marker("slow") else ranks.QUICK_TIMEOUT
     alone = item.get_closest_marker("alone") is not None
     with Path(__file__).open() as machine, Path(__file__).with_name("quick.py").open() as queue:
-        # Who waits to be alone holds up those behind it: else others would take the machine from each other for ever.
+        # A test that waits to be alone blocks later ones; otherwise these would keep the machine busy for ever.
         fcntl.flock(queue, fcntl.LOCK_EX)
         fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(queue, fcntl.LOCK_UN)
@@ -55,7 +55,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def hub() -> Path:
-    """HF_HOME with the small models of the paper's families in it; tests of others write theirs there."""
+    """HF_HOME with small models of the paper's families; tests of other families add theirs."""
     from xfuser_cocodiff.lab.models import hub
 
     folder = Path(os.environ["HF_HOME"])
@@ -70,7 +70,7 @@ def hub() -> Path:
 
 @pytest.fixture
 def uninstalled() -> Iterator[None]:
-    """Without the plugin, which every process that has torch is given; its clock would hear runs beside a test's."""
+    """Uninstall the plugin, which is installed with torch: its run tracker would see the runs of a test twice."""
     import xfuser_cocodiff
 
     xfuser_cocodiff.uninstall()

@@ -1,4 +1,4 @@
-"""What the quick set has of many cases: the others are marked slow, and run with `--all`."""
+"""Selection of quick test cases: the other ones are marked slow and run with `--all`."""
 
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -8,37 +8,37 @@ import pytest
 
 
 def slow(*case: Any) -> Any:
-    """A case that the quick set leaves out, since another one tests the same behaviour."""
+    """Return a case that is marked slow, because a quick one tests the same behavior."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def slow_but(quick: Collection, cases: Iterable) -> list:
-    """All cases, of which these are quick."""
+    """Return all cases, of which only `quick` are not marked slow."""
     cases = list(cases)
     assert all(case in cases for case in quick)
     return [case if case in quick else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
 
 
 def in_turn(cases: Iterable[tuple], values: Iterable) -> list:
-    """All cases with each of these values behind them; a case is quick with one of them, the next with the next one."""
+    """Return all cases with each value appended; each case is quick with one value, and the values take turns."""
     cases, values = list(cases), list(values)
     quick = [(*case, value) for case, value in zip(cases, itertools.cycle(values), strict=False)]
     return slow_but(quick, [(*case, value) for case in cases for value in values])
 
 
 def pairwise(cases: Iterable[tuple[Hashable, ...]]) -> list:
-    """So few cases that every three values that stand in one case still meet, and every two in a quick one."""
+    """Return few cases that cover every combination of three values; the quick ones cover every combination of two."""
     cases = list(cases)
     quick = list(covering(cases, 2))
     return slow_but(quick, dict.fromkeys([*quick, *covering(cases, 3)]))
 
 
 def covering(cases: Iterable[tuple[Hashable, ...]], together: int) -> Iterator[tuple[Hashable, ...]]:
-    """So few cases that so many values that stand together in one case do so in one of these."""
+    """Yield few of the cases that together contain every combination of `together` values of a case."""
     cases = list(cases)
-    met = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
-    missing = set().union(*met.values())
+    combinations = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
+    missing = set().union(*combinations.values())
     while missing:
-        case = max(cases, key=lambda case: len(met[case] & missing))
-        missing -= met[case]
+        case = max(cases, key=lambda case: len(combinations[case] & missing))
+        missing -= combinations[case]
         yield case

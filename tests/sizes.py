@@ -1,4 +1,4 @@
-"""Sizes of small models, and what builds a model of them."""
+"""Sizes of small models, and a function that builds a model with them."""
 
 import inspect
 from typing import Any
@@ -22,10 +22,10 @@ SIZES = {
     "pooled_projection_dim": 8,
     "sample_size": 16,
 }
-"""Arguments of the models' classes, wherever one takes them and is not given others."""
+"""Default arguments of model classes; each class gets those that its constructor has."""
 
 
-def build(kind: type[nn.Module], **sizes: Any) -> nn.Module:
-    """Return a model of :data:`SIZES`, but for those that are given."""
-    taken = {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
-    return kind(**{**{name: size for name, size in SIZES.items() if name in taken}, **sizes})
+def build(model_class: type[nn.Module], **sizes: Any) -> nn.Module:
+    """Return a model with :data:`SIZES`, overridden by `sizes`."""
+    accepted = {name for base in model_class.__mro__ for name in inspect.signature(base.__init__).parameters}
+    return model_class(**{**{name: size for name, size in SIZES.items() if name in accepted}, **sizes})

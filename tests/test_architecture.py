@@ -1,4 +1,4 @@
-"""Dependencies flow one way, between floors, packages and files, and only `xdit` imports the host."""
+"""Imports have one direction between floors, packages and files, and only `xdit` imports the host."""
 
 import ast
 import re
@@ -13,18 +13,18 @@ FLOORS = {
     "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
     "lab": ("reporting", "models", "emulation", "probing", "simulation", "comparison", "tuning", "bench"),
 }
-"""Packages of each floor."""
+"""Packages of each floor, lowest first."""
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli")
-"""From the lowest level up: a package may import itself and those before it."""
+"""All packages, lowest first: a package may import itself and those before it."""
 ENTRY_POINTS = {"": {"engine", "xdit", "lab"}, "auto": {""}, "autoload": {""}}
-"""Modules of the package itself ("" is the package) and what they may import."""
+"""Top-level modules ("" is the package itself) and what they may import."""
 PUBLIC = {"__version__", "install", "autoload"}
-"""What the floors may import from the entry points."""
+"""Names that floors may import from the top-level modules."""
 HOSTS = {"xfuser", "yunchang"}
 
 
 def name_of(file: Path) -> str:
-    """A file as a module, less the package's name."""
+    """Return the module name of a file, without the package's name."""
     parts = file.relative_to(FOLDER).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -33,25 +33,25 @@ FILES = {name_of(file): file for file in sorted(FOLDER.rglob("*.py"))}
 
 
 def imports(file: Path) -> set[str]:
-    """What a file imports, anywhere in it, with the names that it takes of modules."""
-    found = set()
+    """Return the modules and names that a file imports, anywhere in it."""
+    imported = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} imports relatively"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def modules(file: Path) -> set[str]:
-    """The modules of ours that a file imports; what is no module is a name of the one before the last dot."""
+    """Return the modules of this package that a file imports; other imported names stand for their module."""
     own = {name.removeprefix(PACKAGE).lstrip(".") for name in imports(file) if name.split(".")[0] == PACKAGE}
     return {name if name in FILES else name.rpartition(".")[0] for name in own} - {""}
 
 
 def package_of(module: str) -> str | None:
-    """The package of a module; None of entry points and of the floors themselves."""
+    """Return the package of a module; None for top-level modules and floors."""
     return next((name for name in PACKAGES if module == name or module.startswith(f"{name}.")), None)
 
 
@@ -64,10 +64,10 @@ def test_packages_import_in_one_direction() -> None:
         for target in targets - set(ENTRY_POINTS):
             own, other = package_of(module), package_of(target)
             if module in ENTRY_POINTS:
-                right = target.split(".")[0] in ENTRY_POINTS[module]
+                is_allowed = target.split(".")[0] in ENTRY_POINTS[module]
             else:
-                right = None not in (own, other) and PACKAGES.index(other) <= PACKAGES.index(own)
-            if not right:
+                is_allowed = None not in (own, other) and PACKAGES.index(other) <= PACKAGES.index(own)
+            if not is_allowed:
                 wrong.append(f"{module} imports {target}, which is above it")
     assert not wrong, "\n".join(wrong)
 
@@ -111,7 +111,7 @@ def test_every_package_is_listed_and_described() -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether there is such a module, or a module that defines such a name."""
+    """Return whether a module exists, or defines a name at its top level."""
     module, _, symbol = name.rpartition(".")
     defined = rf"^(?:(?:def|class) {symbol}\b|{symbol}\b.*=)"
     return name in FILES or (module in FILES and bool(re.search(defined, FILES[module].read_text(), re.MULTILINE)))

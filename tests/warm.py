@@ -1,4 +1,4 @@
-"""What ranks are forked with: imported once, by the server that they come from, since it takes seconds."""
+"""Imports of the server that ranks are forked from, done once because they take seconds."""
 
 import contextlib
 import gc
@@ -7,10 +7,10 @@ import importlib.util
 import os
 from unittest import mock
 
-gc.disable()  # what is imported stays: to look through it again and again takes a fifth of the time
+gc.disable()  # imported objects stay alive; scanning them repeatedly takes a fifth of the time
 
 for name in (
-    "pytest",  # and Hypothesis, which ranks have no use for but in importing the test that calls them
+    "pytest",  # and Hypothesis: needed only to import test modules
     "hypothesis.strategies",
     "tests.ranks",
     "tests.small_transformers",
@@ -26,9 +26,9 @@ with contextlib.suppress(ImportError, AttributeError):  # patterns of names of w
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
 if importlib.util.find_spec("numba"):
     importlib.import_module("xfuser_cocodiff.engine.kernels.numba_kernels").prepare()
-with mock.patch.dict(os.environ):  # where there is none, it makes up a rank and a port
+with mock.patch.dict(os.environ):  # it sets a default rank and port if there are none
     importlib.import_module("xfuser.runner")
 
 gc.collect()
 gc.enable()
-gc.freeze()  # a collection in a rank would copy every page on which an object lies
+gc.freeze()  # a garbage collection in a rank would copy every page with an object

@@ -115,7 +115,7 @@ def test_late_ranks_change_nothing(plan: str, staged: bool) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which four ranks then share")
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_late_ranks_change_nothing_on_a_device_that_they_share(plan: str) -> None:
-    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, anew=True)
+    ranks.run(stress, 4, plan, torch.device("cuda", 0), True, spawn=True)
 
 
 def fail_between(rank: int, groups: int, early: bool) -> None:

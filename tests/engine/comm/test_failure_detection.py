@@ -89,7 +89,7 @@ PLANS, XDITS = ("flat", "flat*", "hierarchical", "hierarchical:node,gpu"), ("all
     ids=lambda value: ENDS.get(value, value),
 )
 def test_every_rank_names_the_one_that_was_lost(what: str, end: int) -> None:
-    results = ranks.outcomes(until_lost, 4, what, end, lost=CULPRIT)
+    results = ranks.outcomes(until_lost, 4, what, end, lost_rank=CULPRIT)
     for rank, result in enumerate(results):
         if rank != CULPRIT:
             assert isinstance(result, UnresponsiveRankError), result
@@ -97,7 +97,7 @@ def test_every_rank_names_the_one_that_was_lost(what: str, end: int) -> None:
 
 
 def test_every_rank_names_the_one_that_did_not_come_to_an_exchange() -> None:
-    results = ranks.outcomes(until_lost, 4, "hierarchical", ABSENT, lost=CULPRIT)
+    results = ranks.outcomes(until_lost, 4, "hierarchical", ABSENT, lost_rank=CULPRIT)
     said = [str(result) for rank, result in enumerate(results) if rank != CULPRIT]
     assert all(isinstance(result, UnresponsiveRankError) for rank, result in enumerate(results) if rank != CULPRIT), (
         results
@@ -136,7 +136,7 @@ def come_late_then_never(rank: int, text: str) -> str:
 
 @pytest.mark.parametrize("plan", slow_but(["flat*"], ["flat*", "flat"]))
 def test_a_stage_waits_for_all_its_ranks_and_not_for_ever(plan: str) -> None:
-    results = ranks.outcomes(come_late_then_never, 3, plan, lost=CULPRIT)
+    results = ranks.outcomes(come_late_then_never, 3, plan, lost_rank=CULPRIT)
     for result in results[:CULPRIT]:
         assert isinstance(result, UnresponsiveRankError), result
         assert f"rank {CULPRIT} is alive but did not call it" in str(result)
@@ -247,7 +247,7 @@ def alarm_twice(rank: int, end: int) -> None:
     ("end", "expected"), [(ABSENT, "is alive but did not call it"), (signal.SIGKILL, "is lost or unresponsive")]
 )
 def test_after_a_false_alarm_ranks_go_on_to_answer(end: int, expected: str) -> None:
-    found = ranks.outcomes(alarm_twice, 3, end, lost=CULPRIT if end else None)
+    found = ranks.outcomes(alarm_twice, 3, end, lost_rank=CULPRIT if end else None)
     for result in found[:CULPRIT]:
         first, second = result.args
         assert "all of its ranks are alive and called it" in first

@@ -139,7 +139,7 @@ WRONG = [
 @pytest.mark.parametrize(("environments", "words", "hosted"), in_turn(WRONG, [True, False]))
 def test_error_of_one_rank_is_raised_on_all(environments: list, words: list[str], hosted: bool) -> None:
     arguments = ["--ulysses_degree", "3"]
-    assert_all_raise(ranks.outcomes(start_session, 3, arguments, environments, hosted=hosted), *words)
+    assert_all_raise(ranks.outcomes(start_session, 3, arguments, environments, store_on_rank_0=hosted), *words)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,8 @@ def test_invalid_options_raise_the_same_error_on_every_rank(arguments: list[str]
 def test_ranks_with_the_same_options_start() -> None:
     for environment in ({}, ENABLED):
         assert (
-            ranks.outcomes(start_session, 2, ["--ulysses_degree", "2"], [environment], hosted=True) == ["started"] * 2
+            ranks.outcomes(start_session, 2, ["--ulysses_degree", "2"], [environment], store_on_rank_0=True)
+            == ["started"] * 2
         )
 
 
