@@ -1,4 +1,4 @@
-"""Ulysses attention with exchanges that overlap, against attention over whole tensors, on real ranks."""
+"""Ulysses attention with overlapping all-to-alls on real ranks, against attention on whole tensors."""
 
 import dataclasses
 import itertools
@@ -35,12 +35,12 @@ def mesh_of(text: str, device: torch.device = CPU) -> Mesh:
 
 
 def whole(seed: int, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor (B, H, S, D), the same on every rank."""
+    """Return a tensor (B, H, S, D), the same on every rank."""
     return torch.randn(2, heads, 20, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the sequence, laid out as processors have it: heads last but one."""
+    """Return this rank's part of the sequence, in the memory layout of attention processors (B, S, H, D)."""
     return tensor.chunk(4, 2)[dist.get_rank()].transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -51,7 +51,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_gro
     )
 
 
-def check(rank: int, text: str) -> None:
+def check_attention(rank: int, text: str) -> None:
     mesh = mesh_of(text)
     for dtype in (torch.float32, torch.bfloat16):
         for key_heads in (16, 8):
@@ -60,34 +60,34 @@ def check(rank: int, text: str) -> None:
             for groups in (1, 2) if key_heads == 8 else (1, 2, 4):
                 for early in (False, True):
                     sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
-                    found = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early_value=sent)
-                    assert torch.equal(found, expected), (dtype, key_heads, groups, early)
+                    output = ulysses_attention(share(q), share(k), share(v), attend, mesh, groups, early_value=sent)
+                    assert torch.equal(output, expected), (dtype, key_heads, groups, early)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_attention_equals_that_of_whole_tensors(plan: str) -> None:
-    ranks.run(check, 4, plan)
+def test_attention_equals_attention_on_whole_tensors(plan: str) -> None:
+    ranks.run(check_attention, 4, plan)
 
 
 def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
-    """Ranks that are late at random, everywhere: on the host, and on a device."""
-    mesh, late = mesh_of(text, device), random.Random(rank)
+    """Delay ranks at random, on the host and on the device, and compare results."""
+    mesh, generator = mesh_of(text, device), random.Random(rank)
     if staged:
         stages = dataclasses.replace(mesh.stages, staged=staged)
         mesh = dataclasses.replace(mesh, stages=stages, comm_stream=CommStream(device, staged))
 
-    def lag() -> None:
-        if late.random() < 0.3:
-            time.sleep(late.random() * 0.004)
-        if device.type == "cuda" and late.random() < 0.3:
-            torch.cuda._sleep(late.randrange(5_000_000))
+    def delay() -> None:
+        if generator.random() < 0.3:
+            time.sleep(generator.random() * 0.004)
+        if device.type == "cuda" and generator.random() < 0.3:
+            torch.cuda._sleep(generator.randrange(5_000_000))
 
     def late_start(self: Stages, *arguments: object) -> object:
-        lag()
+        delay()
         return start(self, *arguments)
 
     def late_attend(*arguments: object) -> torch.Tensor:
-        lag()
+        delay()
         return attend(*arguments)
 
     start, tensors = Stages.start, [whole(seed, 16, torch.float32).to(device) for seed in range(6)]
@@ -96,9 +96,9 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
             q, k, v = (tensors[(step + shift) % 6] for shift in range(3))
             groups = (1, 2, 4)[step % 3]
             sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups))
-            lag()
-            found = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early_value=sent)
-            assert torch.equal(found, share(attend(q, k, v, HeadGroup()))), step
+            delay()
+            output = ulysses_attention(share(q), share(k), share(v), late_attend, mesh, groups, early_value=sent)
+            assert torch.equal(output, share(attend(q, k, v, HeadGroup()))), step
 
 
 @pytest.mark.parametrize(
@@ -108,52 +108,52 @@ def stress(rank: int, text: str, device: torch.device, staged: bool) -> None:
         itertools.product(["flat*", "hierarchical", "hierarchical:gpu*,node*"], [True, False]),
     ),
 )
-def test_late_ranks_change_nothing(plan: str, staged: bool) -> None:
+def test_random_delays_do_not_change_results(plan: str, staged: bool) -> None:
     ranks.run(stress, 4, plan, CPU, staged)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, which four ranks then share")
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
-def test_late_ranks_change_nothing_on_a_device_that_they_share(plan: str) -> None:
+def test_random_delays_do_not_change_results_on_a_shared_device(plan: str) -> None:
     ranks.run(stress, 4, plan, torch.device("cuda", 0), True, spawn=True)
 
 
-def fail_between(rank: int, groups: int, early: bool) -> None:
-    """An error while exchanges are under way, and then the same as if nothing had been."""
+def fail_in_flight(rank: int, groups: int, early: bool) -> None:
+    """Raise an error while all-to-alls are in flight, and compare the results of later calls."""
     mesh = mesh_of("hierarchical")
     q, k, v = (whole(seed, 16, torch.float32) for seed in range(3))
 
     def fail(*_: object) -> torch.Tensor:
-        raise ArithmeticError("in between")
+        raise ArithmeticError("in attention")
 
     for attention in (fail, attend, fail, attend):
         sent = start_seq_to_heads([share(v)], mesh, Label("v"), HeadGroup(0, groups)) if early else None
         try:
-            found = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early_value=sent)
+            output = ulysses_attention(share(q), share(k), share(v), attention, mesh, groups, early_value=sent)
         except ArithmeticError:
             assert attention is fail
         else:
-            assert torch.equal(found, share(attend(q, k, v, HeadGroup())))
+            assert torch.equal(output, share(attend(q, k, v, HeadGroup())))
 
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_an_error_leaves_nothing_behind(groups: int, early: bool) -> None:
-    ranks.run(fail_between, 4, groups, early)
+def test_attention_works_after_an_error(groups: int, early: bool) -> None:
+    ranks.run(fail_in_flight, 4, groups, early)
 
 
 def fail_alone(rank: int) -> str:
-    """A rank that fails alone still gives its peers what it had begun to send."""
+    """Drain the handle on one rank, as after an error, and wait for it on the others."""
     mesh = mesh_of("hierarchical")
     value = whole(3, 16, torch.float32)
     handle = start_seq_to_heads([share(value)], mesh, Label("v"))
     if rank == 2:
         handle.drain()
-        return "failed"
-    [found] = handle.wait()
-    assert torch.equal(found, value.chunk(4, 1)[rank])
-    return "got it"
+        return "drained"
+    [received] = handle.wait()
+    assert torch.equal(received, value.chunk(4, 1)[rank])
+    return "received"
 
 
-def test_a_rank_that_fails_alone_sends_what_it_began() -> None:
-    assert ranks.run(fail_alone, 4) == ["got it", "got it", "failed", "got it"]
+def test_rank_that_fails_alone_completes_its_sends() -> None:
+    assert ranks.run(fail_alone, 4) == ["received", "received", "drained", "received"]

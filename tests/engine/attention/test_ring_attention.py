@@ -1,4 +1,4 @@
-"""Ring attention along a topology, on real ranks: against PyTorch's ring and attention over whole tensors."""
+"""Ring attention along a topology on real ranks, against PyTorch's ring and attention on whole tensors."""
 
 import math
 from datetime import timedelta
@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.experimental import _attention as pytorchs
+from torch.distributed.tensor.experimental import _attention as pytorch_ring
 from torch.nn import functional
 
 from tests import ranks
@@ -30,7 +30,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_, **__
 
 
 def part(name: str, rank: int, step: int = 0) -> torch.Tensor:
-    """What a rank has of a tensor at a step, known to everybody."""
+    """Return the part of a tensor that a rank has at a step; every rank can compute it."""
     start, change = (
         torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(1000 * ord(name) + rank + seed))
         for seed in (0, 500 + 10 * step)
@@ -43,7 +43,7 @@ def ring_over(topology: Topology, slow: tuple[str, ...] = ()) -> Ring:
     return Ring(mesh, dist.get_rank(), AxisPartition.over(dist.group.WORLD, mesh, slow, Mesh.over))
 
 
-def meet_all(rank: int, sizes: str) -> None:
+def gather_by_all_plans(rank: int, sizes: str) -> None:
     topology = Topology.parse(sizes)
     mesh = Mesh.over(dist.group.WORLD, topology)
     plans = candidates(topology)
@@ -51,126 +51,126 @@ def meet_all(rank: int, sizes: str) -> None:
     for dtype in (torch.float32, torch.uint8):
         block = torch.arange(7).add(10 * rank).to(dtype).view(7, 1)
         for plan in plans:
-            found = mesh.all_gather(block, plan)
+            gathered = mesh.all_gather(block, plan)
             expected = [torch.arange(7).add(10 * other).to(dtype) for other in range(topology.size)]
-            assert found.shape == (*plan.shape, 7, 1)
-            assert torch.equal(found.reshape(topology.size, 7), torch.stack(expected)), plan
+            assert gathered.shape == (*plan.shape, 7, 1)
+            assert torch.equal(gathered.reshape(topology.size, 7), torch.stack(expected)), plan
 
 
 @pytest.mark.parametrize("sizes", slow_but(["2x3", "2x2x2"], ["4", "2x3", "2x2x2", "3x1x2"]))
-def test_an_all_gather_brings_everything_by_any_plan(sizes: str) -> None:
-    ranks.run(meet_all, Topology.parse(sizes).size, sizes)
+def test_every_plan_gathers_all_blocks(sizes: str) -> None:
+    ranks.run(gather_by_all_plans, Topology.parse(sizes).size, sizes)
 
 
-def as_pytorch(rank: int, sizes: str) -> dict[str, int]:
+def compare_to_pytorch(rank: int, sizes: str) -> dict[str, int]:
     topology = Topology.parse(sizes)
-    pytorchs._cp_options.enable_load_balance = False
+    pytorch_ring._cp_options.enable_load_balance = False
     ring = ring_over(topology)
     for dtype in (torch.float32, torch.bfloat16):
         query, key, value = (part(name, rank).to(dtype) for name in "qkv")
-        wanted, *_ = pytorchs._templated_ring_attention(dist.group.WORLD, 2, attend, query, key, value)
+        expected, *_ = pytorch_ring._templated_ring_attention(dist.group.WORLD, 2, attend, query, key, value)
         ring.mesh.traffic.reset()
-        found = ring_attention(query, key, value, attend, ring)
-        assert found.dtype == dtype
-        assert torch.equal(found, wanted)
+        output = ring_attention(query, key, value, attend, ring)
+        assert output.dtype == dtype
+        assert torch.equal(output, expected)
         keys, values = (torch.cat([part(name, other).to(dtype) for other in range(topology.size)], 2) for name in "kv")
         exact = functional.scaled_dot_product_attention(query, keys, values)
-        assert torch.allclose(found.float(), exact.float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
+        assert torch.allclose(output.float(), exact.float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
         if dtype == torch.float32:
             sent = dict(ring.mesh.traffic.sent_bytes)
     return sent
 
 
 @pytest.mark.parametrize("sizes", slow_but(["2x2", "2x2x2"], ["4", "2x2", "3x2", "2x2x2"]))
-def test_a_ring_has_the_bits_of_pytorchs_and_each_block_crosses_an_axis_once(sizes: str) -> None:
+def test_ring_is_bit_identical_to_pytorch_and_sends_each_block_along_an_axis_once(sizes: str) -> None:
     expected, reached = {}, 1
-    for axis in Topology.parse(sizes).axes:  # all that has come along one axis goes on along the next one
+    for axis in Topology.parse(sizes).axes:  # blocks gathered along one axis are sent along the next one
         expected[axis.name] = BLOCK_BYTES * (axis.size - 1) * reached
         reached *= axis.size
-    for sent in ranks.run(as_pytorch, reached, sizes):
+    for sent in ranks.run(compare_to_pytorch, reached, sizes):
         assert sent == expected
 
 
 SHARE = LayerSizes(4 * BLOCK_BYTES // 8, BLOCK_BYTES // 8, DIM, 4)
 
 
-def need(places: int) -> ReferenceBytes:
-    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, None, list).schedule, 1, places)
+def reference_bytes(num_slow: int) -> ReferenceBytes:
+    return ReferenceBytes.of(SHARE, CodecRuntime(None, "balanced", None, None, list).schedule, 1, num_slow)
 
 
-def coded(
+def run_coded(
     rank: int, sizes: str, slow: tuple[str, ...], schedule: str, broken: tuple[int, int] | None, budget: int | None
 ) -> tuple[list[float], list[StepReport], int, dict[str, int]]:
-    """Errors at each step, relative to exact attention, what is reported, and what was foretold to be held."""
+    """Return relative errors by step, the reports, the planned size of link references, and the bytes sent."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
     runtime = CodecRuntime(None, "balanced", schedule, None, list, budget=budget, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
-        assert runtime.layer_codecs("attn", 1, 0, SHARE) is None  # there is no Ulysses group
+        assert runtime.layer_codecs("attn", 1, 0, SHARE) is None  # no Ulysses group
         codecs = runtime.ring_codecs("attn", 1, 0, SHARE)
         query, key, value = (part(name, rank, step) for name in "qkv")
         if (step, rank) == broken:
             value[0, 0, 0, 0] = torch.inf
         ring.mesh.traffic.reset()
-        found = ring_attention(query, key, value, attend, ring, "attn", layer_codecs=codecs)
+        output = ring_attention(query, key, value, attend, ring, "attn", layer_codecs=codecs)
         blocks = [[part(name, other, step) for other in range(topology.size)] for name in "kv"]
-        wanted = functional.scaled_dot_product_attention(query, *(torch.cat(each, 2) for each in blocks))
-        errors.append(((found - wanted).norm() / wanted.norm()).item())
-        held = runtime.planned_reference_bytes
+        exact = functional.scaled_dot_product_attention(query, *(torch.cat(each, 2) for each in blocks))
+        errors.append(((output - exact).norm() / exact.norm()).item())
+        planned = runtime.planned_reference_bytes
         runtime.end_step()
-    return errors, runtime.reports, held, dict(ring.mesh.traffic.sent_bytes)
+    return errors, runtime.reports, planned, dict(ring.mesh.traffic.sent_bytes)
 
 
-FEW = [("2x2", ("node",))]
+QUICK = [("2x2", ("node",))]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "slow"), slow_but(FEW, [*FEW, ("gpu=4", ("gpu",)), ("2x2x2", ("node", "gpu")), ("2x2", ("gpu",))])
+    ("sizes", "slow"), slow_but(QUICK, [*QUICK, ("gpu=4", ("gpu",)), ("2x2x2", ("node", "gpu")), ("2x2", ("gpu",))])
 )
-def test_blocks_are_coded_once_for_all_who_get_them(sizes: str, slow: tuple[str, ...]) -> None:
+def test_blocks_are_encoded_once_for_all_receivers(sizes: str, slow: tuple[str, ...]) -> None:
     topology = Topology.parse(sizes)
-    places = math.prod(axis.size for axis in topology.axes if axis.name in slow)
-    found = {bits: ranks.run(coded, topology.size, sizes, slow, f"bits={bits}", None, None) for bits in (8, 2)}
-    for errors, reports, held, sent in found[8]:
+    num_slow = math.prod(axis.size for axis in topology.axes if axis.name in slow)
+    by_bits = {bits: ranks.run(run_coded, topology.size, sizes, slow, f"bits={bits}", None, None) for bits in (8, 2)}
+    for errors, reports, planned, sent in by_bits[8]:
         assert 0 < max(errors) < 0.02
         share = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
         assert share == pytest.approx((8 + 8 / DIM) / 32, rel=0.05)
-        assert reports[-1].exact_bytes == (places - 1) * BLOCK_BYTES
-        assert held == reports[-1].reference_bytes == need(places).full
+        assert reports[-1].exact_bytes == (num_slow - 1) * BLOCK_BYTES
+        assert planned == reports[-1].reference_bytes == reference_bytes(num_slow).full
         across = sum(size for name, size in sent.items() if set(name.split("+")) <= set(slow))
         assert across == pytest.approx(reports[-1].sent_bytes, rel=0.02)
-    for (errors, *_), (rough, *_) in zip(found[8], found[2], strict=True):
-        assert max(errors) < max(rough) < 0.3
+    for (errors, *_), (coarse, *_) in zip(by_bits[8], by_bits[2], strict=True):
+        assert max(errors) < max(coarse) < 0.3
 
 
-def test_what_is_not_finite_goes_exactly_and_is_forgotten() -> None:
-    for rank, (errors, reports, *_) in enumerate(ranks.run(coded, 4, "2x2", ("node",), "bits=8", (2, 1), None)):
-        is_there = rank in (1, 3)  # where the value is made, and where it crosses nodes to
-        assert [report.repeated for report in reports] == [0, 0, int(is_there), 0, 0, 0]
+def test_non_finite_values_are_sent_losslessly_once() -> None:
+    for rank, (errors, reports, *_) in enumerate(ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", (2, 1), None)):
+        is_affected = rank in (1, 3)  # the rank of the value, and its peer on the other node
+        assert [report.repeated for report in reports] == [0, 0, int(is_affected), 0, 0, 0]
         assert not math.isfinite(errors[2]) and max(errors[:2] + errors[3:]) < 0.02
 
 
-def test_a_budget_keeps_references_in_8_bits_or_none() -> None:
-    for budget, exact_layers in ((need(2).compact, 0), (need(2).compact // 2, 1)):
-        for errors, reports, *_ in ranks.run(coded, 4, "2x2", ("node",), "bits=8", None, budget):
+def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
+    for budget, exact_layers in ((reference_bytes(2).compact, 0), (reference_bytes(2).compact // 2, 1)):
+        for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
             assert reports[-1].reference_bytes <= budget
             assert reports[-1].exact_layers == exact_layers
             assert max(errors) < (0.03 if exact_layers == 0 else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "most"),
+    ("schedule", "max_ratio"),
     [("cached=0.5,bits=4", 0.095), ("cached=1", 0.02), ("first=exact,score=change,cached=0.5", 0.085)],  # with gaps
 )
-def test_tokens_are_chosen_by_their_owner(schedule: str, most: float) -> None:
-    for errors, reports, *_ in ranks.run(coded, 4, "2x2", ("node",), schedule, None, None):
-        assert reports[-1].sent_bytes < most * reports[-1].exact_bytes
+def test_tokens_are_selected_by_their_owner(schedule: str, max_ratio: float) -> None:
+    for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None):
+        assert reports[-1].sent_bytes < max_ratio * reports[-1].exact_bytes
         assert 0 < reports[-1].error < 0.5 and max(errors) < 0.3
 
 
-def chosen_links(rank: int) -> str:
+def axes_of_policy(rank: int) -> str:
     ring = ring_over(Topology.parse("2x2"))
     flat = Plan.parse("flat*", ring.mesh.topology)
     policy = PlanPolicy(ring.mesh.policy.choose, choose_gather=lambda block_bytes: flat)
@@ -180,5 +180,5 @@ def chosen_links(rank: int) -> str:
     return ",".join(mesh.traffic.sent_bytes)
 
 
-def test_a_policy_says_how() -> None:
-    assert ranks.run(chosen_links, 4) == ["flat"] * 4
+def test_ring_follows_the_policy() -> None:
+    assert ranks.run(axes_of_policy, 4) == ["flat"] * 4

@@ -1,4 +1,4 @@
-"""Handles and the lane that they come from."""
+"""Comm streams and their handles."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ import torch
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream, Handle
 
 
-def test_work_runs_in_order_behind_the_caller() -> None:
+def test_work_runs_in_order_beside_the_caller() -> None:
     comm_stream, order, gate = CommStream(), [], threading.Event()
 
     def slow() -> str:
@@ -28,16 +28,16 @@ def test_work_runs_in_order_behind_the_caller() -> None:
     assert order == ["caller", "first", "second"]
 
 
-def test_work_that_is_run_waits_for_what_was_started() -> None:
+def test_run_waits_for_work_started_before() -> None:
     comm_stream, order = CommStream(), []
     handle = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
     comm_stream.run(lambda: order.append("second"))
     handle.wait()
     assert order == ["first", "second"]
-    assert comm_stream.run(threading.get_ident) == threading.get_ident()  # an idle lane costs no thread
+    assert comm_stream.run(threading.get_ident) == threading.get_ident()  # an idle comm stream uses the caller's thread
 
 
-def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
+def test_blocking_work_runs_in_order_and_in_the_callers_thread() -> None:
     comm_stream, order = CommStream(), []
     first = comm_stream.start("first", lambda: (time.sleep(0.1), order.append("first")))
     comm_stream.start("second", lambda: order.append("second"), is_blocking=True).wait()
@@ -45,54 +45,54 @@ def test_work_that_is_awaited_keeps_its_place_and_costs_no_thread() -> None:
     assert order == ["first", "second"]
     assert comm_stream.start("third", threading.get_ident, is_blocking=True).wait() == threading.get_ident()
     comm_stream.start("fourth", lambda: order.append("fourth"), is_blocking=True).drain()
-    assert order[-1] == "fourth", "peers take part in it"
+    assert order[-1] == "fourth", "peers wait for it"
 
 
-def test_what_finishes_work_runs_where_it_is_waited_for() -> None:
-    handle = CommStream().start("work", lambda: 2, lambda found: (found + 1, threading.get_ident()))
+def test_finish_runs_in_the_waiting_thread() -> None:
+    handle = CommStream().start("work", lambda: 2, lambda result: (result + 1, threading.get_ident()))
     assert handle.wait() == (3, threading.get_ident())
 
 
-def test_a_handle_is_waited_for_once() -> None:
-    handle = CommStream().start("the exchange", lambda: 1)
+def test_waiting_twice_raises() -> None:
+    handle = CommStream().start("all-to-all", lambda: 1)
     assert handle.wait() == 1
-    with pytest.raises(RuntimeError, match="the exchange was waited for twice"):
+    with pytest.raises(RuntimeError, match="all-to-all was waited for twice"):
         handle.wait()
 
 
-def test_a_dropped_handle_complains_and_its_work_goes_on() -> None:
+def test_dropped_handle_warns_and_its_work_completes() -> None:
     comm_stream, done = CommStream(), []
-    handle = comm_stream.start("the exchange", lambda: done.append(1))
-    with pytest.warns(ResourceWarning, match="the exchange was dropped"):
+    handle = comm_stream.start("all-to-all", lambda: done.append(1))
+    with pytest.warns(ResourceWarning, match="all-to-all was dropped"):
         del handle
     comm_stream.start("next", lambda: None).wait()
     assert done
 
 
-def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
+def test_drained_handle_completes_without_a_warning() -> None:
     done = []
 
     def fail(_: object) -> None:
         raise MemoryError
 
     def handle_of_failure() -> Handle:
-        return CommStream().start("the exchange", lambda: (time.sleep(0.05), done.append(1)), fail)
+        return CommStream().start("all-to-all", lambda: (time.sleep(0.05), done.append(1)), fail)
 
-    with pytest.raises(MemoryError):  # only here: the other ranks would wait in vain
+    with pytest.raises(MemoryError):  # its own error is raised
         handle_of_failure().drain()
     handle = handle_of_failure()
     with pytest.raises(ZeroDivisionError):
         try:
             done[5 // 0]
         finally:
-            handle.drain()  # the error that sent the caller elsewhere is the one to know
+            handle.drain()  # an error of the caller takes precedence
     try:
         done[5 // 0]
-    except ZeroDivisionError:  # a caller that tries again: this error was there before the handle
+    except ZeroDivisionError:  # a retry: this error is older than the handle
         with pytest.raises(MemoryError):
             handle_of_failure().drain()
     assert done == [1, 1, 1]
-    handle = CommStream().start("the exchange", lambda: 1, done.append)
+    handle = CommStream().start("all-to-all", lambda: 1, done.append)
     handle.drain()
     assert done == [1, 1, 1, 1]
     with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def test_an_abandoned_handle_is_ended_and_does_not_complain() -> None:
         del handle
 
 
-def test_errors_reach_who_waits() -> None:
+def test_errors_are_raised_by_wait_and_drain() -> None:
     comm_stream = CommStream()
     handle = comm_stream.start("work", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -110,7 +110,7 @@ def test_errors_reach_who_waits() -> None:
     assert comm_stream.start("work", lambda: 1).wait() == 1
 
 
-def test_what_work_returned_is_not_kept() -> None:
+def test_results_are_not_kept_alive() -> None:
     comm_stream = CommStream()
     handle = comm_stream.start("work", lambda: torch.zeros(3))
     result = weakref.ref(handle.wait())
@@ -121,13 +121,13 @@ def test_what_work_returned_is_not_kept() -> None:
     result = weakref.ref(handle.wait())
     del handle
     deadline = time.monotonic() + 60
-    while result() is not None and time.monotonic() < deadline:  # until the thread has gone to sleep
+    while result() is not None and time.monotonic() < deadline:  # until the thread is idle
         time.sleep(0.01)
     assert result() is None
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", {"priority": -1}), ("xpu", {"priority": -1}), ("mtia", {})])
-def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
+def test_stream_has_high_priority_where_supported(monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict) -> None:
     given = []
     monkeypatch.setattr(torch, "Stream", lambda device, **options: given.append(options))
     CommStream(torch.device(kind))
@@ -135,7 +135,7 @@ def test_exchanges_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch, k
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_work_has_its_callers_modes(mode: type) -> None:
+def test_work_runs_under_the_callers_modes(mode: type) -> None:
     def modes() -> tuple[bool, bool]:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 

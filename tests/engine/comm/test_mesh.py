@@ -1,4 +1,4 @@
-"""The exchange on real ranks, against a slow reference and its own algebra."""
+"""All-to-alls of a mesh on real ranks, against a simple reference."""
 
 import dataclasses
 import functools
@@ -21,40 +21,40 @@ from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, Topology
 
 
 def local_tensor(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What rank `rank` holds: known to everybody, so that a reference needs no communication."""
+    """Return the tensor of a rank; every rank can compute it, so that the reference needs no communication."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     return torch.randint(-100, 100, shape, generator=generator).to(dtype)
 
 
 def reference(number: int, shape: tuple[int, ...], dtype: torch.dtype, scatter: int, gather: int) -> torch.Tensor:
-    """Resharding by its definition: my share of everybody's tensor, put together."""
-    world, here = dist.get_world_size(), dist.get_rank()
-    shares = [local_tensor(rank, number, shape, dtype).chunk(world, scatter)[here] for rank in range(world)]
-    return torch.cat(shares, gather)
+    """Return the result of resharding by definition: this rank's chunk of each rank's tensor, concatenated."""
+    world, own = dist.get_world_size(), dist.get_rank()
+    chunks = [local_tensor(rank, number, shape, dtype).chunk(world, scatter)[own] for rank in range(world)]
+    return torch.cat(chunks, gather)
 
 
 def check_reshard(rank: int, sizes: list[int], shapes: list[tuple], dtype: torch.dtype) -> None:
-    """Reshard there and back by all plans, in one message and one by one."""
+    """Reshard back and forth by all plans, in one message and one tensor at a time."""
     topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
     mesh, plans = Mesh.over(dist.group.WORLD, topology), candidates(topology)
-    plans += [dataclasses.replace(plan, direct=_some(len(plan.stages))) for plan in plans]
+    plans += [dataclasses.replace(plan, direct=_alternating(len(plan.stages))) for plan in plans]
     tensors = [local_tensor(rank, number, shape, dtype) for number, shape in enumerate(shapes)]
     for plan in plans:
-        way = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
+        by_plan = dataclasses.replace(mesh, policy=PlanPolicy(lambda message_bytes, plan=plan: plan))
         for scatter, gather in ((1, 2), (2, 1)):
-            got = reshard(tensors, scatter, gather, way)
-            alone = [reshard([tensor], scatter, gather, way)[0] for tensor in tensors]
-            back = reshard(got, gather, scatter, way)
+            together = reshard(tensors, scatter, gather, by_plan)
+            alone = [reshard([tensor], scatter, gather, by_plan)[0] for tensor in tensors]
+            back = reshard(together, gather, scatter, by_plan)
             for number, shape in enumerate(shapes):
                 expected = reference(number, shape, dtype, scatter, gather)
-                assert torch.equal(got[number], expected), plan
-                assert got[number].is_contiguous(), plan
+                assert torch.equal(together[number], expected), plan
+                assert together[number].is_contiguous(), plan
                 assert torch.equal(alone[number], expected), plan
                 assert torch.equal(back[number], tensors[number]), plan
 
 
-def _some(count: int) -> tuple[bool, ...]:
-    """Direct sends in every other stage, the first one included."""
+def _alternating(count: int) -> tuple[bool, ...]:
+    """Return flags for direct sends in every other stage, starting with the first."""
     return tuple(number % 2 == 0 for number in range(count))
 
 
@@ -69,13 +69,13 @@ def _some(count: int) -> tuple[bool, ...]:
     ),
     ids=str,
 )
-def test_every_plan_reshards_as_defined(sizes: list[int], dtype: torch.dtype) -> None:
+def test_every_plan_equals_the_reference(sizes: list[int], dtype: torch.dtype) -> None:
     size = math.prod(sizes)
     ranks.run(check_reshard, size, sizes, [(2, size, 2 * size, 3), (2, 2 * size, size, 1), (1, size, size, 5)], dtype)
 
 
 def bytes_of(rank: int, text: str) -> dict:
-    """What a rank of 2x3x2 counts when it reshards once."""
+    """Return the statistics of a rank of 2x3x2 after resharding once."""
     topology = Topology.parse("2x3x2", 12)
     mesh = Mesh.over(dist.group.WORLD, topology, [Plan.parse(text, topology)])
     reshard([torch.zeros(2, 24, 12, 8, dtype=torch.bfloat16)], 1, 2, mesh)
@@ -83,22 +83,22 @@ def bytes_of(rank: int, text: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("plan", "shares"),
+    ("plan", "fractions"),
     [
         ("flat", {"flat": 11 / 12}),
         ("hierarchical", {"node": 1 / 2, "gpu": 2 / 3, "tile": 1 / 2}),
         ("hierarchical:node,tile+gpu", {"node": 1 / 2, "tile+gpu": 5 / 6}),
     ],
 )
-def test_bytes_are_those_that_leave_the_rank(plan: str, shares: dict[str, float]) -> None:
+def test_statistics_count_the_bytes_sent_to_other_ranks(plan: str, fractions: dict[str, float]) -> None:
     message = 2 * 24 * 12 * 8 * 2
     for result in ranks.run(bytes_of, 12, plan):
-        assert result["bytes"] == {stage: round(message * share) for stage, share in shares.items()}
-        assert result["calls"] == dict.fromkeys(shares, 1)
+        assert result["bytes"] == {stage: round(message * fraction) for stage, fraction in fractions.items()}
+        assert result["calls"] == dict.fromkeys(fractions, 1)
 
 
 def count_copies(rank: int) -> list[tuple[int, int]]:
-    """Elements copied (by copy_ or clone) while resharding, over the elements of the tensor, for each topology."""
+    """Return copied elements (by copy_ or clone) per element of the tensors, by number of axes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Copies(TorchDispatchMode):
@@ -110,91 +110,90 @@ def count_copies(rank: int) -> list[tuple[int, int]]:
                 self.elements += result.numel()
             return result
 
-    found = []
+    copied = []
     for sizes in ([8], [4, 2], [2, 2, 2]):
         topology = Topology.named(**dict(zip(AXIS_NAMES, sizes, strict=False)))
         mesh = Mesh.over(dist.group.WORLD, topology, [Plan.hierarchical(topology)])
         tensors = [torch.randn(2, 8, 16, 4) for _ in range(3)]
         with Copies() as copies:
             reshard(tensors, 1, 2, mesh)
-        found.append((len(sizes), copies.elements // sum(tensor.numel() for tensor in tensors)))
-    return found
+        copied.append((len(sizes), copies.elements // sum(tensor.numel() for tensor in tensors)))
+    return copied
 
 
 def test_no_stage_copies_more_than_once() -> None:
-    for found in ranks.run(count_copies, 8):
-        # One copy into the first stage, one between stages, one out: stock's flat call has two.
-        assert found == [(1, 2), (2, 3), (3, 4)]
+    for copied in ranks.run(count_copies, 8):
+        # One copy into the first stage, one between stages, one out; stock's flat all-to-all makes two.
+        assert copied == [(1, 2), (2, 3), (3, 4)]
 
 
 def subgroups(rank: int) -> list[list[int]]:
-    """Two Ulysses groups of four in one world, as beside CFG or data parallelism; only one of them has a mesh first."""
+    """Reshard in two Ulysses groups of four, as with CFG or data parallelism; one of them creates its mesh later."""
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
-    mine = halves[rank // 4]
-    if rank >= 4:  # groups are made by their members alone: the halves need not march in step
-        dist.barrier(mine)
-    mesh = Mesh.over(mine, Topology.parse("2x2", 4))
-    got = reshard([torch.full((1, 4, 1, 1), float(rank))], 1, 2, mesh)[0]
-    return got.flatten().tolist()
+    own = halves[rank // 4]
+    if rank >= 4:  # groups are created by their members only, so that halves need not synchronize
+        dist.barrier(own)
+    mesh = Mesh.over(own, Topology.parse("2x2", 4))
+    resharded = reshard([torch.full((1, 4, 1, 1), float(rank))], 1, 2, mesh)[0]
+    return resharded.flatten().tolist()
 
 
-def test_groups_beside_each_other() -> None:
+def test_groups_are_independent() -> None:
     results = ranks.run(subgroups, 8)
     assert results[:4] == [[0.0, 1.0, 2.0, 3.0]] * 4
     assert results[4:] == [[4.0, 5.0, 6.0, 7.0]] * 4
 
 
 def make_meshes(rank: int) -> tuple[list[tuple[int, ...]], list[object]]:
-    """Ranks of the groups that two meshes and their slow axes make, in a world that a script has bound to a device; and
-    what it is bound to meanwhile, and then."""
-    world, made, bound = dist.group.WORLD, [], []
+    """Return the ranks of the groups that two meshes and their partitions create, and the device to which the world is
+    bound during each creation and afterwards."""
+    world, created, bound = dist.group.WORLD, [], []
     world.bound_device_id = torch.device("cuda", 0)
     new_group = dist.new_group
 
-    def making(members: tuple[int, ...], **options: object) -> dist.ProcessGroup:
-        made.append(tuple(members))
+    def record(members: tuple[int, ...], **options: object) -> dist.ProcessGroup:
+        created.append(tuple(members))
         bound.append(world.bound_device_id)
         return new_group(members, **options)
 
-    with mock.patch.object(dist, "new_group", making):
+    with mock.patch.object(dist, "new_group", record):
         topology = Topology.parse("2x2x2", 8)
         for _ in range(2):
             mesh = Mesh.over(world, topology)
             for slow in (("node",), ("node", "gpu"), ("tile",)):
                 AxisPartition.over(world, mesh, slow, Mesh.over)
     bound.append(world.bound_device_id)
-    world.bound_device_id = None  # there is none: the rank's last barrier would ask for it
-    return made, bound
+    world.bound_device_id = None  # no such device: the last barrier would use it
+    return created, bound
 
 
 def test_each_set_of_ranks_has_one_communicator() -> None:
-    """Made by its members alone, also where NCCL would split it off a world that is bound to a device."""
-    for rank, (made, bound) in enumerate(ranks.run(make_meshes, 8)):
-        assert len(made) == len(set(made)) and all(rank in members for members in made)
-        assert bound == [None] * len(made) + [torch.device("cuda", 0)]
+    """It is created by its members only, also where NCCL would split it off a world that is bound to a device."""
+    for rank, (created, bound) in enumerate(ranks.run(make_meshes, 8)):
+        assert len(created) == len(set(created)) and all(rank in members for members in created)
+        assert bound == [None] * len(created) + [torch.device("cuda", 0)]
 
 
 def timeouts(rank: int) -> tuple[list[timedelta], set[timedelta]]:
-    """How long collectives of a script's group may take, and those of the groups that a mesh with a time of its own and
-    its slow axes use."""
+    """Return the timeouts of the user's group and of the groups of a mesh and a partition with their own timeout."""
     world, topology = dist.group.WORLD, Topology.parse("2x2", 4)
     mesh = Mesh.over(world, topology, timeout=timedelta(seconds=7))
-    way = AxisPartition.over(world, mesh, ("node",), functools.partial(Mesh.over, timeout=timedelta(seconds=7)))
+    partition = AxisPartition.over(world, mesh, ("node",), functools.partial(Mesh.over, timeout=timedelta(seconds=7)))
     again = Mesh.over(world, topology, timeout=timedelta(seconds=7))
     assert again.stages.groups == mesh.stages.groups
-    made = [group for each in (mesh, way.slow, way.fast) for group in each.stages.groups.values()]
+    groups = [group for each in (mesh, partition.slow, partition.fast) for group in each.stages.groups.values()]
     plain = Mesh.over(world, topology)
-    return [_timeout(world), _timeout(plain.stages.groups[0, 1])], set(map(_timeout, made))
+    return [_timeout(world), _timeout(plain.stages.groups[0, 1])], set(map(_timeout, groups))
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_a_mesh_leaves_the_timeout_of_its_group_alone() -> None:
-    for own, made in ranks.run(timeouts, 4):
+def test_mesh_keeps_the_timeout_of_its_group() -> None:
+    for own, created in ranks.run(timeouts, 4):
         assert own == [dist.distributed_c10d.default_pg_timeout] * 2
-        assert made == {timedelta(seconds=7)}
+        assert created == {timedelta(seconds=7)}
 
 
 def wrong_size(rank: int) -> str:
@@ -205,5 +204,5 @@ def wrong_size(rank: int) -> str:
     return "no error"
 
 
-def test_mesh_of_the_wrong_size() -> None:
+def test_size_of_topology_and_group_must_agree() -> None:
     assert ranks.run(wrong_size, 2) == ["topology node=2,gpu=2 has 4 ranks, the group has 2"] * 2
