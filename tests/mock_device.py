@@ -99,7 +99,7 @@ class Memory:
     reads: Counter = field(default_factory=Counter)
     writes: Counter = field(default_factory=Counter)
     recorded: set[str] = field(default_factory=set)
-    """Streams that the allocator was told of, and waits for."""
+    """Further streams that use it (`record_stream`), for which the allocator waits."""
 
 
 class MockKernel:

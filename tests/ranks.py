@@ -37,7 +37,7 @@ STACK_SECONDS = 5
 def run(
     case: Callable, world_size: int, *args: Any, env: dict[str, str] | None = None, spawn: bool = False
 ) -> list[Any]:
-    """Call ``case(rank, *args)`` on `world_size` gloo ranks and return what each returned.
+    """Call ``case(rank, *args)`` on `world_size` gloo ranks and return their results.
 
     Exceptions in ranks are raised here with their tracebacks; :func:`outcomes` returns them instead.
 
@@ -64,7 +64,7 @@ def outcomes(
     store_on_rank_0: bool = False,
     lost_rank: int | None = None,
 ) -> list[Any]:
-    """Return what :func:`run` does, with exceptions in place of the results of ranks that raised them.
+    """Return the results as :func:`run` does, with the exceptions of ranks that failed in their place.
 
     Args:
         case: function to run on every rank.

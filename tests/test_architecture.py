@@ -17,7 +17,7 @@ FLOORS = {
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli")
 """All packages, lowest first: a package may import itself and those before it."""
 ENTRY_POINTS = {"": {"engine", "xdit", "lab"}, "auto": {""}, "autoload": {""}}
-"""Top-level modules ("" is the package itself) and what they may import."""
+"""Top-level modules ("" is the package itself) and the modules that each may import."""
 PUBLIC = {"__version__", "install", "autoload"}
 """Names that floors may import from the top-level modules."""
 HOSTS = {"xfuser", "yunchang"}

@@ -21,7 +21,7 @@ for name in (
     importlib.import_module(name)
 # Links within one machine tell nothing; to look for a message that takes long on them takes most of a session's start.
 importlib.import_module("xfuser_cocodiff.engine.autotune.link_probe")._LAST_BYTES = 2**15
-importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # which is kept
+importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 with contextlib.suppress(ImportError, AttributeError):  # patterns of names of weights, which take a fifth of a second
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
 if importlib.util.find_spec("numba"):

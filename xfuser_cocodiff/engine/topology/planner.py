@@ -141,11 +141,11 @@ def is_single_stage(profile: Profile, message_bytes: float, slow_axes: Sequence[
             references depend on it.
         slow_axes: names of the slow axes.
     """
-    in_stages, at_once = (
+    staged, single = (
         _seconds(comm_stages(profile, message_bytes, CODED_RATIO * message_bytes, single_stage, slow_axes))
         for single_stage in (False, True)
     )
-    return at_once < (1 - MARGIN) * in_stages
+    return single < (1 - MARGIN) * staged
 
 
 def coded_all_to_all_seconds(
