@@ -1,6 +1,6 @@
-"""The series in patches/: it fits the release, xDiT runs with it alone, and the plugin then needs less.
+"""The patch series in patches/: it applies to the release, xDiT runs with it alone, and the plugin then patches less.
 
-What needs the patched xDiT runs in an interpreter of its own, on whose path it comes first.
+Tests of the patched xDiT run in a new interpreter, with the patched copy first on its path.
 """
 
 import ast
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(importlib.metadata.version("xfuser") != "0.7.0",
 
 
 def git(folder: Path, *arguments: str) -> None:
-    """Run git in a folder that belongs to no repository but its own."""
+    """Run git in a folder, isolated from repositories of its parents."""
     who = {f"GIT_{role}_{part}": "test" for role in ("AUTHOR", "COMMITTER") for part in ("NAME", "EMAIL")}
     environment = {**os.environ, **who, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     done = subprocess.run(["git", "-C", folder, *arguments], env=environment, capture_output=True, text=True)
@@ -38,7 +38,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def register(folder: Path, name: str, groups: dict[str, list[str]]) -> None:
-    """Make entry points known to interpreters that have the folder on their path."""
+    """Register entry points for interpreters that have the folder on their path."""
     metadata = folder / f"{name}-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
@@ -47,14 +47,14 @@ def register(folder: Path, name: str, groups: dict[str, list[str]]) -> None:
 
 
 def declared_entry_points() -> dict[str, list[str]]:
-    """What setup.py registers."""
+    """Return the entry points of setup.py."""
     keywords = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.keyword)]
     return ast.literal_eval(next(node.value for node in keywords if node.arg == "entry_points"))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the patched xDiT, the plugin's entry points, and those of a plugin that is broken."""
+    """Folder with the patched xDiT, the plugin's entry points, and those of a broken plugin."""
     folder = tmp_path_factory.mktemp("site")
     release = importlib.util.find_spec("xfuser").submodule_search_locations[0]
     shutil.copytree(release, folder / "xfuser", ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,8 +65,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answer(site: Path, function: Callable, **environment: str) -> Any:
-    """Call a function of this module in an interpreter with the patched xDiT; its answer, and all that was printed."""
+def call_patched(site: Path, function: Callable, **environment: str) -> Any:
+    """Call a function of this module in an interpreter with the patched xDiT; return its result and all output."""
     path = os.pathsep.join([str(site), str(ROOT)])
     done = subprocess.run(
         [
@@ -83,8 +83,8 @@ def answer(site: Path, function: Callable, **environment: str) -> Any:
     return json.loads(last), "\n".join([*printed, done.stderr])
 
 
-def group(**degrees: int) -> None:
-    """Give xDiT its groups of ranks, once."""
+def create_groups(**degrees: int) -> None:
+    """Create xDiT's process groups, once."""
     from xfuser.core.distributed import (
         init_distributed_environment,
         initialize_model_parallel,
@@ -97,14 +97,14 @@ def group(**degrees: int) -> None:
 
 
 def start(heads: int, **options: Any) -> None:
-    """Make all ranks one Ulysses group, and begin a runtime state."""
+    """Create one Ulysses group of all ranks and a runtime state."""
     from types import SimpleNamespace
 
     from xfuser import xFuserArgs
     from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
 
     world = int(os.environ["WORLD_SIZE"])
-    group(sequence_parallel_degree=world, ulysses_degree=world)
+    create_groups(sequence_parallel_degree=world, ulysses_degree=world)
     transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
     config = xFuserArgs(model="tiny", ulysses_degree=world, **options).create_config()[0]
     initialize_runtime_state(SimpleNamespace(transformer=transformer), config)
@@ -115,66 +115,66 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative to the expected values."""
-    assert got.shape == expected.shape
-    return ((got - expected).norm() / expected.norm()).item()
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error of a tensor."""
+    assert actual.shape == expected.shape
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def attention_error(rank: int) -> float:
-    """USP of a rank's tokens against plain attention of all of them."""
+    """Return the error of USP on a rank's tokens, against attention on all tokens."""
     from xfuser.model_executor.layers.usp import USP
 
     start(heads=4)
     q, k, v = whole = [noise(seed, 2, 4, 10, 8) for seed in range(3)]
-    got = USP(*(tensor.chunk(2, dim=2)[rank] for tensor in whole))
-    return error(got, torch.nn.functional.scaled_dot_product_attention(q, k, v).chunk(2, dim=2)[rank])
+    output = USP(*(tensor.chunk(2, dim=2)[rank] for tensor in whole))
+    return relative_error(output, torch.nn.functional.scaled_dot_product_attention(q, k, v).chunk(2, dim=2)[rank])
 
 
 def long_context_error(rank: int, ring: int) -> float:
-    """Attention over yunchang, in a ring or not, against plain: the largest of StepVideo's, that causal, and Sana's."""
+    """Return the largest error of attention by yunchang: of StepVideo's, with and without a causal mask, and Sana's."""
     from xfuser.core.long_ctx_attention import xFuserLongContextAttention
     from xfuser.model_executor.layers.attention_processor import xFuserSanaLinearAttnProcessor2_0
 
-    group(sequence_parallel_degree=2, ulysses_degree=2 // ring, ring_degree=ring)
+    create_groups(sequence_parallel_degree=2, ulysses_degree=2 // ring, ring_degree=ring)
     whole = [noise(seed, 2, 10, 4, 8) for seed in range(3)]  # (batch, tokens, heads, dim)
     own = [tensor.chunk(2, dim=1)[rank] for tensor in whole]
     q, k, v = (tensor.transpose(1, 2) for tensor in whole)
     scores = q.relu() @ k.relu().mT
     sanas = xFuserSanaLinearAttnProcessor2_0().hybrid_seq_parallel_attn
     attend = torch.nn.functional.scaled_dot_product_attention
-    found = [
+    outputs = [
         (xFuserLongContextAttention()(None, *own), attend(q, k, v)),
         (xFuserLongContextAttention()(None, *own, causal=True), attend(q, k, v, is_causal=True)),
         (sanas(None, *own).unflatten(-1, (4, 8)), scores @ v / scores.sum(-1, keepdim=True)),
     ]
-    return max(error(got, plain.transpose(1, 2).chunk(2, dim=1)[rank]) for got, plain in found)
+    return max(relative_error(output, plain.transpose(1, 2).chunk(2, dim=1)[rank]) for output, plain in outputs)
 
 
-def exchange_of_stages(rank: int) -> bool:
-    """Whether PipeFusion's stages get what the other one sent, when both send before either asks for anything."""
+def exchange_between_stages(rank: int) -> bool:
+    """Return whether two PipeFusion stages receive the right tensors when both send before either receives."""
     from xfuser.core.distributed import get_pp_group
 
-    group(pipeline_parallel_degree=2)
+    create_groups(pipeline_parallel_degree=2)
     stage = get_pp_group()
     stage.set_config(torch.float32)
     sent = [[noise(9 * of + patch, 2, 3 + patch, 1000) for patch in range(3)] for of in range(2)]
-    found = []
-    for turn in range(20):  # of which the first has shapes to tell
+    is_right = []
+    for step in range(20):  # the first step also sends shapes
         for patch, tensor in enumerate(sent[rank]):
-            stage.pipeline_isend(turn + tensor.mT, segment_idx=patch)  # which nobody has here any more
-        found += [torch.equal(stage.pipeline_recv(patch), turn + sent[1 - rank][patch].mT) for patch in range(3)]
-    return all(found)
+            stage.pipeline_isend(step + tensor.mT, segment_idx=patch)  # without another reference to the tensor
+        is_right += [torch.equal(stage.pipeline_recv(patch), step + sent[1 - rank][patch].mT) for patch in range(3)]
+    return all(is_right)
 
 
 TEXT = 4
-"""Tokens of FLUX.1's text."""
+"""Number of text tokens of FLUX.1."""
 FLUX = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
 FLUX |= {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}
 
 
 def pair(ours: type, plain: type, sizes: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """xDiT's transformer, and that of diffusers with the same weights."""
+    """Return xDiT's transformer and that of diffusers, with the same weights."""
     torch.manual_seed(0)
     transformer, reference = ours(**sizes).eval(), plain(**sizes).eval()
     reference.load_state_dict(transformer.state_dict())
@@ -182,28 +182,28 @@ def pair(ours: type, plain: type, sizes: dict[str, Any]) -> tuple[torch.nn.Modul
 
 
 def flux(tokens: int) -> tuple[Callable[[], torch.Tensor], ...]:
-    """FLUX.1 as xDiT has it, and diffusers' with the padding that xDiT adds."""
+    """Return functions that run FLUX.1 in xDiT, and in diffusers with the padding that xDiT adds."""
     from diffusers import FluxTransformer2DModel
     from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
 
     transformer, reference = pair(xFuserFlux1Transformer2DWrapper, FluxTransformer2DModel, FLUX)
     text = {"encoder_hidden_states": noise(1, 1, TEXT, 16), "pooled_projections": noise(2, 1, 16)}
-    given = {**text, "timestep": torch.ones(1), "txt_ids": torch.zeros(TEXT, 3), "return_dict": False}
+    inputs = {**text, "timestep": torch.ones(1), "txt_ids": torch.zeros(TEXT, 3), "return_dict": False}
     image, ids = noise(3, 1, tokens, 4), torch.arange(3.0 * tokens).view(tokens, 3)
     pad = tokens % 2
     padded = torch.nn.functional.pad(image, (0, 0, 0, pad)), torch.nn.functional.pad(ids, (0, 0, 0, pad))
     return (
-        lambda: transformer(image, img_ids=ids, **given)[0],
-        lambda: reference(padded[0], img_ids=padded[1], **given)[0][:, :tokens],
+        lambda: transformer(image, img_ids=ids, **inputs)[0],
+        lambda: reference(padded[0], img_ids=padded[1], **inputs)[0][:, :tokens],
     )
 
 
 @torch.no_grad()
 def flux_error(rank: int) -> float:
-    """FLUX.1 at a size that does not divide."""
+    """Return the error of FLUX.1 with a number of tokens that is not divisible by the ranks."""
     start(heads=2)
     ours, plain = flux(tokens=7)
-    return error(ours(), plain())
+    return relative_error(ours(), plain())
 
 
 QWEN = {"in_channels": 4, "out_channels": 1, "num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -211,11 +211,11 @@ QWEN |= {"joint_attention_dim": 16, "axes_dims_rope": (4, 6, 6)}
 
 
 def qwen(text: int, rows: int, lengths: tuple[int, int] | None) -> tuple[Callable[[], torch.Tensor], ...]:
-    """Qwen-Image as xDiT and as diffusers has it, for two texts and images of 3 * `rows` tokens."""
+    """Return functions that run Qwen-Image in xDiT and in diffusers, for two texts and images of 3 * `rows` tokens."""
     from diffusers import QwenImageTransformer2DModel
     from xfuser.model_executor.models.transformers.transformer_qwen import xFuserQwenImageTransformerWrapper
 
-    given = {
+    inputs = {
         "hidden_states": noise(1, 2, 3 * rows, 4),
         "encoder_hidden_states": noise(2, 2, text, 16),
         "encoder_hidden_states_mask": lengths and torch.arange(text) < torch.tensor(lengths)[:, None],
@@ -224,23 +224,23 @@ def qwen(text: int, rows: int, lengths: tuple[int, int] | None) -> tuple[Callabl
         "return_dict": False,
     }
     models = pair(xFuserQwenImageTransformerWrapper, QwenImageTransformer2DModel, QWEN)
-    return tuple(lambda model=model: model(**given)[0] for model in models)
+    return tuple(lambda model=model: model(**inputs)[0] for model in models)
 
 
 @torch.no_grad()
 def qwen_errors(rank: int) -> list[float]:
-    """Qwen-Image: text that divides, text that does not, an image that does not either, texts of different lengths."""
+    """Return the errors of Qwen-Image: divisible text, other text, another image too, texts of different lengths."""
     start(heads=2)
     cases = ((6, 2, None), (5, 2, None), (5, 1, None), (6, 2, (6, 3)), (5, 1, (2, 5)))
-    return [error(ours(), plain()) for ours, plain in (qwen(*case) for case in cases)]
+    return [relative_error(ours(), plain()) for ours, plain in (qwen(*case) for case in cases)]
 
 
 Z_IMAGE = {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
 Z_IMAGE |= {"cap_feat_dim": 16, "axes_dims": [4, 6, 6]}
 
 
-def saved_and_loaded(rank: int) -> list[bool]:
-    """Whether a small Z-Image has its sizes and its weights again."""
+def reload_z_image(rank: int) -> list[bool]:
+    """Return whether a saved and loaded Z-Image has the same sizes, and the same weights."""
     from diffusers import ZImageTransformer2DModel
     from xfuser.model_executor.models.transformers.transformer_z_image import xFuserZImageTransformer2DWrapper
 
@@ -256,11 +256,11 @@ def saved_and_loaded(rank: int) -> list[bool]:
 
 
 def without_plugin() -> dict[str, Any]:
-    """What xDiT does alone, without triton."""
+    """Return results of xDiT without the plugin and without Triton."""
     sys.modules["triton"] = None
     import xfuser.runner  # the xdit command, which imports every model
 
-    with mock.patch("torch.xpu.is_available", lambda: True):  # a stand-in, as far as one goes
+    with mock.patch("torch.xpu.is_available", lambda: True):  # as on an XPU
         assert xfuser.envs.get_device(3) == torch.device("xpu", 3)
         assert (xfuser.envs.get_device_name(), xfuser.envs.get_torch_distributed_backend()) == ("xpu", "xccl")
         assert xfuser.envs.supports_usp() and xfuser.envs.device_module() is torch.xpu
@@ -270,50 +270,50 @@ def without_plugin() -> dict[str, Any]:
         "errors": [ranks.run(case, 2) for case in (attention_error, flux_error, qwen_errors)],
         "without a ring": ranks.run(long_context_error, 2, 1),
         "in a ring": ranks.run(long_context_error, 2, 2),
-        "stages": ranks.run(exchange_of_stages, 2),
-        "Z-Image": ranks.run(saved_and_loaded, 1),
+        "stages": ranks.run(exchange_between_stages, 2),
+        "Z-Image": ranks.run(reload_z_image, 1),
     }
 
 
-@pytest.mark.slow  # a copy of xDiT with the series; the quick set has the release as it is
-def test_by_itself_xdit_pads_right_and_has_long_context_pipefusion_and_small_z_images(site: Path) -> None:
-    found, _ = answer(site, without_plugin, XDIT_PLUGINS="")
-    assert found["file"] == str(site / "xfuser" / "__init__.py")
-    attention, flux, qwen = found["errors"]
+@pytest.mark.slow  # copies xDiT and applies the series; quick tests use the release
+def test_patched_xdit_pads_correctly_and_has_long_context_pipefusion_and_small_z_images(site: Path) -> None:
+    results, _ = call_patched(site, without_plugin, XDIT_PLUGINS="")
+    assert results["file"] == str(site / "xfuser" / "__init__.py")
+    attention, flux, qwen = results["errors"]
     assert max(*attention, *flux, *qwen[0], *qwen[1]) < 1e-5
-    assert max(*found["without a ring"], *found["in a ring"]) < 1e-5
-    assert found["stages"] == [True, True]
-    assert found["Z-Image"] == [[True, True]]
+    assert max(*results["without a ring"], *results["in a ring"]) < 1e-5
+    assert results["stages"] == [True, True]
+    assert results["Z-Image"] == [[True, True]]
 
 
 @pytest.mark.parametrize("ring", slow_but([2], [1, 2]))
-def test_without_the_series_the_plugin_brings_long_context(ring: int) -> None:
+def test_plugin_adds_long_context_to_the_release(ring: int) -> None:
     assert max(ranks.run(long_context_error, 2, ring)) < 1e-5
 
 
-def test_without_the_series_a_small_z_image_does_not_load() -> None:
-    assert "shape" in str(ranks.outcomes(saved_and_loaded, 1))
+def test_small_z_image_does_not_load_in_the_release() -> None:
+    assert "shape" in str(ranks.outcomes(reload_z_image, 1))
 
 
-def test_without_the_series_padding_is_wrong() -> None:
+def test_padding_is_wrong_in_the_release() -> None:
     for outcome in ranks.outcomes(flux_error, 2):
         assert "_pad_to_sp_divisible" in str(outcome)
-    divides, *others = ranks.run(qwen_errors, 2)[0]
-    assert divides < 1e-5
+    divisible, *others = ranks.run(qwen_errors, 2)[0]
+    assert divisible < 1e-5
     assert min(others) > 1e-3
 
 
 def with_plugin() -> list:
-    """How the plugin got into xDiT, and what it does there."""
+    """Return the modules of xDiT at the time of the entry point, and the states of all patches."""
     from xfuser_cocodiff import autoload, install
 
     plug_in, before = autoload.plug_in, []
 
-    def watched() -> None:
+    def record() -> None:
         before.extend(name for name in sys.modules if name.partition(".")[0] == "xfuser")
         plug_in()
 
-    autoload.plug_in = watched
+    autoload.plug_in = record
     importlib.import_module("xfuser.runner")
     from xfuser_cocodiff.xdit.integration import activation
 
@@ -323,14 +323,14 @@ def with_plugin() -> list:
     return [before, {state.site: state.state for state in activation.patch_states()}]
 
 
-@pytest.mark.slow  # of the patched copy; test_activation has the entry point
+@pytest.mark.slow  # needs the patched copy; test_activation tests the entry point quickly
 @pytest.mark.parametrize("autoload", slow_but(["0"], ["0", "1"]))
-def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str) -> None:
+def test_patched_xdit_loads_the_plugin_which_patches_less(site: Path, autoload: str) -> None:
     from xfuser_cocodiff.xdit.attention import zero_padding
     from xfuser_cocodiff.xdit.integration import activation
     from xfuser_cocodiff.xdit.platforms import platform
 
-    (before, states), printed = answer(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    (before, states), printed = call_patched(site, with_plugin, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
     assert set(before) == {"xfuser", "xfuser.compat", "xfuser.logger", "xfuser.plugins"}
     assert "Plugin broken (no_such_module:gone) failed" in printed
     superfluous = {site for site, state in states.items() if state == "not needed"}
@@ -341,30 +341,31 @@ def test_plugin_comes_by_the_entry_point_and_adds_less(site: Path, autoload: str
         "ready",
         "used",
     }
-    assert not any(state.state == "not needed" for state in activation.patch_states())  # with the release as it is
+    assert not any(state.state == "not needed" for state in activation.patch_states())  # in the release
 
 
 @torch.no_grad()
-def same_bits(rank: int) -> list[bool]:
-    """Whether models that pad give with the plugin in use what they give without."""
+def are_bit_identical(rank: int) -> list[bool]:
+    """Return whether models that pad have the same outputs with and without the plugin in use."""
     from xfuser_cocodiff.xdit.session.session import active
 
     same = []
     for model in (flux(tokens=7)[0], qwen(text=5, rows=1, lengths=(2, 5))[0]):
-        found = []
-        for asked in (False, True):
-            start(heads=2, use_cocodiff=asked, cocodiff_mode="exact")
+        outputs = []
+        for is_used in (False, True):
+            start(heads=2, use_cocodiff=is_used, cocodiff_mode="exact")
             active().traffic.reset()
-            found.append([model() for _ in range(4)])  # V goes first once the layers are known
-            assert bool(active().traffic.calls) == asked
-        same.append(all(map(torch.equal, *found)))
+            outputs.append([model() for _ in range(4)])  # V is sent early from the second call on
+            assert bool(active().traffic.calls) == is_used
+        same.append(all(map(torch.equal, *outputs)))
     return same
 
 
-def plugin_on_ranks() -> list[list[bool]]:
-    return ranks.run(same_bits, 2)
+def compare_on_ranks() -> list[list[bool]]:
+    """Return the comparison of all ranks."""
+    return ranks.run(are_bit_identical, 2)
 
 
-@pytest.mark.slow  # of the patched copy; test_transformers has the release's bits
+@pytest.mark.slow  # needs the patched copy; test_transformers compares with the release
 def test_exact_mode_equals_the_patched_xdit(site: Path) -> None:
-    assert answer(site, plugin_on_ranks)[0] == [[True, True]] * 2
+    assert call_patched(site, compare_on_ranks)[0] == [[True, True]] * 2
