@@ -197,7 +197,7 @@ class MockDevice(TorchDispatchMode):
         from xfuser_cocodiff.engine.kernels import triton_kernels
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(kernels, "used", lambda device: kernels.TRITON))
+            stack.enter_context(mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON))
             for name in WRITTEN:
                 kernel = MockKernel(getattr(triton_kernels, name), self)
                 stack.enter_context(mock.patch.object(triton_kernels, name, kernel))
