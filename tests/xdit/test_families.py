@@ -11,7 +11,7 @@ from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.models import families
 from xfuser_cocodiff.lab.models.families import FAMILIES
 
-SMALL = [model for family in FAMILIES for model in family.small]
+SMALL = [model for family in FAMILIES for model in family.small_models]
 
 
 def registered(rank: int) -> list[str]:
@@ -27,13 +27,13 @@ def test_each_name_in_the_runner_belongs_to_one_family() -> None:
 
 
 def test_every_family_is_tested() -> None:
-    transformers = [small for small in SMALL if small not in families.PIPELINES]
+    transformers = [small for small in SMALL if small not in families.PIPELINE_TESTS]
     assert sorted(transformers) == sorted(test_transformers.CASES)
     # Lossy modes are tested there too.
-    assert {*families.PIPELINES} - {*test_more_pipelines.MODELS} == {*test_pipelines.MODELS}
-    coded = {model for family in FAMILIES if family.coded is True for model in family.small}
-    assert coded - {*families.PIPELINES} == {*test_families_coded.CODED}
-    assert sorted(loop for family in FAMILIES for loop in family.loops) == sorted(test_run_loops.LOOPS)
+    assert {*families.PIPELINE_TESTS} - {*test_more_pipelines.MODELS} == {*test_pipelines.MODELS}
+    coded = {model for family in FAMILIES if family.lossy is True for model in family.small_models}
+    assert coded - {*families.PIPELINE_TESTS} == {*test_families_coded.CODED}
+    assert sorted(loop for family in FAMILIES for loop in family.small_pipelines) == sorted(test_run_loops.LOOPS)
     assert {family.name for family in FAMILIES if family.tested == "-"} == {"Causal Wan"}
     root = Path(__file__).parents[2]
     files = [where for family in FAMILIES if family.tested != "-" for where in family.tested.split("; ")]
@@ -61,7 +61,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [(["--json", "--out", "x"], "--json goes with --list"), (["--list", "SD3.5"], "takes no names")],
+    [(["--json", "--out", "x"], "--json requires --list"), (["--list", "SD3.5"], "takes no names")],
 )
 def test_conflicting_options_are_errors(line: list[str], error: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["models", *line]) == 2

@@ -100,7 +100,7 @@ def check_coded(run: Run, keyframes: int) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_latents_equal_stock(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if model in ONLY_IN_TESTS:
-        monkeypatch.setitem(hub.REGISTRY, model, hub.SmallModel(*ONLY_IN_TESTS[model], edits=True))
+        monkeypatch.setitem(hub.REGISTRY, model, hub.SmallModel(*ONLY_IN_TESTS[model], takes_image=True))
     hub.write_cache(HOME, [model])
     arguments = ["--model", model, "--prompt", PROMPT, "--num_inference_steps", str(STEPS), "--seed", "3"]
     ranks.run(compare, 2, [*arguments, "--ulysses_degree", "2", *MODELS[model]])

@@ -235,7 +235,7 @@ def alone(model: str) -> list[torch.Tensor]:
 
 def family_of(small: str) -> Family:
     """Return the family of a small model."""
-    return next(family for family in FAMILIES if small in family.small)
+    return next(family for family in FAMILIES if small in family.small_models)
 
 
 def observations(observed: Observed) -> Iterator[tuple[str, Observation]]:

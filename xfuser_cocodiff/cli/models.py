@@ -1,4 +1,4 @@
-"""`cocodiff models`: small models under the real names, and what the plugin does in each of xDiT's."""
+"""Provides `cocodiff models`: writes small models, and lists what the plugin supports in each model of xDiT."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ from xfuser_cocodiff.cli.output import fail
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the parser."""
-    parser = subparsers.add_parser("models", help="small models under the real names, and what is done in each model")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="DIR", help="what HF_HOME is to be")
-    what.add_argument("--list", action="store_true", help="instead, what the plugin does in each of xDiT's models")
-    parser.add_argument("--json", action="store_true", help="with --list: as a record")
+    parser = subparsers.add_parser("models", help="write small models, or list the supported models")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="DIR", help="write small models to this folder, for HF_HOME")
+    action.add_argument("--list", action="store_true", help="list what the plugin supports in each model of xDiT")
+    parser.add_argument("--json", action="store_true", help="with --list: print a record")
     parser.add_argument("names", nargs="*", metavar="NAME", help="names in xDiT's registry (default: all small models)")
     parser.set_defaults(run=run, parser=parser)
 
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         return _list(options)
     if options.json:
-        return fail("--json goes with --list")
+        return fail("--json requires --list")
     from xfuser_cocodiff.lab.models import hub
 
     try:
@@ -37,11 +37,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}: {folder}")
     out = options.out.resolve()
     print(f"Use them with: HF_HOME={out} HF_HUB_OFFLINE=1 xdit --model {next(iter(written))} ...")
-    if editing := [name for name in written if hub.REGISTRY[name].edits]:
-        print(f"{', '.join(editing)} with: --input_images {out / hub.INPUT_IMAGE}")
-    filming = [name for name in written if hub.REGISTRY[name].films]
-    if filming and not find_spec("imageio_ffmpeg"):
-        print(f"{', '.join(filming)} after: pip install imageio imageio-ffmpeg, with which diffusers saves videos")
+    if with_image := [name for name in written if hub.REGISTRY[name].takes_image]:
+        print(f"{', '.join(with_image)} with: --input_images {out / hub.INPUT_IMAGE}")
+    with_video = [name for name in written if hub.REGISTRY[name].makes_video]
+    if with_video and not find_spec("imageio_ffmpeg"):
+        print(f"{', '.join(with_video)} after: pip install imageio imageio-ffmpeg, with which diffusers saves videos")
     return 0
 
 
@@ -49,7 +49,7 @@ def _list(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.models import families
 
     if options.names:
-        return fail(f"--list takes no names, and was given {', '.join(options.names)}")
+        return fail(f"--list takes no names, got {', '.join(options.names)}")
     if options.json:
         from xfuser_cocodiff.lab.reporting import host
 

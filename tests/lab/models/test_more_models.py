@@ -43,7 +43,7 @@ def test_result_depends_on_all_that_goes_in(name: str, tmp_path: Path) -> None:
     pipe.set_progress_bar_config(disable=True)
     inputs: dict[str, Any] = dict(SHAPES[name])
     others: list[dict[str, Any]] = [{"prompt": "a slice of blood vessels"}, {"seed": 1}]
-    if hub.REGISTRY[name].edits:
+    if hub.REGISTRY[name].takes_image:
         inputs["image"] = Image.open(tmp_path / hub.INPUT_IMAGE)
         others.append({"image": ImageOps.invert(inputs["image"])})
     if name == "Qwen-Image-Edit":
@@ -68,4 +68,4 @@ def test_the_text_encoder_of_qwen_image_edit_sees_the_image() -> None:
     tokenizer = tokenizers.qwen2(image_token="<|image_pad|>")
     image = Image.new("RGB", (1024, 1024))
     read = qwen_image.processor(tokenizer)(text=["a <|image_pad|> cat"], images=image, return_tensors="pt")
-    assert read["input_ids"].eq(tokenizer.image_token_id).sum() == qwen_image.TOKENS_SEEN
+    assert read["input_ids"].eq(tokenizer.image_token_id).sum() == qwen_image.VISION_TOKENS

@@ -1,4 +1,4 @@
-"""What the small models were told about their pictures: the captions, and the words the tokenizers know."""
+"""Provides the captions that the small models were trained with, and the corpora of their tokenizers."""
 
 SLICES = {
     "bodies": "cell bodies",
@@ -7,7 +7,7 @@ SLICES = {
     "texture": "fibre texture",
 }
 VOLUMES = {"heart": "a beating heart", **SLICES}
-# Sample images that ship inside scikit-image, all free to use; the words are what a person would call them.
+# Sample images of scikit-image, all free to use, with their captions.
 PHOTOS = {
     "chelsea.png": "a cat",
     "astronaut.png": "an astronaut",

@@ -1,7 +1,8 @@
-"""A small FLUX.1-dev: the real classes with 8 heads of 16, trained weights, 128 x 128 pixels as 256 tokens.
+"""Small FLUX.1-dev and FLUX.1-Kontext-dev with the classes of the real pipelines.
 
-And a small FLUX.1-Kontext-dev: 24 heads of 8, random weights, 256 x 256 pixels as 64 tokens. Its pipeline scales every
-input image to about a million pixels, which the autoencoder packs into 1024 tokens.
+FLUX.1-dev has 8 heads of 16, trained weights, and 256 tokens for 128 x 128 pixels. FLUX.1-Kontext-dev has 24 heads of
+8, random weights, and 64 tokens for 256 x 256 pixels. Its pipeline scales input images to about a million pixels, which
+are 1024 tokens.
 """
 
 from typing import Any
@@ -20,16 +21,16 @@ from xfuser_cocodiff.lab.models.parts import LATENT_CHANNELS, TEXT_WIDTH, autoen
 
 
 def transformer(heads: int = 8, rope: tuple[int, ...] = (0, 8, 8)) -> FluxTransformer2DModel:
-    """2 double and 4 single blocks; about 2.3 million parameters.
+    """Return a transformer of 2 double-stream and 4 single-stream blocks; by default about 2.3 million parameters.
 
     Args:
-        heads: how many.
-        rope: dims of a head for each axis. FLUX.1 gives every token 0 on the first axis, so the dims go to rows and
-            columns; Kontext's first axis tells the input image from the one that is made.
+        heads: number of heads.
+        rope: RoPE dims of a head for each axis. The first axis is constant in FLUX.1, so it gets none; in Kontext it
+            distinguishes the input image from the generated one.
     """
     return FluxTransformer2DModel(
         patch_size=1,
-        in_channels=4 * LATENT_CHANNELS,  # patches of 2 x 2
+        in_channels=4 * LATENT_CHANNELS,  # patches of 2x2
         num_layers=2,
         num_single_layers=4,
         attention_head_dim=sum(rope),
@@ -42,12 +43,12 @@ def transformer(heads: int = 8, rope: tuple[int, ...] = (0, 8, 8)) -> FluxTransf
 
 
 def autoencoder() -> AutoencoderKL:
-    """4 x downsampling to 4 channels."""
+    """Return an autoencoder with 4x downsampling and 4 latent channels."""
     return autoencoder_kl((16, 32, 64))
 
 
 def kontext_transformer() -> FluxTransformer2DModel:
-    """2 double and 4 single blocks of 24 heads."""
+    """Return a transformer of 2 double-stream and 4 single-stream blocks with 24 heads."""
     return transformer(24, (4, 2, 2))
 
 
@@ -65,12 +66,12 @@ def _components(transformer: FluxTransformer2DModel, vae: AutoencoderKL) -> dict
 
 
 def pipeline(seed: int = 0) -> FluxPipeline:
-    """The whole pipeline, untrained, from a seed."""
+    """Return an untrained pipeline, initialized from a seed."""
     torch.manual_seed(seed)
     return FluxPipeline(**_components(transformer(), autoencoder()))
 
 
 def kontext(seed: int = 0) -> FluxKontextPipeline:
-    """The whole pipeline of Kontext, with random weights from a seed; 16 x downsampling."""
+    """Return a Kontext pipeline with random weights from a seed; its autoencoder has 16x downsampling."""
     vae = autoencoder_kl((8, 8, 16, 32, 64), sample_size=1024)
     return weights.fill(FluxKontextPipeline(**_components(kontext_transformer(), vae)), seed)

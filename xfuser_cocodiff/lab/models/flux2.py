@@ -1,4 +1,4 @@
-"""Small FLUX.2-dev and klein-4B: the real classes with 24 heads of 8, random weights, 128 px as 256 tokens."""
+"""Small FLUX.2-dev and klein-4B: the real classes, 24 heads of 8, random weights, 256 tokens for 128 x 128 px."""
 
 from diffusers import (
     AutoencoderKLFlux2,
@@ -19,17 +19,16 @@ from xfuser_cocodiff.lab.models import tokenizers, weights
 from xfuser_cocodiff.lab.models.parts import decoder_sizes, qwen_tokens
 
 TEXT_WIDTH = 32
-# The pipelines stack the hidden states 10, 20 and 30 of their text encoders; klein's own call has 9, 18 and 27.
+# The pipelines stack hidden states 10, 20 and 30 of their text encoders; klein's stacks 9, 18 and 27.
 TEXT_LAYERS, TEXT_STATES = 30, 3
 
-# The user's words only: FLUX.2's system message is the same for every prompt, and in a short max_sequence_length it
-# would leave no room for them.
+# Contains the user's message only. FLUX.2's constant system message would fill a short max_sequence_length.
 CHAT_TEMPLATE = """
 {%- for message in messages if message.role == "user" -%}
 {%- for part in message.content if part.type == "text" -%}<|im_start|>{{ part.text }}<|im_end|>{%- endfor -%}
 {%- endfor -%}
 """.strip()
-# Qwen 3's, without its tools and thoughts.
+# Qwen 3's template without tools and thinking.
 KLEIN_CHAT_TEMPLATE = """
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}{{ "\n" }}{{ message.content }}<|im_end|>{{ "\n" }}
@@ -39,7 +38,11 @@ KLEIN_CHAT_TEMPLATE = """
 
 
 def transformer(guided: bool = True) -> Flux2Transformer2DModel:
-    """2 double and 4 single blocks, which are told of the guidance or, where that is distilled into them, are not."""
+    """Return a transformer of 2 double-stream and 4 single-stream blocks.
+
+    Args:
+        guided: whether it has a guidance embedding; False if guidance is distilled into the weights.
+    """
     return Flux2Transformer2DModel(
         in_channels=32,
         num_layers=2,
@@ -53,7 +56,7 @@ def transformer(guided: bool = True) -> Flux2Transformer2DModel:
 
 
 def autoencoder() -> AutoencoderKLFlux2:
-    """4 x downsampling to 8 channels."""
+    """Return an autoencoder with 4x downsampling and 8 latent channels."""
     return AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -67,7 +70,7 @@ def autoencoder() -> AutoencoderKLFlux2:
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Mistral3ForConditionalGeneration:
-    """A Mistral 3 over `tokenizer`, 32 wide and 30 layers deep; its vision tower is there but never runs."""
+    """Return a Mistral 3 of 30 layers and width 32 for `tokenizer`; its vision tower never runs."""
     sizes = decoder_sizes(tokenizer, TEXT_WIDTH, TEXT_LAYERS)
     text = dict(**sizes, model_type="mistral", head_dim=8, sliding_window=None)
     vision = dict(
@@ -86,9 +89,9 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Mistral3ForConditionalGe
 
 
 def pipeline(seed: int = 0) -> Flux2Pipeline:
-    """The whole pipeline, with random weights from a seed.
+    """Return a pipeline with random weights from a seed.
 
-    The tokenizer is a Qwen2Tokenizer: the real one, a PixtralProcessor, needs torchvision even where no image comes in.
+    The tokenizer is a Qwen2Tokenizer. The real one, a PixtralProcessor, requires torchvision even without images.
     """
     tokenizer = tokenizers.qwen2(CHAT_TEMPLATE)
     pipe = Flux2Pipeline(
@@ -102,13 +105,13 @@ def pipeline(seed: int = 0) -> Flux2Pipeline:
 
 
 def klein_text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A Qwen 3 over `tokenizer`, 32 wide and 30 layers deep."""
+    """Return a Qwen 3 of 30 layers and width 32 for `tokenizer`."""
     sizes = decoder_sizes(tokenizer, TEXT_WIDTH, TEXT_LAYERS)
     return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8, **qwen_tokens(tokenizer)))
 
 
 def klein(seed: int = 0) -> Flux2KleinPipeline:
-    """The whole pipeline of klein, into whose transformer guidance is distilled, with random weights from a seed."""
+    """Return a klein pipeline with distilled guidance and random weights from a seed."""
     tokenizer = tokenizers.qwen2(KLEIN_CHAT_TEMPLATE)
     pipe = Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),

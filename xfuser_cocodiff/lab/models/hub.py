@@ -1,9 +1,9 @@
-"""The small models as a Hugging Face cache, so that xDiT loads them under the names of the real ones.
+"""Writes the small models into a Hugging Face cache, from which xDiT loads them by the names of the real models.
 
     HF_HOME=OUT HF_HUB_OFFLINE=1 xdit --model FLUX.1-dev ...
 
-finds under OUT what :func:`write_cache` wrote there. Nothing in xDiT or diffusers is changed for it. Models that edit
-have something to edit there: --input_images OUT/input.png.
+loads the model that :func:`write_cache` wrote to OUT, without changes to xDiT or diffusers. Models that take an input
+image can use OUT/input.png (--input_images).
 """
 
 import hashlib
@@ -21,58 +21,61 @@ from xfuser_cocodiff.lab.models import slices
 
 _HERE = Path(__file__).parent
 SHIPPED = {"FLUX.1-dev": _HERE / "flux1_dev", "Wan2.1-T2V": _HERE / "wan21_t2v"}
-"""Models with trained weights, which are part of the installation."""
-# Opens the model card of every snapshot that is ours, and tells it from a real download.
+"""Folders of the models with trained weights, which are part of the package."""
+# First line of the model card of every small model; distinguishes it from a real download.
 MARK = "# A small stand-in, written by xfuser_cocodiff"
 INPUT_IMAGE = "input.png"
-"""In the cache: what the models that edit may be given."""
+"""Input image for models that take one, relative to the cache."""
 
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A repository of the hub, and what writes its small stand-in as a diffusers folder."""
+    """Small model in place of a repository of the hub."""
 
     repo: str
     write: Callable[[Path], None]
-    edits: bool = False
-    """Whether it asks for an input image."""
-    films: bool = False
-    """Whether it makes videos, for which diffusers wants a package that it does not bring."""
+    """Writes the model to a folder in the format of diffusers."""
+    takes_image: bool = False
+    """Whether the model takes an input image."""
+    makes_video: bool = False
+    """Whether the model generates videos; diffusers saves them with a package that it does not install."""
 
 
 def write_cache(out: Path, names: Sequence[str] | None = None) -> dict[str, Path]:
     """Write small models into a Hugging Face cache and return the snapshot folder of each.
 
-    A snapshot is named after its content and appears complete or not at all; writing it again changes nothing. Other
-    models in the cache are left alone. Where one of these edits, :data:`INPUT_IMAGE` comes beside them.
+    A snapshot is named by the hash of its content and written atomically; writing it again changes nothing. Other
+    models in the cache are not changed. If a model takes an input image, :data:`INPUT_IMAGE` is written too.
 
     Args:
-        out: what HF_HOME is to be; created if missing.
-        names: names from :data:`REGISTRY`, all of them if None.
+        out: folder to use as HF_HOME; created if missing.
+        names: names in :data:`REGISTRY`; None for all of them.
 
     Raises:
         ValueError: a name is unknown.
-        FileExistsError: the cache holds the real model of that name.
-        FileNotFoundError: the trained weights are not part of this installation.
+        FileExistsError: the cache contains the real model of that name.
+        FileNotFoundError: the trained weights are missing from the package.
     """
     names = list(REGISTRY if names is None else names)
     if unknown := [name for name in names if name not in REGISTRY]:
         raise ValueError(f"unknown model {', '.join(map(repr, unknown))}; the small models are {', '.join(REGISTRY)}")
     written = {name: _write_model(Path(out), REGISTRY[name]) for name in names}
-    if any(REGISTRY[name].edits for name in names):
-        _draw_input(Path(out) / INPUT_IMAGE)
+    if any(REGISTRY[name].takes_image for name in names):
+        _write_input_image(Path(out) / INPUT_IMAGE)
     return written
 
 
 def _write_model(out: Path, model: SmallModel) -> Path:
     folder = out / "hub" / f"models--{model.repo.replace('/', '--')}"
-    _refuse_real(folder, model.repo)
+    _check_not_real(folder, model.repo)
     (folder / "snapshots").mkdir(parents=True, exist_ok=True)
     (folder / "refs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".partial-") as partial:
         draft, ref = Path(partial, "snapshot"), Path(partial, "main")
         model.write(draft)
-        (draft / "README.md").write_text(f"{MARK}\n\nIt has the classes of {model.repo} and none of its abilities.\n")
+        (draft / "README.md").write_text(
+            f"{MARK}\n\nIt has the classes of {model.repo} in a small size, with weights of its own.\n"
+        )
         commit = _digest(draft)
         snapshot = folder / "snapshots" / commit
         _publish(draft, snapshot)
@@ -81,28 +84,29 @@ def _write_model(out: Path, model: SmallModel) -> Path:
     return snapshot
 
 
-def _refuse_real(folder: Path, repo: str) -> None:
+def _check_not_real(folder: Path, repo: str) -> None:
+    """Raise a FileExistsError if a folder of the cache contains the real model."""
     ref = folder / "refs" / "main"
     if not ref.exists():
         return
     card = folder / "snapshots" / ref.read_text().strip() / "README.md"
     if not (card.exists() and card.read_text(errors="replace").startswith(MARK)):
-        raise FileExistsError(f"{folder} holds the real {repo}; write the small models to another folder")
+        raise FileExistsError(f"{folder} contains the real {repo}; choose another folder for the small models")
 
 
 def _publish(draft: Path, snapshot: Path) -> None:
-    """Move a finished draft into place; a snapshot of that name that lost a file is replaced."""
+    """Move a finished draft to its snapshot folder, and replace a damaged snapshot of that name."""
     if snapshot.exists() and _digest(snapshot) != snapshot.name:
         shutil.rmtree(snapshot)
     try:
         os.rename(draft, snapshot)
-    except OSError:  # It is there already, or another process was faster.
+    except OSError:  # it exists already, or another process was faster
         if not snapshot.exists():
             raise
 
 
 def _digest(folder: Path) -> str:
-    """SHA-1 over the paths and contents of a folder: 40 hex digits, as the commits of the hub."""
+    """Return the SHA-1 of the paths and contents of a folder: 40 hex digits, like commits of the hub."""
     digest = hashlib.sha1()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -122,18 +126,19 @@ def _copy_shipped(name: str) -> Callable[[Path], None]:
 
 
 def _save_random(module: str, pipeline: str = "pipeline") -> Callable[[Path], None]:
-    def write(folder: Path) -> None:  # The import waits until the model is asked for: it pulls in all of diffusers.
+    def write(folder: Path) -> None:
+        # Imported only when the model is requested, since it imports all of diffusers.
         getattr(import_module(f"xfuser_cocodiff.lab.models.{module}"), pipeline)().save_pretrained(folder)
 
     return write
 
 
-def _draw_input(file: Path) -> None:
+def _write_input_image(file: Path) -> None:
     from PIL import Image
 
-    grey = slices.draw("cells", 256, np.random.default_rng(0))
+    gray = slices.draw("cells", 256, np.random.default_rng(0))
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".partial-") as partial:
-        Image.fromarray((255 * grey).astype(np.uint8)).convert("RGB").save(draft := Path(partial, file.name))
+        Image.fromarray((255 * gray).astype(np.uint8)).convert("RGB").save(draft := Path(partial, file.name))
         os.replace(draft, file)
 
 
@@ -143,14 +148,14 @@ REGISTRY = {
     "SD3.5": SmallModel("stabilityai/stable-diffusion-3.5-large", _save_random("sd35")),
     "Qwen-Image": SmallModel("Qwen/Qwen-Image", _save_random("qwen_image")),
     "FLUX.1-Kontext-dev": SmallModel(
-        "black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1", "kontext"), edits=True
+        "black-forest-labs/FLUX.1-Kontext-dev", _save_random("flux1", "kontext"), takes_image=True
     ),
-    "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image", "edit"), edits=True),
+    "Qwen-Image-Edit": SmallModel("Qwen/Qwen-Image-Edit", _save_random("qwen_image", "edit"), takes_image=True),
     "FLUX.2-klein-4B": SmallModel("black-forest-labs/FLUX.2-klein-4B", _save_random("flux2", "klein")),
     "Lumina2": SmallModel("Alpha-VLLM/Lumina-Image-2.0", _save_random("lumina2")),
-    "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _copy_shipped("Wan2.1-T2V"), films=True),
-    "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan"), films=True),
+    "Wan2.1-T2V": SmallModel("Wan-AI/Wan2.1-T2V-14B-Diffusers", _copy_shipped("Wan2.1-T2V"), makes_video=True),
+    "Wan2.2-T2V": SmallModel("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _save_random("wan"), makes_video=True),
     "Hunyuanvideo-1.5": SmallModel(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", _save_random("hunyuan_video15"), films=True
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v", _save_random("hunyuan_video15"), makes_video=True
     ),
 }

@@ -1,4 +1,4 @@
-"""A small Lumina-Image-2.0: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 64 tokens."""
+"""Small Lumina-Image-2.0: the real classes, 24 heads of 8, random weights, 64 tokens for 128 x 128 pixels."""
 
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ HEADS, HEAD_DIM = 24, 8
 
 
 def transformer() -> Lumina2Transformer2DModel:
-    """A refiner for the picture, one for the text, and 4 blocks for both; 3 heads share K and V."""
+    """Return a transformer of an image refiner, a text refiner and 4 joint blocks; 3 heads share K and V."""
     return Lumina2Transformer2DModel(
         sample_size=16,
         in_channels=LATENT_CHANNELS,
@@ -26,19 +26,19 @@ def transformer() -> Lumina2Transformer2DModel:
 
 
 def autoencoder() -> AutoencoderKL:
-    """8 x downsampling, which the pipeline counts on, to 4 channels."""
+    """Return an autoencoder with 8x downsampling, which the pipeline assumes, and 4 latent channels."""
     return autoencoder_kl((16, 16, 32, 64))
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Gemma2Model:
-    """A three-layer Gemma 2 over `tokenizer`, 64 wide: the prompt is what it has before its last layer."""
-    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.pad_token_id)
+    """Return a Gemma 2 of 3 layers and width 64 for `tokenizer`; the prompt skips the last layer."""
+    special_tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.pad_token_id)
     sizes = decoder_sizes(tokenizer, TEXT_WIDTH, layers=3)
-    return Gemma2Model(Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16, **ends))
+    return Gemma2Model(Gemma2Config(**sizes, head_dim=16, query_pre_attn_scalar=16, **special_tokens))
 
 
 def pipeline(seed: int = 0) -> Lumina2Pipeline:
-    """The whole pipeline, with random weights from a seed and a Qwen2Tokenizer for Gemma's."""
+    """Return a pipeline with random weights from a seed, and a Qwen2Tokenizer in place of Gemma's."""
     tokenizer = tokenizers.qwen2()
     pipe = Lumina2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),

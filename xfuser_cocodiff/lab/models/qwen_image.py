@@ -1,7 +1,7 @@
-"""A small Qwen-Image: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens.
+"""Small Qwen-Image and Qwen-Image-Edit: the real classes, 24 heads of 8, random weights.
 
-And a small Qwen-Image-Edit, of 256 x 256 pixels as 64 tokens. Its pipeline scales every input image to about a million
-pixels, which the autoencoder packs into 1024 tokens.
+Qwen-Image has 256 tokens for 128 x 128 pixels, Qwen-Image-Edit 64 tokens for 256 x 256 pixels. The pipeline of the
+latter scales input images to about a million pixels, which are 1024 tokens.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from xfuser_cocodiff.lab.models import tokenizers, weights
 from xfuser_cocodiff.lab.models.parts import TEXT_WIDTH, decoder_sizes, qwen_tokens
 
 LATENT_CHANNELS = 8
-# What Edit's text encoder sees of the input image: patches of 14 pixels, four of them a token, so many tokens.
-TOKENS_SEEN = 16
+# Tokens of the input image in Edit's text encoder; a token is four patches of 14 x 14 pixels.
+VISION_TOKENS = 16
 
 
 def transformer() -> QwenImageTransformer2DModel:
-    """4 double blocks."""
+    """Return a transformer of 4 double-stream blocks."""
     return QwenImageTransformer2DModel(
         in_channels=4 * LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -44,20 +44,25 @@ def transformer() -> QwenImageTransformer2DModel:
 
 
 def autoencoder(base: int = 16, widths: Sequence[int] = (1, 2, 4)) -> AutoencoderKLQwenImage:
-    """To 8 channels: pictures are halved between two widths, multiples of `base`, and time in half of these places."""
+    """Return an autoencoder with 8 latent channels.
+
+    Args:
+        base: unit of the widths.
+        widths: widths of the levels in units of `base`. Every further level halves the image, and half of them time.
+    """
     return AutoencoderKLQwenImage(
         base_dim=base,
         z_dim=LATENT_CHANNELS,
         dim_mult=[*widths],
         num_res_blocks=1,
-        temperal_downsample=[place >= len(widths) // 2 for place in range(len(widths) - 1)],
+        temperal_downsample=[level >= len(widths) // 2 for level in range(len(widths) - 1)],
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
     )
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen 2.5-VL over `tokenizer`, 64 wide; its vision tower is there but never runs."""
+    """Return a Qwen 2.5-VL of 2 layers and width 64 for `tokenizer`; Qwen-Image never runs its vision tower."""
     rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3])
     sizes = decoder_sizes(tokenizer, TEXT_WIDTH, layers=2)
     text = dict(**sizes, rope_parameters=rope, **qwen_tokens(tokenizer))
@@ -70,16 +75,16 @@ def text_encoder(tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLForConditional
         fullatt_block_indexes=[0],
     )
     tokens = dict(vision_start="vision_start", vision_end="vision_end", image="image_pad", video="video_pad")
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for name, mark in tokens.items()}
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
 
 
 def processor(tokenizer: PreTrainedTokenizerBase) -> PaddleOCRVLProcessor:
-    """What reads text and image in Qwen-Image-Edit.
+    """Return the processor of text and images for Qwen-Image-Edit.
 
-    The real one, a Qwen2VLProcessor, needs torchvision for videos that never come in. This one is the same without.
+    The real one, a Qwen2VLProcessor, requires torchvision for videos. This one gives the same results without it.
     """
-    pixels = {"shortest_edge": 28**2, "longest_edge": 28**2 * TOKENS_SEEN}
+    pixels = {"shortest_edge": 28**2, "longest_edge": 28**2 * VISION_TOKENS}
     return PaddleOCRVLProcessor(image_processor=Qwen2VLImageProcessorPil(size=pixels), tokenizer=tokenizer)
 
 
@@ -92,12 +97,12 @@ def _components(tokenizer: PreTrainedTokenizerBase, vae: AutoencoderKLQwenImage)
 
 
 def pipeline(seed: int = 0) -> QwenImagePipeline:
-    """The whole pipeline, with random weights from a seed; 4 x downsampling."""
+    """Return a pipeline with random weights from a seed; its autoencoder has 4x downsampling."""
     return weights.fill(QwenImagePipeline(**_components(tokenizers.qwen2(), autoencoder())), seed)
 
 
 def edit(seed: int = 0) -> QwenImageEditPipeline:
-    """The whole pipeline of Qwen-Image-Edit, with random weights from a seed; 16 x downsampling."""
+    """Return a Qwen-Image-Edit pipeline with random weights from a seed; its autoencoder has 16x downsampling."""
     tokenizer = tokenizers.qwen2(image_token="<|image_pad|>")
     parts = _components(tokenizer, autoencoder(8, (1, 1, 2, 4, 4)))
     return weights.fill(QwenImageEditPipeline(**parts, processor=processor(tokenizer)), seed)

@@ -1,4 +1,4 @@
-"""A small SD 3.5: the real classes with 24 heads of 8, random weights, 128 x 128 pixels as 256 tokens."""
+"""Small Stable Diffusion 3.5: the real classes, 24 heads of 8, random weights, 256 tokens for 128 x 128 pixels."""
 
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
@@ -6,12 +6,12 @@ from transformers import CLIPTextModelWithProjection, PreTrainedTokenizerBase
 from xfuser_cocodiff.lab.models import flux1, parts, tokenizers, weights
 
 HEADS, HEAD_DIM = 24, 8
-# The two CLIP encoders side by side are as wide as T5: the pipeline pads the narrower of the two.
+# The two CLIP encoders together are as wide as T5; the pipeline would pad the narrower of the two.
 TEXT_WIDTH = 2 * parts.TEXT_WIDTH
 
 
 def transformer() -> SD3Transformer2DModel:
-    """4 joint blocks, the last of which drops its text."""
+    """Return a transformer of 4 joint blocks; the last one discards its text."""
     return SD3Transformer2DModel(
         sample_size=32,
         in_channels=parts.LATENT_CHANNELS,
@@ -28,12 +28,12 @@ def transformer() -> SD3Transformer2DModel:
 
 
 def clip_encoder(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModelWithProjection:
-    """A two-layer CLIP text encoder with a projection, 64 wide."""
+    """Return a CLIP text encoder of 2 layers and width 64, with a projection."""
     return CLIPTextModelWithProjection(parts.clip_config(tokenizer))
 
 
 def pipeline(seed: int = 0) -> StableDiffusion3Pipeline:
-    """The whole pipeline, with random weights from a seed."""
+    """Return a pipeline with random weights from a seed."""
     clip, t5 = tokenizers.clip(), tokenizers.t5()
     pipe = StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),

@@ -1,4 +1,4 @@
-"""A small Wan 2.2 A14B: the real classes with 24 heads of 8, random weights, 9 frames of 128 x 128 as 192 tokens."""
+"""Small Wan 2.2 A14B: the real classes, 24 heads of 8, random weights, 192 tokens for 9 frames of 128 x 128 px."""
 
 from typing import Any
 
@@ -17,32 +17,32 @@ SIZES: dict[str, Any] = {
     "ffn_dim": 384,
     "num_layers": 4,
 }
-"""Of its transformer."""
+"""Dimensions of the transformers."""
 
 
 def transformer() -> WanTransformer3DModel:
-    """4 blocks."""
+    """Return a transformer of 4 blocks."""
     return WanTransformer3DModel(**SIZES)
 
 
 def scheduler() -> UniPCMultistepScheduler:
-    """As all of Wan's have it."""
+    """Return the scheduler of all Wan models."""
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
 def autoencoder(channels: int = LATENT_CHANNELS, **more: Any) -> AutoencoderKLWan:
-    """8 x downsampling in space and 4 x in time."""
+    """Return an autoencoder with 8x downsampling in space and 4x in time."""
     mean, std = [0.0] * channels, [1.0] * channels
     return AutoencoderKLWan(base_dim=8, z_dim=channels, num_res_blocks=1, latents_mean=mean, latents_std=std, **more)
 
 
 def text_encoder(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
-    """A two-layer UMT5 encoder over `tokenizer`, 64 wide."""
+    """Return a UMT5 encoder of 2 layers and width 64 for `tokenizer`."""
     return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer)))
 
 
 def pipeline(seed: int = 0) -> WanPipeline:
-    """The whole pipeline with its two experts, with random weights from a seed."""
+    """Return a pipeline of two experts with random weights from a seed."""
     tokenizer = tokenizers.t5()
     pipe = WanPipeline(
         tokenizer=tokenizer,
@@ -51,7 +51,7 @@ def pipeline(seed: int = 0) -> WanPipeline:
         scheduler=scheduler(),
         transformer=transformer(),
         transformer_2=transformer(),
-        # The share of the noise below which the second one goes on.
+        # Noise level below which the second expert takes over.
         boundary_ratio=0.875,
     )
     return weights.fill(pipe, seed)

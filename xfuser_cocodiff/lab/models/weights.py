@@ -1,4 +1,4 @@
-"""Seeded random weights under which a picture depends on every part of its model, attention above all."""
+"""Fills pipelines with seeded random weights that make images depend on every component, above all on attention."""
 
 import math
 
@@ -6,18 +6,18 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-# With the usual small initialisation blocks hardly change their input, and a picture forgives an exchange that went
-# wrong; from 1.5 on, halving the attention changes it beyond recognition, while rounding stays 50 dB below.
+# With the usual small initialization, blocks hardly change their input, and images hide errors of an all-to-all. From
+# 1.5 on, halving the attention changes an image beyond recognition, while rounding errors stay 50 dB below it.
 GAIN = 1.5
-# Scale of the normalised Q and K: sharp attention, in which the few tokens of a short prompt count.
+# Scale of the normalized Q and K. It makes attention sharp, so that the few tokens of a short prompt matter.
 SHARPNESS = 2.0
 _SHARPENED = ("norm_q.weight", "norm_k.weight", "norm_added_q.weight", "norm_added_k.weight")
 
 
 def fill(pipeline: DiffusionPipeline, seed: int) -> DiffusionPipeline:
-    """Fill every module of a pipeline in place and switch it to evaluation.
+    """Fill all modules of a pipeline in place, switch them to evaluation, and return the pipeline.
 
-    Matrices and kernels become N(0, GAIN^2 / fan_in), scales of norms N(1, 0.1^2), biases N(0, 0.1^2).
+    Matrices and kernels are drawn from N(0, GAIN^2 / fan_in), norm scales from N(1, 0.1^2), biases from N(0, 0.1^2).
     """
     generator = torch.Generator().manual_seed(seed)
     for module in pipeline.components.values():
