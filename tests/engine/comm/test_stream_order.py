@@ -80,7 +80,7 @@ SLOW = ["node", "all", SINGLE_STAGE]
 """The slow axes, and whether coded all-to-alls are single-stage."""
 
 
-def way_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
+def partition_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     """Return a mesh and its slow and fast axes."""
     mesh = mesh_of("hierarchical", staged)
     if slow == "all":
@@ -93,10 +93,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_gro
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-def run(mesh: Mesh, groups: int, v_first: bool, steps_of: Iterator[LayerCodecs | None]) -> None:
+def run(mesh: Mesh, groups: int, v_first: bool, codecs_of_layers: Iterator[LayerCodecs | None]) -> None:
     """Run the layers of a transformer: each computes the input of the next one and frees the rest."""
     hidden = torch.randn(2, 8, 8, 16, device=device())
-    for layer_codecs in steps_of:
+    for layer_codecs in codecs_of_layers:
         value = hidden * 3
         sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
         query, key = hidden + 1, hidden - 1
@@ -116,16 +116,16 @@ def test_lossless_communication_is_ordered(plan: str) -> None:
     ranks.run(lossless, 1, plan)
 
 
-def encoded(rank: int, slow: str, codec: Codec, fused: bool) -> None:
+def coded(rank: int, slow: str, codec: Codec, uses_triton: bool) -> None:
     for v_first, (staged, late) in itertools.product(BOTH, THREADS):
-        with MockDevice(late) as mock_device, mock_device.by_triton() if fused else nullcontext():
+        with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():
             make_tables()
-            mesh, partition = way_of(slow, staged)
-            run(mesh, 1, v_first, steps_of(partition, codec, slow == SINGLE_STAGE))
+            mesh, partition = partition_of(slow, staged)
+            run(mesh, 1, v_first, codecs_by_step(partition, codec, slow == SINGLE_STAGE))
         assert (mock_device.recorded > 0) is staged
 
 
-def steps_of(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
+def codecs_by_step(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
     """Yield the codecs of one layer, step by step."""
     link_states, stats = {}, CodecStats()
     for step in range(STEPS):
@@ -137,14 +137,14 @@ def steps_of(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iter
 
 
 @pytest.mark.parametrize(
-    ("slow", "codec", "fused"),
+    ("slow", "codec", "uses_triton"),
     slow_but(
         [("node", "bits", True), ("all", "drift", True), ("node", "change", False), (SINGLE_STAGE, "drift", True)],
         covering(itertools.product(SLOW, CODECS, (True, False)), 2),  # this order includes the quick cases
     ),
 )
-def test_coded_communication_is_ordered(slow: str, codec: str, fused: bool) -> None:
-    ranks.run(encoded, 1, slow, CODECS[codec], fused)
+def test_coded_communication_is_ordered(slow: str, codec: str, uses_triton: bool) -> None:
+    ranks.run(coded, 1, slow, CODECS[codec], uses_triton)
 
 
 def timing_streams(rank: int, plan: str) -> list[str]:
@@ -258,13 +258,13 @@ def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, in
     }
     with MockDevice() as mock_device, mock_device.by_triton():
         make_tables()
-        mesh, partition = way_of(slow, staged=False)
+        mesh, partition = partition_of(slow, staged=False)
         query, key, value = (torch.randn(1, 8, 8, 16, device=device()) for _ in range(3))
         link_states: dict = {}
         for step in range(4):
-            now = codecs_of if step else dict.fromkeys("qkvo", EXACT)
+            tensor_codecs = codecs_of if step else dict.fromkeys("qkvo", EXACT)
             layer_codecs = LayerCodecs(
-                partition, now, link_states, CodecStats(), step, single_stage=slow == SINGLE_STAGE
+                partition, tensor_codecs, link_states, CodecStats(), step, single_stage=slow == SINGLE_STAGE
             )
             mock_device.launched.clear()
             sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(), layer_codecs) if v_first else None
