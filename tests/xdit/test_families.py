@@ -60,7 +60,7 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "error"),
     [(["--json", "--out", "x"], "--json requires --list"), (["--list", "SD3.5"], "takes no names")],
 )
 def test_conflicting_options_are_errors(line: list[str], error: str, capsys: pytest.CaptureFixture) -> None:

@@ -162,7 +162,7 @@ def traffic_and_references(
     overlap = Overlap(v_first=False, head_groups=1)
     ring_topology = split.ring_topology(whole) if split.ring > 1 else None
     options = {"plan": Plan.hierarchical(topology), "overlap": overlap, "ring": split.placement}
-    run.by(mode, str(topology), **options, ring_topology=ring_topology)
+    run.use_mode(mode, str(topology), **options, ring_topology=ring_topology)
     active().traffic.reset()
     run()
     reference_bytes = run.runtime.reports[-1].reference_bytes if run.runtime else 0
