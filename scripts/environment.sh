@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: changes to the checkout and makes sure that `python` has the project and its extras.
+# Sourced by the other scripts: changes to the checkout and installs the project with its extras, if needed.
 #
-# Uses the active virtual environment when VIRTUAL_ENV is set, else makes .venv. A PyTorch that is there already is kept.
+# Uses the active virtual environment if VIRTUAL_ENV is set, else .venv, which it creates. An installed PyTorch is kept.
 #   COCODIFF_PYTHON=python3.12       interpreter for a new .venv
-#   COCODIFF_SYSTEM_TORCH=1          let a new .venv see the packages of that interpreter, its PyTorch among them
-#   COCODIFF_TORCH=torch==2.10.0     requirement to install when there is no PyTorch
-#   COCODIFF_TORCH_INDEX=URL         index to take it from, for instance that of the CPU builds
+#   COCODIFF_SYSTEM_TORCH=1          give a new .venv the packages of that interpreter, such as PyTorch
+#   COCODIFF_TORCH=torch==2.10.0     requirement to install if there is no PyTorch
+#   COCODIFF_TORCH_INDEX=URL         package index for it, such as that of the CPU builds
 
 unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -14,7 +14,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
     if [ ! -e .venv/bin/activate ]; then
         "${COCODIFF_PYTHON:-python3}" -m venv ${COCODIFF_SYSTEM_TORCH:+--system-site-packages} .venv || {
             rm -rf .venv
-            echo "No virtual environment could be made; Debian and Ubuntu have it in the package python3-venv." >&2
+            echo "Cannot create a virtual environment; on Debian and Ubuntu, install the package python3-venv." >&2
             exit 1
         }
     fi
@@ -23,11 +23,11 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
 fi
 PATH="$VIRTUAL_ENV/bin:$PATH"
 python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-    echo "Python 3.10 or later is needed, this is $(python --version); COCODIFF_PYTHON names another." >&2
+    echo "Python 3.10 or later is required, not $(python --version); set COCODIFF_PYTHON to another interpreter." >&2
     exit 1
 }
 
-# Installing anew costs seconds even when nothing changed, so it is done once for each state of the requirements.
+# Reinstalling takes seconds even if nothing has changed, so it is done once per version of setup.py.
 wanted="$PWD $(cksum < setup.py)"
 stamp="$VIRTUAL_ENV/.cocodiff-installed"
 if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
@@ -40,7 +40,7 @@ if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
     echo "$wanted" > "$stamp"
 fi
 
-# Makes PyTorch see no accelerator, so that any number of ranks can run.
+# Hides all accelerators from PyTorch, so that any number of ranks can run.
 use_cpu() {
     export CUDA_VISIBLE_DEVICES="" HIP_VISIBLE_DEVICES="" ONEAPI_DEVICE_SELECTOR="opencl:cpu"
 }

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# What one GPU can show, in a folder (argument; default: one-gpu): kernels against a copy of the same bytes and beside a
-# layer, the tests that need a device, and ranks that share it: bit for bit against stock, with V's overlap in a trace.
-# All parts run, also after one that fails; the status is 1 then.
+# Runs all tests and measurements that need one GPU, and writes their output to a folder (argument; default: one-gpu): the
+# tests of kernels and attention, the speed of the kernels relative to a copy, and comparisons with stock of ranks that
+# share the GPU, with traces of the overlap. A part that fails does not stop the others; the exit status is then 1.
 set -uo pipefail
 out=$(realpath -m "${1:-one-gpu}")
 . "$(dirname "$0")/environment.sh"
 
-# The first that there is, so that ranks share it.
+# Only the first GPU is visible, so that all ranks share it.
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" ZE_AFFINITY_MASK="${ZE_AFFINITY_MASK:-0}"
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}" ZE_AFFINITY_MASK="${ZE_AFFINITY_MASK%%,*}"
 python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())' || {
-    echo "scripts/one_gpu.sh: PyTorch sees no GPU here; scripts/test.sh has what runs without one" >&2
+    echo "scripts/one_gpu.sh: PyTorch finds no GPU; scripts/test.sh runs the tests that need none" >&2
     exit 2
 }
 mkdir -p "$out"
 failed=()
 
-# Runs a part and keeps what it prints.
+# Runs a part and writes its output to a file.
 part() {
     local name="$1"
     shift
@@ -25,10 +25,10 @@ part() {
 }
 
 describe() {
-    cocodiff env && { nvidia-smi || xpu-smi discovery || echo "no tool tells the driver's version"; }
+    cocodiff env && { nvidia-smi || xpu-smi discovery || echo "driver version unknown: neither nvidia-smi nor xpu-smi found"; }
 }
 
-# Ranks that share the device, stock against the plugin.
+# Compares the plugin with stock on ranks that share the GPU.
 shared() {
     local folder="$1"
     shift
@@ -37,7 +37,7 @@ shared() {
 }
 
 unset HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
-# Where but one device is seen, ranks cannot tell that it is for all of them.
+# With one visible device, ranks cannot detect that they share it.
 export COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1
 part environment describe
 part tests python -m pytest --all tests/engine/kernels/test_kernels.py tests/engine/attention/test_attention.py
@@ -54,4 +54,4 @@ if [ "${#failed[@]}" -gt 0 ]; then
     echo "Failed: ${failed[*]}" >&2
     exit 1
 fi
-echo "All of it is in $out"
+echo "All output is in $out"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the environment, lints, and runs the quick tests, on the CPU also where there is a GPU. --all runs the slow ones
-# too. All arguments go to pytest; of several processes (-n) one is started for each core, up to four.
+# Sets up the environment, lints, checks types and runs the quick tests, always on the CPU. --all runs the slow tests too.
+# Arguments are passed to pytest, which runs one process per core, at most four (-n).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One rank under mpiexec: runs a command with the variables that torchrun would have given it. The number of all ranks and
-# where they meet are in the environment of mpiexec, which hands it on.
+# Runs a command as one rank under mpiexec, with the variables that torchrun would set. WORLD_SIZE, MASTER_ADDR and
+# MASTER_PORT come from the environment of mpiexec.
 set -eu
-export RANK="${PALS_RANKID:?rank.sh runs under the mpiexec of PALS}" LOCAL_RANK="$PALS_LOCAL_RANKID"
+export RANK="${PALS_RANKID:?run rank.sh under the mpiexec of PALS}" LOCAL_RANK="$PALS_LOCAL_RANKID"
 : "${WORLD_SIZE:?}" "${LOCAL_WORLD_SIZE:?}" "${MASTER_ADDR:?}" "${MASTER_PORT:?}"
 exec "$@"

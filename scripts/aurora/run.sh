@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Runs the paper's measurements on the nodes of a PBS job: the links, the all-to-all alone, stock xDiT against every mode,
-# and what modes cost in quality. Each is a cell: a folder with its record, its log and its exit status. A cell that has
-# finished is not run again, one that fails does not stop the rest; at the end come a table of steps, and what failed.
-#   AURORA_OUT=cocodiff-aurora          folder on a file system that all nodes see
-#   AURORA_NODES="1 2 4 8"              node counts (default: those of 1, 2, 4 and 8 that the job has)
-#   AURORA_MODELS="FLUX.1-dev:24 ..."   models of xDiT's registry with their attention heads, which bound Ulysses
+# Runs the measurements of the paper on the nodes of a PBS job: links, all-to-all, step time of stock xDiT and of every
+# mode, and the quality of the modes. Each measurement is a cell: a folder with its record, log and exit status. Complete
+# cells are not run again, and a failed cell does not stop the others. At the end it writes a table of step times and prints
+# the cells that are not complete.
+#   AURORA_OUT=cocodiff-aurora          output folder, on a file system that all nodes share
+#   AURORA_NODES="1 2 4 8"              node counts (default: 1, 2, 4 and 8, as far as the job has them)
+#   AURORA_MODELS="FLUX.1-dev:24 ..."   models of xDiT's registry with their numbers of heads, which limit Ulysses
 #   AURORA_RESOLUTIONS="768 1536 2304"  AURORA_MODES="exact balanced fast paper"  AURORA_STEPS=50  AURORA_REPEATS=3
-#   AURORA_SIZES=6MB,24MB,48MB          messages of the all-to-all, per rank
+#   AURORA_SIZES=6MB,24MB,48MB          message sizes of the all-to-all, per rank
 #   AURORA_XDIT=""                      more arguments for xDiT, such as "--batch_size 4"
 #   AURORA_QUALITY="FLUX.1-dev SD3.5 Qwen-Image"  AURORA_VIRTUAL=2x6x2  AURORA_SEEDS=4  AURORA_QUALITY_SIZE=768
 #   AURORA_RANKS_PER_NODE=12            AURORA_CPU_BIND=list:...        AURORA_CELL_SECONDS=3600
 set -euo pipefail
 
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-set +u # the module system reads variables that nobody set
+script_dir="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+set +u # the module system reads unset variables
 # shellcheck source=scripts/aurora/environment.sh
-. "$here/environment.sh"
+. "$script_dir/environment.sh"
 set -u
-trap 'exit 143' TERM INT # a job at the end of its time must not take the cell that is cut off for one that failed
+trap 'exit 143' TERM INT # an interrupted cell must not count as failed when the job reaches its time limit
 
 out="${AURORA_OUT:-cocodiff-aurora}"
 per_node="${AURORA_RANKS_PER_NODE:-12}"
-# Four cores for each tile, on the socket of its GPU; the first of each socket are the system's.
+# Four cores per tile, on the socket of its GPU; the first cores of each socket are reserved for the system.
 binding="${AURORA_CPU_BIND:-list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79}"
 repeats="${AURORA_REPEATS:-3}"
 steps="${AURORA_STEPS:-50}"
@@ -29,7 +30,7 @@ read -ra models <<< "${AURORA_MODELS:-FLUX.1-dev:24 Qwen-Image:24 SD3.5:38 FLUX.
 read -ra resolutions <<< "${AURORA_RESOLUTIONS:-768 1536 2304}"
 read -ra modes <<< "${AURORA_MODES:-exact balanced fast paper}"
 read -ra more <<< "${AURORA_XDIT:-}"
-read -ra judged <<< "${AURORA_QUALITY-FLUX.1-dev SD3.5 Qwen-Image}"
+read -ra quality_models <<< "${AURORA_QUALITY-FLUX.1-dev SD3.5 Qwen-Image}"
 cocodiff=(python -m xfuser_cocodiff.cli)
 
 fail() {
@@ -38,7 +39,7 @@ fail() {
 }
 
 [[ "$repeats" =~ ^[1-9][0-9]*$ ]] && [ "$repeats" -ge 3 ] ||
-    fail "AURORA_REPEATS: '$repeats' is not valid; valid are numbers from 3, as the paper has it"
+    fail "AURORA_REPEATS: '$repeats' is not valid; valid are numbers from 3, as in the paper"
 for mode in "${modes[@]}"; do
     [[ " exact balanced fast paper " == *" $mode "* ]] ||
         fail "AURORA_MODES: '$mode' is not valid; valid are exact, balanced, fast, paper"
@@ -48,33 +49,33 @@ for model in "${models[@]}"; do
 done
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
-awk '!seen[$0]++' "${PBS_NODEFILE:?run.sh runs in a PBS job}" > "$out/hosts"
-here_are="$(wc -l < "$out/hosts")"
+awk '!seen[$0]++' "${PBS_NODEFILE:?run run.sh in a PBS job}" > "$out/hosts"
+num_hosts="$(wc -l < "$out/hosts")"
 if [ -n "${AURORA_NODES:-}" ]; then
     read -ra node_counts <<< "$AURORA_NODES"
 else
     node_counts=()
-    for count in 1 2 4 8; do [ "$count" -gt "$here_are" ] || node_counts+=("$count"); done
+    for count in 1 2 4 8; do [ "$count" -gt "$num_hosts" ] || node_counts+=("$count"); done
 fi
 for count in "${node_counts[@]}"; do
-    [[ "$count" =~ ^[1-9][0-9]*$ ]] && [ "$count" -le "$here_are" ] ||
-        fail "AURORA_NODES: '$count' is not valid; valid are 1 to $here_are, the nodes of this job"
+    [[ "$count" =~ ^[1-9][0-9]*$ ]] && [ "$count" -le "$num_hosts" ] ||
+        fail "AURORA_NODES: '$count' is not valid; valid are 1 to $num_hosts, the nodes of this job"
 done
 export MASTER_ADDR="${MASTER_ADDR:-$(head -n 1 "$out/hosts")}"
 
-# Sets `ranks` and `start`, the mpiexec line for so many nodes: a rank for each tile, bound to cores beside it.
+# Sets `ranks` and `start`, the mpiexec command for a number of nodes: one rank per tile, bound to cores near it.
 start_on() {
     ranks=$(($1 * per_node))
     mkdir -p "$out/nodes-$1"
     head -n "$1" "$out/hosts" > "$out/nodes-$1/hosts"
     start=(
         env "WORLD_SIZE=$ranks" "LOCAL_WORLD_SIZE=$per_node"
-        mpiexec -n "$ranks" --ppn "$per_node" --hostfile "$out/nodes-$1/hosts" --cpu-bind "$binding" "$here/rank.sh"
+        mpiexec -n "$ranks" --ppn "$per_node" --hostfile "$out/nodes-$1/hosts" --cpu-bind "$binding" "$script_dir/rank.sh"
     )
 }
 
-# Sets `degree` to the Ulysses degree of a model of so many heads: what both the heads and the ranks divide by. What heads
-# leave of the ranks becomes Ring, as in the paper.
+# Sets `degree` to the Ulysses degree of a model: the greatest common divisor of its heads and the ranks. The ring degree is
+# the quotient of ranks and Ulysses degree, as in the paper.
 degree_for() {
     local rest="$ranks" next
     degree="$1"
@@ -84,8 +85,8 @@ degree_for() {
     done
 }
 
-# Sets `stock`, the option that takes stock's side from a mode of the same cell that has run; stock is slow, and the same.
-stock_beside() {
+# Sets `stock` to the option that reuses the baseline of another mode of the same setting, if there is one.
+reuse_stock() {
     local report
     stock=()
     for report in "$out/$(dirname "$1")"/*/report.json; do
@@ -93,7 +94,7 @@ stock_beside() {
     done
 }
 
-# Hands every cell to a function, as `$1 NAME COMMAND...`.
+# Calls a function for every cell, as `$1 NAME COMMAND...`.
 campaign() {
     local nodes model size name
     for nodes in "${node_counts[@]}"; do
@@ -109,44 +110,43 @@ campaign() {
             done
         done
     done
-    for name in "${judged[@]}"; do
+    for name in "${quality_models[@]}"; do
         "$1" "quality/$name" "${cocodiff[@]}" quality --model "$name" --virtual "${AURORA_VIRTUAL:-2x6x2}" \
             --steps "$steps" --seeds "${AURORA_SEEDS:-4}" --size "${AURORA_QUALITY_SIZE:-768}" \
             --json result.json --sheet pictures.png
     done
 }
 
-# The cells of one setting, one for each mode, as `compare_modes FUNCTION NAME XDIT_ARGUMENTS...`.
+# Calls a function for the cells of one setting, one per mode, as `compare_modes FUNCTION NAME XDIT_ARGUMENTS...`.
 compare_modes() {
     local do_with="$1" name="$2" mode launcher
     shift 2
     launcher="$(printf '%q ' "${start[@]}")"
     for mode in "${modes[@]}"; do
-        stock_beside "$name/$mode"
+        reuse_stock "$name/$mode"
         "$do_with" "$name/$mode" "${cocodiff[@]}" compare --out . --json result.json --repeats "$repeats" \
             --launcher "$launcher" "${stock[@]}" -- "$@" --num_inference_steps "$steps" --seed 1 \
             --prompt "a slice of a mouse brain" --cocodiff_mode "$mode" "${more[@]}"
     done
 }
 
-# Jobs of other node counts may share the folder: cells that they noted stay.
-note_cell() {
+# Adds a cell to the list of cells, unless another job with the same output folder has added it.
+list_cell() {
     grep -qxF "$1" "$out/cells" 2> /dev/null || echo "$1" >> "$out/cells"
 }
 
-# Runs a cell in its folder, unless it has finished before. Its status is written last, so that one that is cut off with
-# its job has none.
+# Runs a cell in its folder, unless it is complete. The status is written last, so an interrupted cell has none.
 run_cell() {
     local name="$1" folder="$out/$1" status=0
     shift
     if [ "$(cat "$folder/status" 2> /dev/null)" = 0 ]; then
-        echo "$name: finished before"
+        echo "$name: complete"
         return
     fi
     mkdir -p "$folder"
     rm -f "$folder/status" "$folder/result.json"
     echo "$name: started"
-    # Another port each time: that of a cell that was killed may not be free yet.
+    # A new port each time: that of a killed cell may still be in use.
     (
         cd "$folder" || exit
         export MASTER_PORT="$((20000 + RANDOM % 10000))"
@@ -156,6 +156,6 @@ run_cell() {
     [ "$status" = 0 ] || echo "$name: failed with exit status $status, see $folder/log"
 }
 
-campaign note_cell
+campaign list_cell
 campaign run_cell
-exec python3 "$here/tables.py" "$out"
+exec python3 "$script_dir/tables.py" "$out"

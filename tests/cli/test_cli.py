@@ -1,4 +1,4 @@
-"""The commands around the plugin; `compare` has files of its own."""
+"""Subcommands of `cocodiff`; `compare`, `tune` and `quality` have files of their own."""
 
 import argparse
 import json
@@ -20,22 +20,22 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 
-def test_env_shows_versions_platform_topology_and_every_row(
+def test_env_shows_versions_platform_topology_and_patches(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     assert cli.main(["env", "--degree", "12", "--json", str(tmp_path / "env.json")]) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for word in ("xfuser", "0.7", "cpu (added by the plugin)", "gloo", "node=2,gpu=6", "installed"):
-        assert word in shown
+        assert word in printed
     record = json.loads((tmp_path / "env.json").read_text())
     assert [row["site"] for row in record["patches"]] == [row.name for row in activation.patch_table()]
-    assert all(row["why"] in shown for row in record["patches"])
+    assert all(row["why"] in printed for row in record["patches"])
     assert (record["schema"], record["topology"], record["ranks_per_node"]) == (1, "node=2,gpu=6", 6)
     assert {row["state"] for row in record["patches"]} <= {"applied", "ready", "used"}
 
 
-def test_env_tells_why_the_plugin_is_not_installed(
+def test_env_shows_why_the_plugin_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activation, "_installed", None)
@@ -44,7 +44,7 @@ def test_env_tells_why_the_plugin_is_not_installed(
     assert "xfuser 0.9.1 is not supported" in capsys.readouterr().out
 
 
-def test_models_writes_one_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_models_writes_a_model_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["models", "--out", str(tmp_path), "SD3.5"]) == 0
     assert "HF_HOME=" in capsys.readouterr().out
     assert [folder.name for folder in (tmp_path / "hub").iterdir()] == [
@@ -52,54 +52,54 @@ def test_models_writes_one_by_name(capsys: pytest.CaptureFixture[str], tmp_path:
     ]
 
 
-def test_models_rejects_an_unknown_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_model_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["models", "--out", str(tmp_path), "SD9"]) == 2
-    assert "'SD9'" in (said := capsys.readouterr().err)
-    assert "FLUX.1-dev" in said
+    error = capsys.readouterr().err
+    assert "'SD9'" in error and "FLUX.1-dev" in error
 
 
 @pytest.mark.parametrize("arguments", [["bench", "kernels", "--repeats", "0"], ["env", "--degree", "0"]])
-def test_numbers_out_of_range(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_out_of_range_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     assert arguments[-2] in capsys.readouterr().err
 
 
-def warned(rank: int) -> list[str]:
-    """What a library says of itself while ranks work."""
+def warnings_on(rank: int) -> list[str]:
+    """Return the warnings that a library gives on a rank during work."""
 
     def work(*_: object) -> dict:
         warnings.warn("this is deprecated", FutureWarning, stacklevel=1)
         return {}
 
     options = argparse.Namespace(topology=None, timeout=None, json=None)
-    with warnings.catch_warnings(record=True) as said, mock.patch.object(dist, "destroy_process_group"):
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(dist, "destroy_process_group"):
         warnings.simplefilter("always")
         with mock.patch.object(bare_runtime, "start", lambda *_: dist.group.WORLD):
             assert on_ranks.run(options, work, lambda record: None) == 0
-    return [str(one.message) for one in said if "this is deprecated" in str(one.message)]
+    return [str(one.message) for one in caught if "this is deprecated" in str(one.message)]
 
 
-def test_what_libraries_say_of_themselves_is_said_once() -> None:
-    assert ranks.run(warned, 3) == [["this is deprecated"], [], []]
+def test_warnings_of_libraries_are_shown_by_one_rank() -> None:
+    assert ranks.run(warnings_on, 3) == [["this is deprecated"], [], []]
 
 
-def test_a_lost_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_rank_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def work(*_: object) -> dict:
         with failure_detection.report_failed_ranks([], "probe"):
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
 
     monkeypatch.setattr(bare_runtime, "start", lambda *_: None)
     monkeypatch.setattr(
-        failure_detection, "_describe_failure", lambda group, stage, failure: f"{stage}: rank 1 is lost"
+        failure_detection, "_describe_failure", lambda group, stage, failure: f"{stage}: rank 1 has failed"
     )
     options = argparse.Namespace(topology=None, timeout=None, json=None)
     assert on_ranks.run(options, work, print) == on_ranks.FAILED_RANK_STATUS
-    assert capsys.readouterr().err == "cocodiff: probe: rank 1 is lost\n"
+    assert capsys.readouterr().err == "cocodiff: probe: rank 1 has failed\n"
 
 
 @pytest.mark.slow
-def test_ranks_print_no_more_than_the_outcome() -> None:
-    """Other libraries log that they are imported: transformers that torchvision is missing, xDiT its ranks."""
+def test_only_the_first_rank_prints() -> None:
+    """Import messages of transformers and xDiT are turned off."""
     noisy = ("LOG_LEVEL", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY")
     usual = {name: value for name, value in os.environ.items() if name not in noisy}
     usual |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}

@@ -1,4 +1,4 @@
-"""scripts/aurora against stand-ins for mpiexec and the module system: nothing of this was run on Aurora."""
+"""scripts/aurora with stand-ins for mpiexec and the module system; none of it has run on Aurora."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_shellcheck(script: Path) -> None:
 
 
 class Job:
-    """A PBS job of stand-ins, in a folder of its own."""
+    """A PBS job with stand-ins, in a folder of its own."""
 
     def __init__(self, folder: Path, hosts: int, **variables: str) -> None:
         self.folder, self.out = folder, folder / "the out"
@@ -54,39 +54,39 @@ class Job:
             **variables,
         }
 
-    def quickly(self) -> "Job":
-        """The same, with commands that leave records without running anything."""
+    def with_synthetic_records(self) -> "Job":
+        """Replace the commands of the job by ones that only write records."""
         self.environment["PATH"] = f"{STAND_INS / 'quick'}:{self.environment['PATH']}"
         return self
 
     def run(self, **variables: str) -> subprocess.CompletedProcess:
-        """Submit it."""
+        """Run the job script."""
         return subprocess.run(
             ["bash", AURORA / "job.pbs"], env={**self.environment, **variables}, capture_output=True, text=True
         )
 
     def status(self, cell: str) -> str:
-        """What a cell ended with."""
+        """Return the exit status of a cell."""
         return (self.out / cell / "status").read_text().strip()
 
     def steps(self) -> dict[str, list[str]]:
-        """Rows of the table of steps, by cell."""
+        """Return the rows of the table of step times, by cell."""
         rows = [line.strip("| ").split(" | ") for line in (self.out / "tables.md").read_text().splitlines()]
         return {row[0]: row[1:] for row in rows[2:]}
 
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, subprocess.CompletedProcess]:
-    """A job of two nodes that ran everything, of which one cell failed."""
+    """Run a job of two nodes with all cells, one of which fails."""
     job = Job(
         tmp_path_factory.mktemp("aurora"), 2, AURORA_MODELS="FLUX.1-dev:24 SD3.5:38", AURORA_CCL_OP_SYNC="0"
-    ).quickly()
+    ).with_synthetic_records()
     return job, job.run(FAILING="nodes-2/SD3.5-768/fast")
 
 
-@pytest.mark.slow  # a job of one cell is below
-def test_every_cell_is_run_and_one_that_fails_stops_nothing(campaign: tuple) -> None:
-    """By default: two node counts, all modes, three resolutions, three models to be judged."""
+@pytest.mark.slow  # a job with one cell is below
+def test_all_cells_run_and_a_failed_one_does_not_stop_the_others(campaign: tuple) -> None:
+    """The defaults are two node counts, all modes, three resolutions and three models for quality."""
     job, done = campaign
     settings = [f"{model}-{size}" for model in ("FLUX.1-dev", "SD3.5") for size in (768, 1536, 2304)]
     expected = {
@@ -103,55 +103,57 @@ def test_every_cell_is_run_and_one_that_fails_stops_nothing(campaign: tuple) -> 
     assert done.returncode == 1
     *_, listed, summary = done.stdout.splitlines()
     assert listed == "nodes-2/SD3.5-768/fast: failed, exit status 3"
-    assert summary.startswith("54 of 55 cells have finished")
+    assert summary.startswith("54 of 55 cells are complete")
     assert "a tile was lost" in (job.out / "nodes-2/SD3.5-768/fast/log").read_text()
     assert job.status("nodes-2/SD3.5-768/paper") == "0"
     assert rows["nodes-1/SD3.5-768/paper"] == ["2", "1", "0.5", "2.00", "0.60", "1", "equal"]
     assert (job.out / "quality/SD3.5/result.json").exists()
 
 
-@pytest.mark.slow  # a job of one cell is below
-def test_ranks_are_told_what_torchrun_would_tell_them(campaign: tuple) -> None:
+@pytest.mark.slow  # a job with one cell is below
+def test_ranks_have_the_variables_of_torchrun(campaign: tuple) -> None:
     job, _ = campaign
     for nodes in (1, 2):
-        told = [json.loads(file.read_text()) for file in sorted((job.out / f"nodes-{nodes}/a2a").glob("told*.json"))]
-        assert [one["RANK"] for one in told] == [str(rank) for rank in range(2 * nodes)]
-        assert [one["LOCAL_RANK"] for one in told] == ["0", "1"] * nodes
-        assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in told} == {
+        ranks = [
+            json.loads(file.read_text()) for file in sorted((job.out / f"nodes-{nodes}/a2a").glob("variables*.json"))
+        ]
+        assert [one["RANK"] for one in ranks] == [str(rank) for rank in range(2 * nodes)]
+        assert [one["LOCAL_RANK"] for one in ranks] == ["0", "1"] * nodes
+        assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["MASTER_ADDR"]) for one in ranks} == {
             (str(2 * nodes), "2", "localhost")
         }
-        assert len({one["MASTER_PORT"] for one in told}) == 1
+        assert len({one["MASTER_PORT"] for one in ranks}) == 1
         machine = ("ZE_FLAT_DEVICE_HIERARCHY", "ZE_AFFINITY_MASK", "CCL_ATL_TRANSPORT", "CCL_OP_SYNC")
-        assert {tuple(one[name] for name in machine) for one in told} == {("FLAT", None, "mpi", "0")}
+        assert {tuple(one[name] for name in machine) for one in ranks} == {("FLAT", None, "mpi", "0")}
 
 
-@pytest.mark.slow  # a job of one cell is below
-def test_both_sides_are_told_the_same_and_stock_runs_once(campaign: tuple) -> None:
+@pytest.mark.slow  # a job with one cell is below
+def test_stock_runs_once_per_setting(campaign: tuple) -> None:
     job, _ = campaign
     lines = {mode: shlex.split((job.out / f"nodes-2/SD3.5-2304/{mode}/arguments").read_text()) for mode in MODES}
     stocks = [line[0] for line in lines.values()]
-    assert stocks[0] == "None"  # the first mode runs stock, the others take it
+    assert stocks[0] == "None"  # the first mode runs stock, the others reuse it
     assert {Path(stock).parent for stock in stocks[1:]} == {job.out / "nodes-2/SD3.5-2304"}
     for mode, line in lines.items():
         given = dict(zip(line[1::2], line[2::2], strict=True))
         assert given["--cocodiff_mode"] == mode
-        # Of four ranks and 38 heads, two divide both; the others are Ring.
+        # The greatest common divisor of 4 ranks and 38 heads is 2; the ring degree is 4 / 2.
         assert (given["--ulysses_degree"], given["--ring_degree"]) == ("2", "2")
         assert (given["--height"], given["--width"], given["--num_inference_steps"]) == ("2304", "2304", "50")
 
 
-@pytest.mark.slow  # a job of one cell is below
-def test_a_job_goes_on_where_one_ended(campaign: tuple) -> None:
+@pytest.mark.slow  # a job with one cell is below
+def test_interrupted_job_is_resumed(campaign: tuple) -> None:
     job, _ = campaign
     folder = job.out / "nodes-2/FLUX.1-dev-768/paper"
-    (folder / "status").unlink()  # as of a job that came to the end of its time
+    (folder / "status").unlink()  # as in a job that reached its time limit
     again = job.run()
     assert again.returncode == 0
     started = [line for line in again.stdout.splitlines() if line.endswith(": started")]
     assert started == ["nodes-2/FLUX.1-dev-768/paper: started", "nodes-2/SD3.5-768/fast: started"]
-    assert again.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
-    fewer = job.run(AURORA_NODES="1", AURORA_QUALITY="")  # which does not take the others out of the tables
-    assert fewer.stdout.splitlines()[-1].startswith("55 of 55 cells have finished")
+    assert again.stdout.splitlines()[-1].startswith("55 of 55 cells are complete")
+    fewer = job.run(AURORA_NODES="1", AURORA_QUALITY="")  # cells of other node counts stay in the tables
+    assert fewer.stdout.splitlines()[-1].startswith("55 of 55 cells are complete")
 
 
 @pytest.mark.parametrize(
@@ -163,14 +165,14 @@ def test_a_job_goes_on_where_one_ended(campaign: tuple) -> None:
         ("AURORA_MODES", "exact swift", "AURORA_MODES: 'swift' is not valid; valid are exact, balanced, fast, paper"),
     ],
 )
-def test_bad_variables_are_named_before_anything_runs(tmp_path: Path, name: str, value: str, words: str) -> None:
-    job = Job(tmp_path, 2).quickly()
+def test_invalid_variables_are_reported_before_any_cell_runs(tmp_path: Path, name: str, value: str, words: str) -> None:
+    job = Job(tmp_path, 2).with_synthetic_records()
     done = job.run(**{name: value})
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
     assert not list(job.out.glob("nodes-*"))
 
 
-def test_a_cell_that_says_it_finished_and_left_nothing(tmp_path: Path) -> None:
+def test_cell_without_a_record_has_failed(tmp_path: Path) -> None:
     (tmp_path / "cells").write_text("nodes-1/probe\nnodes-1/a2a\n")
     (tmp_path / "nodes-1/probe").mkdir(parents=True)
     (tmp_path / "nodes-1/probe/status").write_text("0\n")
@@ -179,9 +181,9 @@ def test_a_cell_that_says_it_finished_and_left_nothing(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.slow  # above, stand-ins do what is done here
+@pytest.mark.slow  # the tests above have stand-ins for the commands
 def test_real_ranks(hub: Path, tmp_path: Path) -> None:
-    """Two nodes of two gloo ranks, a small model, real commands: what the quick stand-in takes for granted."""
+    """Run the real commands on two nodes of two gloo ranks, with a small model."""
     job = Job(
         tmp_path,
         2,

@@ -1,4 +1,4 @@
-"""What scripts/demo.sh runs and says, with stand-ins for its commands; what these do has tests of their own."""
+"""scripts/demo.sh with stand-ins for its commands, which have tests of their own."""
 
 import os
 import shlex
@@ -12,12 +12,12 @@ COCODIFF = """#!/bin/bash
 printf '%q ' "$@" >> calls; echo >> calls
 [ "$1" = compare ] || exit 0
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    case "$1" in --out) out="$2";; --emulate) half=second;; esac
+    case "$1" in --out) out="$2";; --emulate) part=second;; esac
     shift
 done
 status=0
-[ "${half:-first}" != "${FAILING%%:*}" ] || status="${FAILING##*:}"
-[ "$status" -gt 1 ] || { mkdir -p "$out"; echo "page of the ${half:-first} half" > "$out/report.html"; }
+[ "${part:-first}" != "${FAILING%%:*}" ] || status="${FAILING##*:}"
+[ "$status" -gt 1 ] || { mkdir -p "$out"; echo "page of the ${part:-first} part" > "$out/report.html"; }
 exit "$status"
 """
 PYTHON = """#!/bin/bash
@@ -27,7 +27,7 @@ PYTHON = """#!/bin/bash
 
 @pytest.fixture
 def demo(tmp_path: Path) -> object:
-    """Runs the script in a checkout where it finds stand-ins; returns how it ended and the calls of `cocodiff`."""
+    """Return a function that runs the script with stand-ins, and returns its outcome and the calls of `cocodiff`."""
     for folder in ("scripts", "bin", "cocodiff-report"):
         (tmp_path / folder).mkdir()
     (tmp_path / "scripts/demo.sh").write_text((SCRIPTS / "demo.sh").read_text())
@@ -57,58 +57,59 @@ def page(tmp_path: Path) -> str:
     return (tmp_path / "cocodiff-report/report.html").read_text()
 
 
-def test_two_halves_of_the_same_command(demo, tmp_path: Path) -> None:
+def test_both_parts_run_the_same_command(demo, tmp_path: Path) -> None:
     done, calls = demo()
     assert done.returncode == 0, done.stderr
     assert calls[0] == ["models", "--out", ".models", "FLUX.1-dev"]
     first, second = calls[1:]
-    asked, found = first[first.index("--") :], second[second.index("--") :]
-    assert found[: len(asked)] == asked and all(each.startswith("--cocodiff_") for each in found[len(asked) :: 2])
+    arguments, with_plan = first[first.index("--") :], second[second.index("--") :]
+    count = len(arguments)
+    assert with_plan[:count] == arguments and all(each.startswith("--cocodiff_") for each in with_plan[count::2])
     assert {"FLUX.1-dev", "4"} <= {*first[first.index("--") :]}
     assert option(first, "--emulate") is None and option(first, "--modes") is None
     assert option(second, "--emulate") == "ethernet" and option(second, "--modes") == "exact,balanced,fast"
     assert option(first, "--out") != option(second, "--out")
-    assert page(tmp_path) == "page of the second half\n"
-    assert done.stdout.splitlines()[-1] == f"The report is at {tmp_path}/cocodiff-report/report.html"
+    assert page(tmp_path) == "page of the second part\n"
+    assert done.stdout.splitlines()[-1] == f"Report: {tmp_path}/cocodiff-report/report.html"
 
 
-def test_without_namespaces_the_first_half_is_shown_and_it_is_said_why(demo, tmp_path: Path) -> None:
+def test_part_2_is_skipped_without_namespaces(demo, tmp_path: Path) -> None:
     done, calls = demo(NO_NAMESPACES="they are not permitted here")
     assert done.returncode == 0, done.stderr
     assert len(calls) == 2
-    assert "cannot be emulated. emulated_cluster: they are not permitted here" in done.stdout
-    assert page(tmp_path) == "page of the first half\n"
-    assert done.stdout.splitlines()[-1] == f"The report is at {tmp_path}/cocodiff-report/report.html"
+    assert "cannot emulate slow links between nodes. emulated_cluster: they are not permitted here" in done.stdout
+    assert page(tmp_path) == "page of the first part\n"
+    assert done.stdout.splitlines()[-1] == f"Report: {tmp_path}/cocodiff-report/report.html"
 
 
 def test_arguments_replace_those_of_xdit(demo) -> None:
-    own = ["--model", "Qwen-Image", "--ulysses_degree", "2", "--prompt", "a cat -- and a dog"]
-    _, calls = demo(*own)
-    assert calls[0] == ["models", "--out", ".models"]  # all of them
+    arguments = ["--model", "Qwen-Image", "--ulysses_degree", "2", "--prompt", "a cat -- and a dog"]
+    _, calls = demo(*arguments)
+    assert calls[0] == ["models", "--out", ".models"]  # all models
     for call in calls[1:]:
-        assert call[call.index("--") + 1 :] == own
-    for spelled in (["--cocodiff_mode", "fast"], ["--cocodiff-mode=fast"]):
-        _, calls = demo(*own, *spelled)
+        assert call[call.index("--") + 1 :] == arguments
+    for mode in (["--cocodiff_mode", "fast"], ["--cocodiff-mode=fast"]):
+        _, calls = demo(*arguments, *mode)
         assert option(calls[-1], "--modes") is None
 
 
 @pytest.mark.parametrize(
-    ("failing", "status", "halves", "shown"),
+    ("failing", "status", "parts", "reported"),
     [
-        ("first:1", 1, 2, "second"),  # not the same bits: all is shown, and it is no success
+        ("first:1", 1, 2, "second"),  # not bit-identical: the report is written, and the script fails
         ("second:1", 1, 2, "second"),
-        ("second:2", 2, 2, "first"),  # it did not run
+        ("second:2", 2, 2, "first"),  # no comparison
         ("first:2", 2, 1, None),
         ("first:130", 130, 1, None),
     ],
 )
-def test_what_goes_wrong_is_no_success(
-    failing: str, status: int, halves: int, shown: str | None, demo, tmp_path: Path
+def test_failures_are_reported_in_the_exit_status(
+    failing: str, status: int, parts: int, reported: str | None, demo, tmp_path: Path
 ) -> None:
     done, calls = demo(FAILING=failing)
-    assert (done.returncode, len(calls)) == (status, 1 + halves)
-    if shown:
-        assert page(tmp_path) == f"page of the {shown} half\n"
+    assert (done.returncode, len(calls)) == (status, 1 + parts)
+    if reported:
+        assert page(tmp_path) == f"page of the {reported} part\n"
     else:
-        assert "The report is at" not in done.stdout
+        assert "Report:" not in done.stdout
         assert not (tmp_path / "cocodiff-report/report.html").exists()

@@ -1,4 +1,4 @@
-"""scripts/one_gpu.sh where there is no GPU: it says so; and its commands, with stand-ins for who runs them."""
+"""scripts/one_gpu.sh with stand-ins for its commands, and without a GPU."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ env > "$LOG.$1"
 
 
 def launch(folder: Path, **environment: str) -> tuple[subprocess.CompletedProcess, list[list[str]]]:
-    """Run the script with stand-ins for Python and cocodiff, and return what they were asked for."""
+    """Run the script with stand-ins for Python and cocodiff, and return its outcome and their calls."""
     bin, log = folder / "venv/bin", folder / "log"
     bin.mkdir(parents=True)
     log.touch()
@@ -42,19 +42,19 @@ def launch(folder: Path, **environment: str) -> tuple[subprocess.CompletedProces
     return done, [shlex.split(line) for line in log.read_text().splitlines()]
 
 
-def test_every_part_runs_and_leaves_what_it_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_runs_and_writes_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, commands = launch(tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(file.stem for file in (tmp_path / "out").glob("*.txt")) == sorted(PARTS)
-    asked = [command[1:] for command in commands if command[0] == "cocodiff"]
-    assert [command[0] for command in asked] == ["env", "bench", "models", "compare", "compare", "compare"]
-    for place, name in ((env, "run"), (bench, "_kernels"), (models, "run"), (compare, "run")):
-        monkeypatch.setattr(place, name, valid)
-    assert [cli.main(command) for command in asked] == [0] * len(asked)
+    calls = [command[1:] for command in commands if command[0] == "cocodiff"]
+    assert [command[0] for command in calls] == ["env", "bench", "models", "compare", "compare", "compare"]
+    for module, name in ((env, "run"), (bench, "_kernels"), (models, "run"), (compare, "run")):
+        monkeypatch.setattr(module, name, check_arguments)
+    assert [cli.main(command) for command in calls] == [0] * len(calls)
 
 
-def valid(options: argparse.Namespace) -> int:
-    """Stands in for what a command does: its arguments were parsed, and xDiT has to know those that are for it."""
+def check_arguments(options: argparse.Namespace) -> int:
+    """Replace a subcommand: check that xDiT accepts its own arguments."""
     if options.xdit_arguments:
         parser = xFuserArgs.add_runner_args(FlexibleArgumentParser())
         config = xFuserArgs.from_cli_args(parser.parse_args([*options.xdit_arguments, "--use_cocodiff"]))
@@ -66,19 +66,19 @@ def valid(options: argparse.Namespace) -> int:
 def test_ranks_share_one_device(tmp_path: Path, visible: str | None) -> None:
     done, _ = launch(tmp_path, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
     assert done.returncode == 0
-    given = dict(line.split("=", 1) for line in (tmp_path / "log.compare").read_text().splitlines() if "=" in line)
-    assert given["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
-    assert launcher.shares_device({**given, "LOCAL_WORLD_SIZE": "2"}, [], 1)
+    variables = dict(line.split("=", 1) for line in (tmp_path / "log.compare").read_text().splitlines() if "=" in line)
+    assert variables["CUDA_VISIBLE_DEVICES"] == (visible or "0")[0]
+    assert launcher.shares_device({**variables, "LOCAL_WORLD_SIZE": "2"}, [], 1)
 
 
-def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
+def test_failed_part_does_not_stop_the_others(tmp_path: Path) -> None:
     done, commands = launch(tmp_path, FAILS="bench kernels")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "Failed: kernels"
     assert len(commands) == len(PARTS)
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+def test_missing_gpu_is_an_error(tmp_path: Path) -> None:
     done, commands = launch(tmp_path, HAS_NO_GPU="1")
     assert (done.returncode, commands) == (2, [])
-    assert "PyTorch sees no GPU here" in done.stderr
+    assert "PyTorch finds no GPU" in done.stderr

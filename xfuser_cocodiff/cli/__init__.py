@@ -1,8 +1,10 @@
-"""The `cocodiff` command: one file a verb.
+"""The `cocodiff` command, with one module per subcommand.
 Input: a command line.
-Public: `main`, whose answer is the exit status; records in the files that were asked for.
+Output: an exit status, tables on the console, and records in JSON files.
+Public: `main`.
 
-A subcommand is a module here: `add_parser` describes it, and `run`, which the parser names, imports what it needs.
+In the module of a subcommand, `add_parser` adds its parser. Its `run` imports the libraries that it needs, so that
+--help stays fast.
 """
 
 import argparse
@@ -16,16 +18,19 @@ COMMANDS = (compare, env, models, probe, plan, bench, quality, tune, simulate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return the exit status: what it says, or 2 for a bad command line."""
+    """Run a subcommand and return its exit status; 2 if the command line is not valid."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    divide = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(prog="cocodiff", description="Tools around CoCoDiff's plugin for xDiT.")
+    separator = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        prog="cocodiff",
+        description="Compare, measure and tune CoCoDiff, the plugin that speeds up Ulysses attention in xDiT.",
+    )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
-    options, unknown = parser.parse_known_args(argv[:divide])
-    # What follows -- is xDiT's, and argparse's own treatment of it differs between Python versions.
-    options.xdit_arguments = argv[divide + 1 :]
+    options, unknown = parser.parse_known_args(argv[:separator])
+    # Arguments after -- are xDiT's. They are split here, since argparse treats -- differently by Python version.
+    options.xdit_arguments = argv[separator + 1 :]
     options.command = shlex.join(["cocodiff", *argv])
     if unknown:
         options.parser.error(f"unknown arguments: {' '.join(unknown)}")

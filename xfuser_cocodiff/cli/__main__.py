@@ -1,4 +1,4 @@
-"""`python -m xfuser_cocodiff.cli`."""
+"""Runs the `cocodiff` command as `python -m xfuser_cocodiff.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Provides `cocodiff models`: writes small models, and lists what the plugin supports in each model of xDiT."""
+"""`cocodiff models`: writes small models to test with, or lists the support of each model."""
 
 import argparse
 import json
@@ -11,18 +11,23 @@ from xfuser_cocodiff.cli.output import fail
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser("models", help="write small models, or list the supported models")
+    """Add the subcommand to the parser."""
+    parser = subparsers.add_parser(
+        "models",
+        help="write small models to test with, or list the support of all models",
+        description="Writes small models, under the names of the real ones, as a Hugging Face cache. With --list, "
+        "shows what the plugin supports in each model of xDiT.",
+    )
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--out", type=Path, metavar="DIR", help="write small models to this folder, for HF_HOME")
-    action.add_argument("--list", action="store_true", help="list what the plugin supports in each model of xDiT")
-    parser.add_argument("--json", action="store_true", help="with --list: print a record")
+    action.add_argument("--out", type=Path, metavar="DIR", help="folder to write the cache to, for HF_HOME")
+    action.add_argument("--list", action="store_true", help="list the support of all models in xDiT's registry")
+    parser.add_argument("--json", action="store_true", help="print the list as a record in JSON; requires --list")
     parser.add_argument("names", nargs="*", metavar="NAME", help="names in xDiT's registry (default: all small models)")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     if options.list:
         return _list(options)
     if options.json:
@@ -36,12 +41,12 @@ def run(options: argparse.Namespace) -> int:
     for name, folder in written.items():
         print(f"{name}: {folder}")
     out = options.out.resolve()
-    print(f"Use them with: HF_HOME={out} HF_HUB_OFFLINE=1 xdit --model {next(iter(written))} ...")
-    if with_image := [name for name in written if hub.REGISTRY[name].takes_image]:
-        print(f"{', '.join(with_image)} with: --input_images {out / hub.INPUT_IMAGE}")
-    with_video = [name for name in written if hub.REGISTRY[name].makes_video]
-    if with_video and not find_spec("imageio_ffmpeg"):
-        print(f"{', '.join(with_video)} after: pip install imageio imageio-ffmpeg, with which diffusers saves videos")
+    print(f"To use them: HF_HOME={out} HF_HUB_OFFLINE=1 xdit --model {next(iter(written))} ...")
+    if editing_models := [name for name in written if hub.REGISTRY[name].takes_image]:
+        print(f"{', '.join(editing_models)} also need: --input_images {out / hub.INPUT_IMAGE}")
+    video_models = [name for name in written if hub.REGISTRY[name].makes_video]
+    if video_models and not find_spec("imageio_ffmpeg"):
+        print(f"To save the videos of {', '.join(video_models)}: pip install imageio imageio-ffmpeg")
     return 0
 
 

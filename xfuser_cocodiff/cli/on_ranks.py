@@ -1,4 +1,4 @@
-"""What commands share that run on every rank, under torchrun or on an emulated cluster."""
+"""Runs a subcommand on every rank, under torchrun or on an emulated cluster."""
 
 import argparse
 import os
@@ -14,28 +14,31 @@ from xfuser_cocodiff.engine.topology.topology import NOTATION, Topology
 
 Work = Callable[[Any, Topology], dict[str, Any]]
 FAILED_RANK_STATUS = 1
+"""Exit status of the remaining ranks if one has failed."""
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add options that all of these commands have."""
-    parser.add_argument("--topology", help=f"of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of a collective (default: torch's)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record here")
+    """Add the options that all of these subcommands have."""
+    parser.add_argument(
+        "--topology", help=f"topology of all ranks: {NOTATION} (default: the launcher's; `probe` infers it)"
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="timeout of a collective (default: PyTorch's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
 
 
 def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]], None]) -> int:
-    """Start this rank, let all ranks work, and let the first one tell the outcome.
+    """Run work on this rank, which all ranks call, and print and write the record on rank 0.
 
     Args:
-        options: those of :func:`add_arguments`.
-        work: takes the group of all ranks and their topology, and returns the record.
+        options: of :func:`add_arguments`.
+        work: returns the record, from the group of all ranks and their topology.
         show: prints a record.
 
     Returns:
-        The exit status: 2 for a bad command line, 1 where a rank is lost.
+        The exit status: 2 if an option is not valid, 1 if a rank has failed.
     """
-    _quiet()
+    _silence_libraries()
     import torch.distributed as dist
 
     from xfuser_cocodiff.engine.comm.failure_detection import UnresponsiveRankError
@@ -44,25 +47,25 @@ def run(options: argparse.Namespace, work: Work, show: Callable[[dict[str, Any]]
     try:
         topology = _topology(options)
         if options.timeout is not None and not options.timeout > 0:
-            raise ValueError(f"--timeout {options.timeout:g} is not valid; it is a number of seconds above 0")
+            raise ValueError(f"--timeout {options.timeout:g} is not valid; valid are seconds above 0")
         group = bare_runtime.start(options.timeout, getattr(options, "ring", 1))
         record = work(group, topology)
     except ValueError as error:
         return fail(str(error))
-    except UnresponsiveRankError as error:  # on every rank that is left; a traceback of each would hide who is missing
+    except UnresponsiveRankError as error:  # on all remaining ranks; their tracebacks would hide the cause
         print(f"cocodiff: {error}", file=sys.stderr, flush=True)
         return FAILED_RANK_STATUS
-    first = dist.get_rank() == 0
+    is_first = dist.get_rank() == 0
     dist.barrier()
     dist.destroy_process_group()
-    if first:
+    if is_first:
         show(record)
         write_json(options, record)
     return 0
 
 
-def _quiet() -> None:
-    """Keep other libraries from logging that they are imported, and their warnings to the first rank."""
+def _silence_libraries() -> None:
+    """Turn off the import messages of other libraries, and their warnings on all ranks but the first."""
     is_first = os.environ.get("RANK", "0") == "0"
     os.environ.setdefault("LOG_LEVEL", "warning" if is_first else "error")  # xDiT's
     for library in ("TRANSFORMERS", "DIFFUSERS"):
@@ -87,13 +90,13 @@ def _topology(options: argparse.Namespace) -> Topology:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Read '4KB,1MB,500': numbers of bytes.
+    """Parse a list of sizes such as '4KB,1MB,500' to numbers of bytes.
 
     Raises:
-        ValueError: not the notation.
+        ValueError: the list is not valid.
     """
     matches = [re.fullmatch(r"\s*(\d+)\s*([KM]?B?)\s*", part, re.IGNORECASE) for part in text.split(",")]
-    found = [int(match[1]) * _UNITS.get(match[2].upper(), 0) for match in matches if match]
-    if len(found) < len(matches) or not all(found):
+    numbers = [int(match[1]) * _UNITS.get(match[2].upper(), 0) for match in matches if match]
+    if len(numbers) < len(matches) or not all(numbers):
         raise ValueError(f"--sizes {text!r} is not valid; valid are bytes, KB and MB above 0, such as 4KB,1MB")
-    return found
+    return numbers

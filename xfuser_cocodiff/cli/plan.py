@@ -10,7 +10,7 @@ from xfuser_cocodiff.cli.output import fail, write_json
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
+    """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "plan",
         help="choose plans for message sizes, or a split of a degree for a full-size model",
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     if options.model:
         return _for_model(options)
     model_options = ("resolution", "degree", "cluster", "mode", "text_tokens", "tflops")

@@ -7,7 +7,7 @@ from xfuser_cocodiff.cli import on_ranks
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
+    """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "probe",
         help="measure latency and bandwidth of all pairs and axes, and infer the topology",
@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     from xfuser_cocodiff.lab.probing import link_survey
 
     def work(group: Any, topology: Any) -> dict[str, Any]:

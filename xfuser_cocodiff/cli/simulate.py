@@ -8,7 +8,7 @@ from xfuser_cocodiff.cli.output import fail, write_json
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the parser."""
+    """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
         "simulate",
         help="predict step times of full-size models on known clusters",
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the subcommand and return its exit status."""
     from xfuser_cocodiff.lab.reporting import host
     from xfuser_cocodiff.lab.simulation import simulate
 
