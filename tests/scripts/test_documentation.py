@@ -18,6 +18,7 @@ from xfuser.config import FlexibleArgumentParser
 
 from tests import ranks
 from xfuser_cocodiff import cli
+from xfuser_cocodiff.lab.simulation import simulate
 
 REPOSITORY = Path(__file__).parent.parent.parent
 README = REPOSITORY / "README.md"
@@ -165,6 +166,26 @@ def test_the_readme_adds_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (commands("\n".join(lines[sign]))[0] for sign in "-+")
     parsed(after, monkeypatch)
     assert after == [*before, "--use_cocodiff"]
+
+
+@pytest.mark.parametrize(
+    ("row", "cluster", "nodes"),
+    [
+        ("2 nodes, 8 A100 each", "ethernet", "2"),
+        ("2 PCIe boxes, 8 L20 each", "pcie", "2"),
+        ("2 nodes, 8 H100 each", "dgx-h100", "2"),
+        ("2 Aurora nodes, 12 tiles each", "aurora", "2"),
+        ("1 PCIe box, 8 L20", "pcie", "1"),
+        ("1 node, 8 H100", "dgx-h100", "1"),
+    ],
+)
+def test_predictions_of_the_readme_are_those_of_the_simulator(row: str, cluster: str, nodes: str) -> None:
+    [line] = re.findall(rf"^\| {row} \|(.*)\|$", README.read_text(), re.MULTILINE)
+    _, share, *speedups = (cell.strip() for cell in line.split("|"))
+    found = {each["mode"]: each for each in simulate.sweep(cluster, nodes, "flux.1-dev", "1024")}
+    assert share == f"{1 - found['stock']['compute_seconds'] / found['stock']['step_seconds']:.0%}".replace("%", " %")
+    shown = [mode for mode, speedup in zip(("exact", "balanced", "fast"), speedups, strict=True) if speedup]
+    assert [speedup for speedup in speedups if speedup] == [f"{found[mode]['speedup']:.2f}x" for mode in shown]
 
 
 def test_extras_exist() -> None:
