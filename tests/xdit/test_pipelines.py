@@ -208,11 +208,11 @@ def compare_models_and_sizes(rank: int, world_size: int) -> None:
     for run in runs.values():
         run.use_plugin(None)
         stock = [run(**size) for size in sizes]
-        run.use_plugin("2x2")
+        run.use_plugin("node=2")
         for size, expected in zip(sizes, stock, strict=True):
             assert torch.equal(run(**size), expected)
-        assert used_axes() == {"node", "gpu"}
+        assert used_axes() == {"node"}
 
 
 def test_two_models_at_two_sizes_equal_stock() -> None:
-    ranks.run(compare_models_and_sizes, 4, 4)
+    ranks.run(compare_models_and_sizes, 2, 2)

@@ -97,7 +97,7 @@ def test_all_to_all_equals_stock(degree: int) -> None:
 
 
 def test_all_to_all_in_a_ring_equals_stock() -> None:
-    ranks.run(check_usp, 8, ["2x2"], 2)
+    ranks.run(check_usp, 4, ["2x1"], 2)
 
 
 def check_yunchang(rank: int, topologies: list[str]) -> None:
