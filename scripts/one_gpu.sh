@@ -40,7 +40,7 @@ unset HF_HUB_CACHE HUGGINGFACE_HUB_CACHE
 # With one visible device, ranks cannot detect that they share it.
 export COCODIFF_SHARE_DEVICE=1 HF_HOME="$PWD/.models" HF_HUB_OFFLINE=1
 part environment describe
-part tests python -m pytest --all tests/engine/kernels/test_kernels.py tests/engine/attention/test_attention.py
+part tests python -m pytest --all tests/engine/kernels tests/engine/attention/test_attention.py
 part kernels cocodiff bench kernels --degree 8 --json "$out/kernels.json"
 part models cocodiff models --out .models
 part degree-2 shared degree-2 --trace -- --ulysses_degree 2 --cocodiff_topology node=2 \

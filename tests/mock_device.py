@@ -116,10 +116,10 @@ class MockKernel:
 
 
 WRITTEN = {
-    "_scores_kernel": ("found",),
-    "_encode_kernel": ("payload", "now", "sums"),
-    "_sums_kernel": ("totals", "again"),
-    "_decode_kernel": ("now", "target"),
+    "_scores_kernel": ("scores",),
+    "_encode_kernel": ("payload", "new_reference", "sums"),
+    "_sums_kernel": ("energies", "gains"),
+    "_decode_kernel": ("new_reference", "target"),
 }
 """Arguments that each kernel writes; all other tensors are read."""
 

@@ -230,7 +230,7 @@ def code_by_features(
         schedule = modes.preset(mode, STEPS)
         schedule = CodecSchedule.parse(changes, schedule) if changes else schedule
         exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
-        left_out = len([layer for layer in layers if schedule.leaves_out(layer)])
+        left_out = len([layer for layer in layers if schedule.is_lossless_layer(layer)])
         done = messages.expected(schedule), coding.runtime.reports, latents
         found.append((exact_steps, left_out, *done, coding.stock))
     return by_bits, found

@@ -38,7 +38,7 @@ class Held:
         self.small.ready()
         self.runtime, self.said = active().runtime, []
         if self.runtime:
-            self.runtime._say = self.runtime._warn = self.said.append
+            self.runtime._info = self.runtime._warn = self.said.append
 
     @torch.no_grad()
     def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
@@ -166,7 +166,7 @@ def speak(rank: int) -> list[list[str]]:
 
     held.use()
     heard()
-    held.runtime._say = held.runtime._warn = said.append
+    held.runtime._info = held.runtime._warn = said.append
     for steps in (3, 3, 20):
         with xfuser_cocodiff.run(steps) as run, torch.no_grad():
             for _ in range(3):

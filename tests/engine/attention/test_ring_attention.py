@@ -104,7 +104,7 @@ def run_coded(
     """Return relative errors by step, the reports, the planned size of link references, and the bytes sent."""
     topology = Topology.parse(sizes)
     ring = ring_over(topology, slow)
-    runtime = CodecRuntime(None, "balanced", schedule, None, list, budget=budget, ring_partition=ring.partition)
+    runtime = CodecRuntime(None, "balanced", schedule, None, list, memory_budget=budget, ring_partition=ring.partition)
     runtime.begin_run(STEPS)
     errors = []
     for step in range(STEPS):
@@ -153,7 +153,7 @@ def test_non_finite_values_are_sent_losslessly_once() -> None:
 
 
 def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
-    for budget, exact_layers in ((reference_bytes(2).compact, 0), (reference_bytes(2).compact // 2, 1)):
+    for budget, exact_layers in ((reference_bytes(2).int8, 0), (reference_bytes(2).int8 // 2, 1)):
         for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
             assert reports[-1].reference_bytes <= budget
             assert reports[-1].exact_layers == exact_layers

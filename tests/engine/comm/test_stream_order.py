@@ -38,9 +38,9 @@ LAYERS = STEPS = 4
 PLANS = ("flat", "hierarchical")
 CODECS = {
     "bits": Codec(bits=2, predictor=codecs.ADAPTIVE),
-    "drift": Codec(bits=2, share=0.5, predictor=0.5),
-    "change": Codec(share=0.5, score="change"),
-    "random": Codec(share=0.5, score="random"),
+    "drift": Codec(bits=2, token_fraction=0.5, predictor=0.5),
+    "change": Codec(token_fraction=0.5, score="change"),
+    "random": Codec(token_fraction=0.5, score="random"),
 }
 BOTH = (False, True)
 THREADS = ((False, False), (True, False), (True, True))
@@ -59,12 +59,12 @@ def make_tables() -> None:
     shifts = torch.zeros(8, dtype=torch.uint8, device=device())
     weights = {grid: torch.zeros(grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
     digits = {grid: torch.zeros(256, grid.per_byte, device=device()) for grid in quantize.GRIDS.values()}
-    shares = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
+    gains = {links: torch.zeros(links, dtype=torch.uint8, device=device()) for links in (1, 2, 3)}
     quantize.scale_table, quantize._weights = lambda _: scales, lambda grid, _: weights[grid]
     quantize._digits = lambda grid, _: digits[grid]
-    quantize._maxima = lambda _: (maxima, scales, scales)
+    quantize._int8_tables = lambda _: (maxima, scales, scales)
     codecs._shifts = lambda _: shifts
-    codecs._on_all_links = lambda share, links, _: shares[links]
+    codecs._same_gain = lambda gain, links, _: gains[links]
 
 
 def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream: CommStream | None = None) -> Mesh:

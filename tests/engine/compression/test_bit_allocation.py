@@ -1,4 +1,4 @@
-"""Bits by layer, tensor and phase, and the file that they come in."""
+"""Bit allocations by layer, tensor and phase, and their schedule files."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.engine.compression.test_runtime import SHARE, runtime
+from tests.engine.compression.test_runtime import SIZES, runtime
 from xfuser_cocodiff.engine.compression import bit_allocation
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import ADAPTIVE
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_gives_back_what_it_was_made_of(file: Path) -> None:
+def test_files_are_read_as_written(file: Path) -> None:
     found = bit_allocation.read(f"@{file}")
     assert found.to_json() == BOTH.to_json()
     entries = json.loads(file.read_text())["schedule"]
@@ -41,49 +41,49 @@ def test_a_file_gives_back_what_it_was_made_of(file: Path) -> None:
     assert (found.layers["blocks.0"]["k"], found.first, found.predictor) == ((4, None), 8, "auto")
 
 
-def test_each_layer_has_its_bits_in_each_phase(file: Path) -> None:
-    one = runtime(changes=f"@{file}")
+def test_layers_have_their_bits_in_each_phase(file: Path) -> None:
+    one = runtime(overrides=f"@{file}")
     one.begin_run(11)
     seen = {}
     for step in range(11):
         for layer in BOTH.layers:
-            seen[layer, step] = one.layer_codecs(layer, layer, 0, SHARE).codecs
+            seen[layer, step] = one.layer_codecs(layer, layer, 0, SIZES).codecs
         one.end_step()
     assert all(codec.is_keyframe and codec.bits == 8 for layer in BOTH.layers for codec in seen[layer, 0].values())
     for step in range(1, 11):
-        phase = int(step >= 5)  # of 10 steps behind the first
+        phase = int(step >= 5)  # of 10 steps after the first
         assert {letter: seen["blocks.0", step][letter].bits for letter in LETTERS} == {
             letter: bits[phase] or None for letter, bits in BITS.items()
         }
-        assert all(codec.bits == 2 and codec.adapts for codec in seen["blocks.1", step].values())
+        assert all(codec.bits == 2 and codec.sends_gain for codec in seen["blocks.1", step].values())
     assert seen["blocks.0", 7]["k"].is_exact and not seen["blocks.0", 7]["v"].is_exact
-    assert [step for step in range(11) if seen["blocks.0", step]["q"].is_silent] == [5, 6, 7, 8, 9, 10]
+    assert [step for step in range(11) if seen["blocks.0", step]["q"].sends_nothing] == [5, 6, 7, 8, 9, 10]
 
 
-def test_changes_may_follow_a_file(file: Path) -> None:
+def test_overrides_may_follow_a_file(file: Path) -> None:
     changed = CodecSchedule.parse(f"@{file},refresh=3,predictor=0.5", CodecSchedule())
     assert changed.is_keyframe_step(3) and changed.codecs(1, 10, "blocks.0")["k"].predictor == 0.5
-    # What plans go by, which know no layers, is what most of these have.
+    # Without a layer, as in plans, the codecs are those that most layers have.
     assert {letter: codec.bits for letter, codec in changed.codecs(1, 10).items()} == dict.fromkeys(LETTERS, 2)
 
 
-@pytest.mark.parametrize("change", ["bits=4", "bits_q=1", "cached=0.5", "score=change"])
-def test_what_a_file_has_itself_cannot_be_changed(file: Path, change: str) -> None:
-    with pytest.raises(ValueError, match="has no effect beside a file; valid are warmup, first"):
-        CodecSchedule.parse(f"@{file},refresh=3,{change}", CodecSchedule())
+@pytest.mark.parametrize("override", ["bits=4", "bits_q=1", "cached=0.5", "score=change"])
+def test_overrides_of_values_in_the_file_are_refused(file: Path, override: str) -> None:
+    with pytest.raises(ValueError, match="has no effect with a file; valid are warmup, first"):
+        CodecSchedule.parse(f"@{file},refresh=3,{override}", CodecSchedule())
 
 
-def test_layers_that_it_does_not_know_are_refused(file: Path) -> None:
-    one = runtime(changes=f"@{file}")
+def test_unknown_layers_are_refused(file: Path) -> None:
+    one = runtime(overrides=f"@{file}")
     one.begin_run(5)
     with pytest.raises(ValueError, match=r"no bits for the layer 'single\.7'.*FLUX\.1-dev.*'blocks\.0'.*cocodiff tune"):
-        one.layer_codecs("single.7", 1, 0, SHARE)
+        one.layer_codecs("single.7", 1, 0, SIZES)
 
 
 VALUES = {"use_cocodiff": True, "cocodiff_topology": "2x2"}
 
 
-def test_the_flag_alone_is_enough_and_tells_contents_apart(file: Path) -> None:
+def test_the_flag_has_a_checksum_and_checks_the_model(file: Path) -> None:
     def schedule(model: str | None = "black-forest-labs/FLUX.1-dev") -> tuple[str, str]:
         config = resolve(
             {**VALUES, "cocodiff_schedule": f"@{file}", "model": model}, {}, SequenceRanks(4, Topology.flat(4))
@@ -101,29 +101,29 @@ def test_the_flag_alone_is_enough_and_tells_contents_apart(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (None, "No such file"),
         ("nonsense", "Expecting value"),
-        ({"format": "else"}, "of the format 'else'"),
-        ({"layers": [], "schedule": []}, "of 0 layers"),
-        ({"schedule": BOTH.to_json()["schedule"][1:]}, "bits for 2 phases"),
+        ({"format": "else"}, "format 'else' instead of"),
+        ({"layers": [], "schedule": []}, "0 layers"),
+        ({"schedule": BOTH.to_json()["schedule"][1:]}, "bits for all 2 phases"),
         ({"layers": ["blocks.0", "blocks.1"]}, "'blocks.2'"),
-        ({"first": "bits=3"}, "of the codec 'bits=3'"),
-        ({"starts": [0.5, 0.0]}, "phases that begin at"),
+        ({"first": "bits=3"}, "unknown codec 'bits=3'"),
+        ({"starts": [0.5, 0.0]}, "phases start at"),
         ([], "TypeError"),
     ],
     ids=str,
 )
-def test_what_is_no_schedule_is_refused_with_the_flag(tmp_path: Path, change: object, words: str) -> None:
+def test_invalid_files_are_refused_with_the_flag(tmp_path: Path, change: object, message: str) -> None:
     file = tmp_path / "other.json"
     if isinstance(change, dict):
         file.write_text(json.dumps({**BOTH.to_json(), **change}))
     elif change is not None:
         file.write_text(change if isinstance(change, str) else json.dumps(change))
-    with pytest.raises(ValueError, match="valid is @FILE, which cocodiff tune has written") as caught:
+    with pytest.raises(ValueError, match="valid is @FILE, written by cocodiff tune") as caught:
         resolve({**VALUES, "cocodiff_schedule": f"@{file}"}, {}, SequenceRanks(4, Topology.flat(4)))
-    assert "--cocodiff_schedule" in str(caught.value) and words in str(caught.value)
+    assert "--cocodiff_schedule" in str(caught.value) and message in str(caught.value)
 
 
 def read_own(rank: int, folder: str) -> None:
@@ -137,7 +137,7 @@ def read_own(rank: int, folder: str) -> None:
     xFuserArgs(model="tiny", ulysses_degree=2, **given).create_config()
 
 
-def test_ranks_that_read_different_files_fail_alike(tmp_path: Path) -> None:
-    """As where nodes have file systems of their own."""
+def test_ranks_that_read_different_files_all_fail(tmp_path: Path) -> None:
+    """Fail as on nodes with separate file systems."""
     for error in ranks.outcomes(read_own, 2, str(tmp_path)):
         assert "CoCoDiff's options differ between ranks: --cocodiff_schedule: rank 0: " in str(error)

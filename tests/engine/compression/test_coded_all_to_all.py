@@ -1,4 +1,4 @@
-"""The exchange by codecs on real ranks, against one that codes each pair of ranks by itself, in one process."""
+"""The coded all-to-all on real ranks, against a codec for each pair of ranks in one process."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.comm.traffic import Label
 from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference
-from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_for, codec_for
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs, active_tokens_for, codec_for
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
@@ -32,7 +32,7 @@ F32 = torch.float32
 
 
 def whole(name: str, step: int) -> torch.Tensor:
-    """A tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
+    """Return a tensor (B, H, S, D) that changes a little at each step, the same on every rank."""
     first, change = (
         torch.randn(BATCH, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(seed))
         for seed in (ord(name), 1000 * ord(name) + step)
@@ -41,34 +41,36 @@ def whole(name: str, step: int) -> torch.Tensor:
 
 
 class Pairs:
-    """What each rank is to get of each other: by a codec of their own where they are far from each other."""
+    """Values that each rank receives from each other, with a codec for each pair at different slow coordinates."""
 
     def __init__(self, topology: Topology, slow: tuple[str, ...]) -> None:
-        self.topology, self.dims = topology, [d for d, axis in enumerate(topology.axes) if axis.name in slow]
+        self.topology = topology
+        self.slow_indices = [index for index, axis in enumerate(topology.axes) if axis.name in slow]
         self.references: dict = {}
-        self.choices: dict = {}
+        self.selections: dict = {}
 
     def get(
         self, name: str, values: torch.Tensor, source: int, target: int, codec: Codec, seed: int, repeated: bool = False
     ) -> torch.Tensor:
-        """Values (B, n, s, D) on their way, of which all are sent again exactly where that is `repeated`."""
-        places = [[self.topology.coordinates(rank)[dim] for dim in self.dims] for rank in (source, target)]
-        if places[0] == places[1]:
+        """Return values (B, n, s, D) as the target receives them; `repeated` if they are sent again losslessly."""
+        coordinates = (self.topology.coordinates(rank) for rank in (source, target))
+        source_index, target_index = ([each[index] for index in self.slow_indices] for each in coordinates)
+        if source_index == target_index:
             return values
         reference = self.references.setdefault((name, source, target), LinkReference())
         values = values.unsqueeze(0).contiguous()
         if not reference.fits(values.shape, values.dtype):
             codec = dataclasses.replace(EXACT, predictor=codec.predictor)
-        chosen = None
-        if codec.share < 1:
+        active = None
+        if codec.token_fraction < 1:
             if name in "vo":
-                self.choices[name, source, target] = codecs.choose(values, reference, codec, seed)
-            chosen = self.choices[name if name == "o" else "v", source, target]
+                self.selections[name, source, target] = codecs.select_tokens(values, reference, codec, seed)
+            active = self.selections[name if name == "o" else "v", source, target]
         if repeated:
-            codec, chosen = EXACT, None
+            codec, active = EXACT, None
         payload = torch.empty(1, codec.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
-        codecs.encode(values, reference, codec, chosen, payload)
-        return values[0] if codec.is_exact else reference.expected(0.0)[0]
+        codecs.encode(values, reference, codec, active, payload)
+        return values[0] if codec.is_exact else reference.predict(0.0)[0]
 
 
 def cut(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
@@ -85,25 +87,29 @@ def expected_heads(
     tensor: torch.Tensor | None = None,
     repeated: bool = False,
 ) -> torch.Tensor:
-    """What a rank gets of Q, K or V: its heads, all tokens."""
+    """Return Q, K or V as a rank receives it: its heads, all tokens."""
     values = cut(whole(name, step) if tensor is None else tensor, 1, size, target)
-    shares = values.chunk(size, 2)
-    return torch.cat([pairs.get(name, share, i, target, codec, step, repeated) for i, share in enumerate(shares)], 2)
+    shards = values.chunk(size, 2)
+    return torch.cat([pairs.get(name, shard, i, target, codec, step, repeated) for i, shard in enumerate(shards)], 2)
 
 
 def expected_sequence(
     pairs: Pairs, step: int, target: int, size: int, codec: Codec, tensor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What a rank gets of O: its tokens, all heads."""
+    """Return O as a rank receives it: its tokens, all heads."""
     values = cut(whole("o", step) if tensor is None else tensor, 2, size, target)
     parts = [pairs.get("o", cut(values, 1, size, source), source, target, codec, step) for source in range(size)]
     return torch.cat(parts, 1)
 
 
-def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> tuple[Mesh, AxisPartition | None]:
-    """A mesh whose messages go by one plan and another in turn, and its slow way. The last stage of one plan is among
-    the same ranks as what stays on fast axes, so that an exchange must not overtake the one before it. All stages may
-    be direct sends."""
+def mesh_and_partition(
+    topology: Topology, slow: tuple[str, ...], direct: bool = False
+) -> tuple[Mesh, AxisPartition | None]:
+    """Return a mesh that alternates between two plans, and its partition.
+
+    The last stage of one plan is among the same ranks as exchanges along fast axes, so that no exchange may overtake
+    another. With `direct`, all stages are direct sends.
+    """
     stages = Plan.hierarchical(topology).stages
     is_inner = topology.axes[-1].name in slow
     plans = [Plan(topology, stages if is_inner else stages[::-1]), Plan.flat(topology)]
@@ -120,7 +126,7 @@ def way_of(topology: Topology, slow: tuple[str, ...], direct: bool = False) -> t
     return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, over)
 
 
-def carry(
+def run_all_to_alls(
     rank: int,
     text: str,
     slow: tuple[str, ...],
@@ -132,7 +138,7 @@ def carry(
 ) -> None:
     size = dist.get_world_size()
     topology = Topology.parse(text, size)
-    mesh, partition = way_of(topology, slow, direct)
+    mesh, partition = mesh_and_partition(topology, slow, direct)
     pairs, link_states, stats = Pairs(topology, slow), {}, CodecStats()
     for step in range(STEPS):
         layer_codecs = LayerCodecs(
@@ -152,21 +158,23 @@ def carry(
             handle = start_seq_to_heads([q, k, v], mesh, Label("qkv"), layer_codecs=layer_codecs)
             found = dict(zip("qkv", handle.wait(), strict=True))
         for name in "vqk":
-            wanted = expected_heads(pairs, name, step, rank, size, codec)
-            assert torch.equal(found[name], wanted), (name, step)
+            expected_values = expected_heads(pairs, name, step, rank, size, codec)
+            assert torch.equal(found[name], expected_values), (name, step)
         target = torch.empty(BATCH, HEADS, TOKENS // size, DIM)
         attended = cut(whole("o", step), 1, size, rank).contiguous()
         start_heads_to_seq(attended, target, mesh, Label("o"), HeadGroup(), layer_codecs).wait()
         assert torch.equal(target, expected_sequence(pairs, step, rank, size, codec_of_o)), step
     moving = [axis.name for axis in topology.axes if axis.size > 1]
     if len(slow) < len(moving):  # parts of a mesh are named by their axes
-        near, far = ("+".join(name for name in reversed(moving) if (name in slow) is far) for far in (False, True))
-        assert set(mesh.traffic.sent_bytes) == ({FLAT, near, *moving} if single_stage else {near, far})
+        fast_name, slow_name = (
+            "+".join(name for name in reversed(moving) if (name in slow) is is_slow) for is_slow in (False, True)
+        )
+        assert set(mesh.traffic.sent_bytes) == ({FLAT, fast_name, *moving} if single_stage else {fast_name, slow_name})
     assert 0 < stats.sent_bytes < stats.exact_bytes or codec.is_exact
     assert stats.repeated == 0
     if codec.bits:
-        lacking, wanted = (sum(column) for column in zip(*stats.losses, strict=True))
-        assert 0 < lacking < 0.1 * wanted
+        error_energy, value_energy = (sum(column) for column in zip(*stats.quant_errors, strict=True))
+        assert 0 < error_energy < 0.1 * value_energy
 
 
 CASES = [
@@ -183,31 +191,31 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("topology", "slow", "codec", "codec_of_o", "how"),
-    in_turn(CASES, itertools.product(["V first", "together"], ["at once", "in stages"])),
+    in_turn(CASES, itertools.product(["V first", "together"], ["single stage", "staged"])),
     ids=str,
 )
-def test_far_ranks_get_what_a_codec_of_their_own_would_give(
+def test_coded_all_to_all_equals_a_codec_per_pair(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec, how: tuple[str, str]
 ) -> None:
-    size, (order, partition) = 8 if topology == "2x2x2" else 4, how
-    ranks.run(carry, size, topology, slow, codec, codec_of_o, order == "V first", partition == "at once")
+    size, (order, stages) = 8 if topology == "2x2x2" else 4, how
+    ranks.run(run_all_to_alls, size, topology, slow, codec, codec_of_o, order == "V first", stages == "single stage")
 
 
 @pytest.mark.parametrize("slow", ["node", "gpu"])
-def test_direct_sends_that_are_under_way_beside_each_other_do_not_cross(slow: str) -> None:
-    """Where the slow axis is the inner one too: the second stage of what is encoded is among the same ranks as what
-    stays near, which starts before it."""
-    ranks.run(carry, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
+def test_concurrent_direct_sends_do_not_mix(slow: str) -> None:
+    """Keep messages apart if the slow axis is the inner one: the second stage of coded messages is among the same ranks
+    as the uncoded ones, which start first."""
+    ranks.run(run_all_to_alls, 4, "2x2", (slow,), Codec(2), Codec(4), False, True, True)
 
 
 def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tuple[list[int], int]:
-    """V, which travels before Q and K, has a value that is not finite at some steps; Q and K are sent by its choice."""
-    mesh, partition = way_of(Topology.parse("2x2", 4), ("node",))
+    """Send V, with a value that is not finite at some steps, before Q and K, which use its selection of tokens."""
+    mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
     pairs, link_states, sent, repeated = Pairs(mesh.topology, ("node",)), {}, [], 0
     for step in range(STEPS):
         stats, wholes = CodecStats(), {name: whole(name, step) for name in "vqk"}
         if step in bad:
-            wholes["v"][0, 15, 3, 1] = torch.nan  # of rank 0, for rank 3, to which rank 1 sends it in stages
+            wholes["v"][0, 15, 3, 1] = torch.nan  # from rank 0 for rank 3; rank 1 sends it if staged
         layer_codecs = LayerCodecs(
             partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step, single_stage=single_stage
         )
@@ -216,35 +224,37 @@ def repeat_v(rank: int, bad: set[int], codec: Codec, single_stage: bool) -> tupl
         late = start_seq_to_heads(others, mesh, Label("qk"), layer_codecs=layer_codecs)
         for name, found in zip("vqk", [*early.wait(), *late.wait()], strict=True):
             is_repeated = name == "v" and step in bad and (single_stage or rank % 2 == 1)
-            wanted = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}")
+            expected_values = expected_heads(pairs, name, step, rank, 4, codec, wholes[name], is_repeated)
+            torch.testing.assert_close(
+                found, expected_values, rtol=0, atol=0, equal_nan=True, msg=f"{name} of step {step}"
+            )
         sent.append(stats.sent_bytes)
         repeated += stats.repeated
     return sent, repeated
 
 
-@pytest.mark.parametrize("single_stage", [True, False], ids=["at once", "in stages"])
+@pytest.mark.parametrize("single_stage", [True, False], ids=["single stage", "staged"])
 @pytest.mark.parametrize("bad", [{2}, set(range(STEPS))], ids=["once", "always"])
 @pytest.mark.parametrize("codec", [Codec(2, 0.4, predictor=0.5), Codec(None, 0.4, codecs.CHANGE)], ids=str)
-def test_what_chooses_for_others_may_be_repeated_alone(bad: set[int], codec: Codec, single_stage: bool) -> None:
-    """Bit for bit, for the bytes of both messages: values that stay as they are not are sent exactly at every step."""
+def test_repeating_v_alone_keeps_its_selection(bad: set[int], codec: Codec, single_stage: bool) -> None:
+    """Compare values bit for bit, and the bytes of both messages; values that stay infinite are repeated every step."""
     links, flag = 2 if single_stage else 1, codecs.aligned(1)
     shapes = [(links, BATCH * 2 // links, HEADS // 4, TOKENS // 4, DIM)] * 3
     once = [
         modes.link_bytes(dict.fromkeys("vqk", codec if step else EXACT), "vqk", shapes, F32) for step in range(STEPS)
     ]
     again = modes.link_bytes({"v": EXACT}, "v", shapes[:1], F32)
-    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, single_stage)  # the first one travels exactly anyway
+    steps, found = bad - {0}, ranks.run(repeat_v, 4, bad, codec, single_stage)  # the first step is lossless anyway
     for rank, result in enumerate(found):
-        heard = steps if single_stage or rank % 2 == 1 else set()  # all of a rank's receivers
-        wanted = [links * (size + flag + again * (step in heard)) for step, size in enumerate(once)]
-        assert result == (wanted, len(heard))
+        repeated = steps if single_stage or rank % 2 == 1 else set()  # all of a rank's receivers
+        expected_values = [links * (size + flag + again * (step in repeated)) for step, size in enumerate(once)]
+        assert result == (expected_values, len(repeated))
 
 
-def give_up(rank: int, how: str) -> None:
-    """One exchange has no taker: on one rank, or on all, whose attention fails."""
+def abandon(rank: int, how: str) -> None:
+    """Wait for no handle of one exchange: on one rank, or on all ranks, whose attention fails."""
     topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
-    mesh, partition = way_of(topology, ("node",))
+    mesh, partition = mesh_and_partition(topology, ("node",))
     pairs, link_states, stats = Pairs(topology, ("node",)), {}, CodecStats()
 
     def fail(*_: object) -> torch.Tensor:
@@ -253,7 +263,7 @@ def give_up(rank: int, how: str) -> None:
     for step in range(STEPS):
         layer_codecs = LayerCodecs(partition, dict.fromkeys("qkvo", codec), link_states, stats, seed=step)
         q, k, v = (cut(whole(name, step), 2, size, rank).clone() for name in "qkv")
-        wanted = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
+        all_expected = [expected_heads(pairs, name, step, rank, size, codec) for name in "vqk"]
         early = start_seq_to_heads([v], mesh, Label("v"), layer_codecs=layer_codecs)
         if step == 2 and how == "attention":
             with pytest.raises(InterruptedError):
@@ -264,87 +274,83 @@ def give_up(rank: int, how: str) -> None:
             for handle in (early, late):
                 handle.drain()
             continue
-        for found, expected in zip([*early.wait(), *late.wait()], wanted, strict=True):
+        for found, expected in zip([*early.wait(), *late.wait()], all_expected, strict=True):
             assert torch.equal(found, expected), step
         assert step == 0 or stats.sent_bytes < stats.exact_bytes
 
 
 @pytest.mark.parametrize("how", ["attention", "one rank"])
-def test_an_exchange_that_nobody_takes_is_none_the_less_made(how: str) -> None:
-    """Both ends of a link go on from it alike."""
-    ranks.run(give_up, 4, how)
+def test_abandoned_exchanges_keep_references_equal(how: str) -> None:
+    """Continue with equal references after handles that nobody waits for."""
+    ranks.run(abandon, 4, how)
 
 
 @pytest.mark.parametrize("keyframe_codec", [EXACT, Codec(8, is_keyframe=True)], ids=str)
 @pytest.mark.parametrize("codec", [Codec(2, predictor=0.5), Codec(None, 0.5, codecs.CHANGE)], ids=str)
-def test_values_of_another_shape_begin_anew(codec: Codec, keyframe_codec: Codec) -> None:
-    """Nothing is expected of them by what was held of others."""
+def test_values_of_another_shape_begin_with_a_keyframe(codec: Codec, keyframe_codec: Codec) -> None:
+    """Predict nothing from references of another shape."""
     link_states: dict = {}
     for step, tokens in enumerate((10, 10, 10, 6, 6, 6)):
         layer_codecs = LayerCodecs(None, {"v": codec}, link_states, CodecStats(), step, keyframe_codec=keyframe_codec)
         values = torch.randn(1, 2, 3, tokens, 8, generator=torch.Generator().manual_seed(step))
-        used, link_state = (
-            codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype),
-            layer_codecs.link_state("v", HeadGroup()),
-        )
+        used = codec_for(layer_codecs, "v", HeadGroup(), values.shape, values.dtype)
+        link_state = layer_codecs.link_state("v", HeadGroup())
         assert (used == keyframe_codec) is (step in (0, 3))
-        active = active_for(layer_codecs, "v", HeadGroup(), values, used)
+        active = active_tokens_for(layer_codecs, "v", HeadGroup(), values, used)
         payload, found = torch.empty(1, used.payload_bytes(values.shape, values.dtype), dtype=torch.uint8), values * 0
         codecs.encode(values, link_state.sent, used, active, payload)
         codecs.decode(payload, link_state.received, used, active, found)
-        assert torch.equal(found, link_state.sent.expected(0.0))
+        assert torch.equal(found, link_state.sent.predict(0.0))
         assert torch.equal(found, values) or not used.is_exact
 
 
-def shorten(rank: int, changes: str) -> None:
-    """K and V are of a prompt that never changes, and that is a shorter one from the middle of a run on."""
-    mesh, partition = way_of(Topology.parse("2x2", 4), ("node",))
-    runtime, pairs = (
-        CodecRuntime(partition, "balanced", changes, None, lambda values: values),
-        Pairs(mesh.topology, ("node",)),
-    )
+def shorten_prompt(rank: int, overrides: str) -> None:
+    """Run with constant K and V of a prompt that becomes shorter in the middle of the run."""
+    mesh, partition = mesh_and_partition(Topology.parse("2x2", 4), ("node",))
+    runtime = CodecRuntime(partition, "balanced", overrides, None, lambda values: values)
+    pairs = Pairs(mesh.topology, ("node",))
     runtime.begin_run(STEPS + 4)
     for step in range(STEPS + 4):
         wholes = {"q": whole("q", step), **{name: whole(name, 0)[:, :, : 40 if step < STEPS else 24] for name in "kv"}}
         layer_codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(*wholes.values()))
         mine = [cut(tensor, 2, 4, rank).clone() for tensor in wholes.values()]
         found = start_seq_to_heads(mine, mesh, Label("qkv"), layer_codecs=layer_codecs).wait()
-        for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V chooses first
+        for (name, tensor), arrived in zip(reversed(wholes.items()), reversed(found), strict=True):  # V selects first
             codec = runtime.schedule.codecs(step, STEPS + 4)[name]
-            if name == "q" and step >= STEPS:  # V's choice says nothing of so many tokens
-                codec = dataclasses.replace(codec, share=1.0)
+            if name == "q" and step >= STEPS:  # V's selection is of other tokens
+                codec = dataclasses.replace(codec, token_fraction=1.0)
             assert torch.equal(arrived, expected_heads(pairs, name, step, rank, 4, codec, tensor)), (name, step)
         runtime.end_step()
 
 
-@pytest.mark.parametrize("changes", ["first=exact,bits=4", "first=exact,cached=0.5,bits=4,score=change"])
-def test_a_prompt_that_is_shorter_from_a_step_on_begins_anew(changes: str) -> None:
-    ranks.run(shorten, 4, changes)
+@pytest.mark.parametrize("overrides", ["first=exact,bits=4", "first=exact,cached=0.5,bits=4,score=change"])
+def test_a_prompt_that_becomes_shorter_begins_with_a_keyframe(overrides: str) -> None:
+    ranks.run(shorten_prompt, 4, overrides)
 
 
-def part_in_vain(rank: int) -> None:
+def partition_without_slow_ranks(rank: int) -> None:
     topology = Topology.parse("4x1", 4)
-    _, partition = way_of(topology, ("gpu",))
+    _, partition = mesh_and_partition(topology, ("gpu",))
     assert partition is None
 
 
-def test_an_axis_of_one_place_is_not_slow() -> None:
-    ranks.run(part_in_vain, 4)
+def test_an_axis_of_one_rank_is_not_slow() -> None:
+    ranks.run(partition_without_slow_ranks, 4)
 
 
 SEGMENTS = [24, 16]
 
 
 @pytest.mark.parametrize(("topology", "slow", "codec", "codec_of_o"), CASES, ids=str)
-def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
+def test_virtual_ranks_equal_a_codec_per_pair(
     topology: str, slow: tuple[str, ...], codec: Codec, codec_of_o: Codec
 ) -> None:
     size = 8 if topology == "2x2x2" else 4
     virtual, pairs = VirtualRanks(Topology.parse(topology, size), slow), Pairs(Topology.parse(topology, size), slow)
     link_states, stats, sent = {}, CodecStats(), 0
 
-    def dealt(tensor: torch.Tensor) -> torch.Tensor:
-        """Tokens in the order of real ranks: by rank, and then by segment."""
+    def sharded(tensor: torch.Tensor) -> torch.Tensor:
+        """Return tokens in the order of real ranks: by rank, then by segment."""
         parts = tensor.split(SEGMENTS, 2)
         return torch.cat([cut(part, 2, size, rank) for rank in range(size) for part in parts], 2)
 
@@ -355,14 +361,14 @@ def test_virtual_ranks_get_what_codecs_of_their_own_would_give(
         qkv = virtual.transmit("qkv", [whole(name, step) for name in "qkv"], SEGMENTS, layer_codecs)
         [o] = virtual.transmit("o", [whole("o", step)], SEGMENTS, layer_codecs)
         for rank in range(size):
-            for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V chooses first
-                wanted = expected_heads(pairs, name, step, rank, size, codec, dealt(whole(name, step)))
-                assert torch.equal(cut(dealt(found), 1, size, rank), wanted), (name, step, rank)
-            wanted = expected_sequence(pairs, step, rank, size, codec_of_o, dealt(whole("o", step)))
-            assert torch.equal(cut(dealt(o), 2, size, rank), wanted), (step, rank)
+            for name, found in reversed(list(zip("qkv", qkv, strict=True))):  # V selects first
+                expected_values = expected_heads(pairs, name, step, rank, size, codec, sharded(whole(name, step)))
+                assert torch.equal(cut(sharded(found), 1, size, rank), expected_values), (name, step, rank)
+            expected_values = expected_sequence(pairs, step, rank, size, codec_of_o, sharded(whole("o", step)))
+            assert torch.equal(cut(sharded(o), 2, size, rank), expected_values), (step, rank)
         used = dict.fromkeys("qkv", codec) | {"o": codec_of_o} if step else dict.fromkeys("qkvo", EXACT)
         shapes = [(1, BATCH * size // virtual.num_slow, HEADS // size, TOKENS // size, DIM)] * 3
         sent += modes.link_bytes(used, "qkv", shapes, F32) + modes.link_bytes(used, "o", shapes[:1], F32)
-        sent -= 2 * codecs.aligned(1)  # no message has a flag
+        sent -= 2 * codecs.aligned(1)  # virtual messages have no flag
     assert stats.sent_bytes == size * (virtual.num_slow - 1) * sent
     assert stats.exact_bytes == 4 * STEPS * whole("q", 0).nbytes * (virtual.num_slow - 1) // virtual.num_slow

@@ -1,4 +1,4 @@
-"""Runs, steps and branches, without ranks: what is held, for whom, and until when."""
+"""Runs, steps and branches without communication: lifetime of link references, keyframes, and log messages."""
 
 from types import SimpleNamespace
 
@@ -14,11 +14,11 @@ from xfuser_cocodiff.engine.compression.modes import preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
-SHARE = LayerSizes(values=64, value=16, head_dim=8, value_bytes=4)
+SIZES = LayerSizes(num_values=64, num_v_values=16, head_dim=8, value_bytes=4)
 
 
-def way_on(device: str) -> SimpleNamespace:
-    """Slow axes with two places, which messages of more than 128 bytes take at once."""
+def partition_on(device: str) -> SimpleNamespace:
+    """Return a partition with two slow coordinates, in which messages above 128 bytes take a single stage."""
     slow = SimpleNamespace(comm_stream=SimpleNamespace(device=torch.device(device)))
     return SimpleNamespace(
         num_slow=2,
@@ -27,215 +27,222 @@ def way_on(device: str) -> SimpleNamespace:
     )
 
 
-def runtime(mode: str = "balanced", changes: str | None = None, max_error: float | None = None) -> CodecRuntime:
-    return CodecRuntime(way_on("cpu"), mode, changes, max_error, lambda values: values)
+def runtime(mode: str = "balanced", overrides: str | None = None, max_error: float | None = None) -> CodecRuntime:
+    return CodecRuntime(partition_on("cpu"), mode, overrides, max_error, lambda values: values)
 
 
-def loss(lacking: float, wanted: float) -> QuantError:
-    return QuantError(torch.tensor(lacking), torch.tensor(wanted))
+def quant_error(error_energy: float, value_energy: float) -> QuantError:
+    return QuantError(torch.tensor(error_energy), torch.tensor(value_energy))
 
 
-def hold(layer_codecs: object, value: float) -> None:
-    """As an exchange would leave a reference."""
+def set_reference(layer_codecs: object, value: float) -> None:
+    """Set the reference of V, as an exchange would."""
     link_state = LinkState(LinkReference(), LinkReference())
-    link_state.sent.advance(torch.full((4,), float(value)), keeps_change=False)
+    link_state.sent.advance(torch.full((4,), float(value)), keeps_previous=False)
     layer_codecs.link_states["v", ALL_HEADS] = link_state
 
 
-def held(layer_codecs: object) -> float | None:
+def reference_value(layer_codecs: object) -> float | None:
+    """Return the value that :func:`set_reference` has set, or None without a reference."""
     link_state = layer_codecs.link_states.get(("v", ALL_HEADS))
-    return link_state and link_state.sent.expected(0.0)[0].item()
+    return link_state and link_state.sent.predict(0.0)[0].item()
 
 
-def test_references_belong_to_a_layer_and_a_branch_and_last_for_a_run() -> None:
+def test_references_belong_to_a_layer_and_branch_of_one_run() -> None:
     one = runtime()
-    assert one.layer_codecs("a", 1, 0, SHARE) is None  # no run is under way
+    assert one.layer_codecs("a", 1, 0, SIZES) is None  # no run has begun
     one.begin_run(3)
     keys = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0)]
     for number, key in enumerate(keys):
-        hold(one.layer_codecs(*key, SHARE), number)
+        set_reference(one.layer_codecs(*key, SIZES), number)
     one.end_step()
-    assert [held(one.layer_codecs(*key, SHARE)) for key in keys] == [0, 1, 2]
+    assert [reference_value(one.layer_codecs(*key, SIZES)) for key in keys] == [0, 1, 2]
     assert one.reference_bytes == 3 * 16
     one.end_step()
-    assert [held(one.layer_codecs(*key, SHARE)) for key in keys] == [0, 1, 2]
-    one.end_step()  # the last one
-    assert one.layer_codecs(*keys[0], SHARE) is None
+    assert [reference_value(one.layer_codecs(*key, SIZES)) for key in keys] == [0, 1, 2]
+    one.end_step()  # the last step
+    assert one.layer_codecs(*keys[0], SIZES) is None
     assert one.reference_bytes == 0
 
 
-def test_a_run_that_was_broken_off_leaves_nothing() -> None:
+def test_an_aborted_run_leaves_no_references() -> None:
     one = runtime()
     one.begin_run(3)
-    hold(one.layer_codecs("a", 1, 0, SHARE), 7)
+    set_reference(one.layer_codecs("a", 1, 0, SIZES), 7)
     one.begin_run(3)
-    assert held(one.layer_codecs("a", 1, 0, SHARE)) is None
+    assert reference_value(one.layer_codecs("a", 1, 0, SIZES)) is None
     assert one.step == 0
 
 
-def test_the_schedule_goes_by_the_steps_of_the_run() -> None:
+def test_the_schedule_depends_on_the_number_of_steps() -> None:
     one = runtime("paper", "warmup=1,refresh=0")
     for total in (5, 9):
         one.begin_run(total)
-        shares = []
+        fractions = []
         for _ in range(total):
-            shares.append(one.layer_codecs("a", 1, 0, SHARE).codecs["v"].share)
+            fractions.append(one.layer_codecs("a", 1, 0, SIZES).codecs["v"].token_fraction)
             one.end_step()
-        assert shares == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
+        assert fractions == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
 
 
-def test_layers_that_are_left_out_travel_exactly() -> None:
-    one = runtime(changes="exact=blocks.3")
+def test_layers_in_exact_are_lossless() -> None:
+    one = runtime(overrides="exact=blocks.3")
     one.begin_run(3)
-    assert one.layer_codecs("blocks.3.attn", 1, 0, SHARE) is None
-    assert one.layer_codecs("blocks.30.attn", 2, 0, SHARE) is not None
+    assert one.layer_codecs("blocks.3.attn", 1, 0, SIZES) is None
+    assert one.layer_codecs("blocks.30.attn", 2, 0, SIZES) is not None
 
 
-def test_an_error_above_the_bound_asks_for_an_exact_step() -> None:
+def test_an_error_above_the_limit_forces_a_keyframe() -> None:
     one = runtime(max_error=0.1)
     one.begin_run(9)
     exact = []
     for step in range(6):
-        one.layer_codecs("before", 0, 0, SHARE).stats.losses.append(loss(0.0, 1.0))
-        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
+        one.layer_codecs("before", 0, 0, SIZES).stats.quant_errors.append(quant_error(0.0, 1.0))
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
         exact.append(layer_codecs.is_stateless)
         error = 0.3 if step == 2 else 0.0 if exact[-1] else 0.05
-        layer_codecs.stats.losses += [loss(error**2 * 3, 1.0), loss(error**2, 3.0)]
+        layer_codecs.stats.quant_errors += [quant_error(error**2 * 3, 1.0), quant_error(error**2, 3.0)]
         one.end_step()
     assert exact == [True, False, False, True, False, False]
     assert [report.was_keyframe for report in one.reports] == exact
     assert one.reports[1].errors == {"before": 0, "a": pytest.approx(0.05)}
 
 
-def test_the_bound_is_agreed() -> None:
-    """Another rank's error counts as one's own."""
-    one = CodecRuntime(way_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
+def test_the_error_of_any_rank_forces_a_keyframe() -> None:
+    one = CodecRuntime(partition_on("cpu"), "balanced", None, 0.1, lambda values: [0.2, 0.0])
     one.begin_run(9)
     one.end_step()
-    assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
+    assert one.layer_codecs("a", 1, 0, SIZES).codecs["v"].is_exact
     one.end_step()
-    assert one.layer_codecs("a", 1, 0, SHARE).codecs["v"].is_exact
+    assert one.layer_codecs("a", 1, 0, SIZES).codecs["v"].is_exact
 
 
-def test_on_an_accelerator_what_is_not_finite_is_followed_by_an_exact_step() -> None:
-    """Nobody looks before a step has ended; then all ranks do."""
-    partition = way_on("cuda")
-    of_another_rank = [0.0]
-    one = CodecRuntime(partition, "balanced", None, None, lambda values: [values[0], max(values[1], *of_another_rank)])
+def test_not_finite_values_on_an_accelerator_make_the_next_step_lossless() -> None:
+    """Check at the end of a step, on all ranks."""
+    partition = partition_on("cuda")
+    other_rank = [0.0]
+    one = CodecRuntime(partition, "balanced", None, None, lambda values: [values[0], max(values[1], *other_rank)])
     one.begin_run(50)
 
-    def step(unsound: float) -> bool:
-        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
-        layer_codecs.stats.losses += [loss(0.0, 1.0), loss(torch.nan if unsound else 0.0, 1.0)]
+    def step(is_bad: float) -> bool:
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
+        layer_codecs.stats.quant_errors += [quant_error(0.0, 1.0), quant_error(torch.nan if is_bad else 0.0, 1.0)]
         one.end_step()
         return layer_codecs.is_stateless
 
-    assert [step(unsound) for unsound in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
-    of_another_rank[0] = 1.0
+    assert [step(is_bad) for is_bad in (0, 0, 1, 0, 0)] == [True, False, False, True, False]
+    other_rank[0] = 1.0
     assert [step(0) for _ in range(2)] == [False, True]
     assert [report.repeated for report in one.reports] == [0, 0, 1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kind", [kernels.TORCH, kernels.TRITON])
+@pytest.mark.parametrize("backend", [kernels.TORCH, kernels.TRITON])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("spoilt", "exact"), [({3}, {4}), ({3, 4}, {4}), ({0}, {1})], ids=str)
-def test_on_an_accelerator_one_step_heals_what_was_not_finite(
-    monkeypatch: pytest.MonkeyPatch, kind: str, bad: float, spoilt: set[int], exact: set[int]
+@pytest.mark.parametrize(("bad_steps", "exact"), [({3}, {4}), ({3, 4}, {4}), ({0}, {1})], ids=str)
+def test_one_lossless_step_on_an_accelerator_recovers_from_not_finite_values(
+    monkeypatch: pytest.MonkeyPatch, backend: str, bad: float, bad_steps: set[int], exact: set[int]
 ) -> None:
-    """At both ends of a link, with what they expect of later values."""
-    if kind == kernels.TRITON and torch.accelerator.is_available():
-        pytest.skip("Triton's interpreter is off where there is a GPU")
-    monkeypatch.setattr(kernels, "_wanted", [kind])
-    partition = way_on("cuda")
+    """Recover at both ends of a link, previous references included."""
+    if backend == kernels.TRITON and torch.accelerator.is_available():
+        pytest.skip("Triton's interpreter is off if there is a GPU")
+    monkeypatch.setattr(kernels, "_selected", [backend])
+    partition = partition_on("cuda")
     one, shape = CodecRuntime(partition, "balanced", None, None, lambda values: values), (1, 1, 2, 6, 16)
     one.begin_run(50)
     generator = torch.Generator().manual_seed(5)
     first, change = (torch.randn(shape, generator=generator) for _ in range(2))
     errors, found_exact = [], set()
     for step in range(8):
-        layer_codecs = one.layer_codecs("a", 1, 0, SHARE)
+        layer_codecs = one.layer_codecs("a", 1, 0, SIZES)
         codec = codec_for(layer_codecs, "v", ALL_HEADS, shape, torch.float32)
         link_state = layer_codecs.link_state("v", ALL_HEADS)
         values = first + 0.05 * step * change
-        if step in spoilt:
+        if step in bad_steps:
             values[0, 0, 1, 4, 7] = bad
         payload, found = torch.empty(1, codec.payload_bytes(shape, values.dtype), dtype=torch.uint8), values.clone()
-        loss = codecs.encode(values, link_state.sent, codec, None, payload)
+        error = codecs.encode(values, link_state.sent, codec, None, payload)
         codecs.decode(payload, link_state.received, codec, None, found)
-        layer_codecs.stats.losses += [loss] if loss else []
+        layer_codecs.stats.quant_errors += [error] if error else []
         one.end_step()
-        assert step in spoilt or found.isfinite().all()
+        assert step in bad_steps or found.isfinite().all()
         errors.append((found - values).norm() / values.norm())
         found_exact |= {step} if codec.is_exact else set()
         for reference in (link_state.sent, link_state.received):
-            assert reference.expected(0.5).isfinite().all() or (step in spoilt and not codec.is_exact)
+            assert reference.predict(0.5).isfinite().all() or (step in bad_steps and not codec.is_exact)
         torch.testing.assert_close(
-            link_state.sent.expected(0.5), link_state.received.expected(0.5), rtol=0, atol=0, equal_nan=True
+            link_state.sent.predict(0.5), link_state.received.predict(0.5), rtol=0, atol=0, equal_nan=True
         )
     assert found_exact == exact
-    if spoilt == {3}:
+    if bad_steps == {3}:
         assert errors[4] == 0 and 0 < errors[5] < 1.5 * max(errors[1:3])
 
 
-def test_layers_that_do_not_exist_are_named_with_those_that_are_near() -> None:
-    said: list[str] = []
+def test_unknown_layers_are_logged_with_the_nearest_names() -> None:
+    logged: list[str] = []
     one = CodecRuntime(
-        way_on("cpu"), "balanced", "exact=block.7+blocks.3+blocks.1.attn", None, list, say=said.append, warn=said.append
+        partition_on("cpu"),
+        "balanced",
+        "exact=block.7+blocks.3+blocks.1.attn",
+        None,
+        list,
+        info=logged.append,
+        warn=logged.append,
     )
     for _ in range(2):
         one.begin_run(3)
         for _ in range(3):
             for number in range(12):
-                one.layer_codecs(f"blocks.{number}.attn", number, 0, SHARE)
+                one.layer_codecs(f"blocks.{number}.attn", number, 0, SIZES)
             one.end_step()
-    [message] = [line for line in said if line.startswith("exact=")]
+    [message] = [line for line in logged if line.startswith("exact=")]
     assert message.startswith("exact=block.7 matches no layer; the nearest are blocks.7,")
 
 
 @pytest.mark.parametrize(
-    ("order", "keyframe_codec"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
+    ("order", "keyframes"), [("aaaabbbb", (0, 4)), ("aaaabbbbabab", (0, 4, 8)), ("abababab", (0, 1, 2))]
 )
-def test_another_transformer_takes_the_place_of_the_one_before_it(order: str, keyframe_codec: tuple[int, ...]) -> None:
+def test_another_transformer_drops_references_of_the_one_before(order: str, keyframes: tuple[int, ...]) -> None:
     one = runtime()
-    need = ReferenceBytes.of(SHARE, preset("balanced", 20), 2).full
+    need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full
     one.begin_run(20)
     for step, transformer in enumerate(order):
         for branch in (0, 1):
-            layer_codecs = one.layer_codecs("attn", transformer, branch, SHARE, transformer)
-            # What was left is forgotten, whoever comes back to it.
-            assert held(layer_codecs) == (None if step in keyframe_codec else ord(transformer) + branch)
-            hold(layer_codecs, ord(transformer) + branch)
+            layer_codecs = one.layer_codecs("attn", transformer, branch, SIZES, transformer)
+            assert reference_value(layer_codecs) == (None if step in keyframes else ord(transformer) + branch)
+            set_reference(layer_codecs, ord(transformer) + branch)
         one.end_step()
-    assert one.planned_reference_bytes == (2 if keyframe_codec[-1] == 4 else 4) * need
+    assert one.planned_reference_bytes == (2 if keyframes[-1] == 4 else 4) * need
 
 
-def test_a_budget_is_for_the_transformer_in_use() -> None:
-    said: list[str] = []
-    need = ReferenceBytes.of(SHARE, preset("balanced", 20), 2).full
-    one = CodecRuntime(way_on("cpu"), "balanced", None, None, list, budget=need, say=said.append, warn=said.append)
+def test_the_memory_budget_covers_the_current_transformer_only() -> None:
+    logged: list[str] = []
+    need = ReferenceBytes.of(SIZES, preset("balanced", 20), 2).full
+    one = CodecRuntime(
+        partition_on("cpu"), "balanced", None, None, list, memory_budget=need, info=logged.append, warn=logged.append
+    )
     one.begin_run(20)
     for transformer in "aabb":
-        assert not one.layer_codecs("attn", transformer, 0, SHARE, transformer).compact
+        assert not one.layer_codecs("attn", transformer, 0, SIZES, transformer).int8_references
         one.end_step()
-    assert not any("are lossless" in line for line in said)
+    assert not any("are lossless" in line for line in logged)
 
 
-def test_two_transformers_of_one_step_keep_what_is_theirs() -> None:
+def test_two_transformers_of_one_step_keep_their_references() -> None:
     one = runtime()
     one.begin_run(20)
     for step in range(4):
         for transformer in "ab":
-            layer_codecs = one.layer_codecs("attn", transformer, 0, SHARE, transformer)
-            assert held(layer_codecs) == (ord(transformer) if step else None)
-            hold(layer_codecs, ord(transformer))
+            layer_codecs = one.layer_codecs("attn", transformer, 0, SIZES, transformer)
+            assert reference_value(layer_codecs) == (ord(transformer) if step else None)
+            set_reference(layer_codecs, ord(transformer))
         one.end_step()
 
 
-def test_all_exchanges_of_a_layer_go_alike() -> None:
-    """As one of half of its bytes would, in every step: what both ends hold fits one way only."""
+def test_all_exchanges_of_a_layer_have_the_same_stages() -> None:
+    """Choose stages by half of the layer's bytes and keep them, since references fit one form only."""
     one = runtime()
     one.begin_run(9)
     for _ in range(2):
-        found = [one.layer_codecs(str(size), size, 0, SHARE._replace(values=size)).single_stage for size in (64, 66)]
-        assert found == [False, True]
+        layers = [one.layer_codecs(str(size), size, 0, SIZES._replace(num_values=size)) for size in (64, 66)]
+        assert [layer.single_stage for layer in layers] == [False, True]
         one.end_step()

@@ -1,4 +1,4 @@
-"""Virtual ranks of a ring, against the definition: K and V of other places are what codecs leave of them."""
+"""A virtual ring, against its definition: K and V from other slow coordinates are decoded values."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 PARTS = (8, 3, 16)
-"""Tokens of three segments, of which the second cannot be dealt to four ranks."""
+"""Tokens of three segments; the second is not divisible by four ranks."""
 CODEC = Codec(2, is_keyframe=True)
 
 
@@ -22,36 +22,33 @@ def codecs_of(codec: Codec) -> LayerCodecs:
     return LayerCodecs(None, {"q": EXACT, "k": codec, "v": codec, "o": EXACT}, {}, CodecStats())
 
 
-@pytest.mark.parametrize(("sizes", "slow", "places"), [("2x2", "node", [0, 0, 1, 1]), ("2x2", "gpu", [0, 1, 0, 1])])
-def test_a_virtual_ring_is_what_its_ranks_would_do(sizes: str, slow: str, places: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "slow", "slow_indices"), [("2x2", "node", [0, 0, 1, 1]), ("2x2", "gpu", [0, 1, 0, 1])]
+)
+def test_virtual_ring_equals_its_definition(sizes: str, slow: str, slow_indices: list[int]) -> None:
     ring, layer_codecs = VirtualRing(Topology.parse(sizes), (slow,)), codecs_of(CODEC)
     query, key, value = map(tensor, range(3))
     attention = functional.scaled_dot_product_attention
     found = ring.attend([query, key, value], PARTS, layer_codecs, attention)
     ranks = [*[0] * 2, *[1] * 2, *[2] * 2, *[3] * 2, *[None] * 3, *[0] * 4, *[1] * 4, *[2] * 4, *[3] * 4]
-    references = {name: layer_codecs.link_states[name, (0, 1)].sent.expected() for name in "kv"}
-    assert references["k"].shape == (
-        4,
-        2,
-        3,
-        6,
-        16,
-    )  # of each rank two tokens of the first segment and four of the last
+    references = {name: layer_codecs.link_states[name, (0, 1)].sent.predict() for name in "kv"}
+    # Each rank has two tokens of the first segment and four of the last.
+    assert references["k"].shape == (4, 2, 3, 6, 16)
     for rank in range(4):
-        seen = []
+        received = []
         for name, exact in (("k", key), ("v", value)):
             mine = exact.clone()
             for other in range(4):
-                if places[other] != places[rank]:
+                if slow_indices[other] != slow_indices[rank]:
                     mine[:, :, [token for token, owner in enumerate(ranks) if owner == other]] = references[name][other]
-            seen.append(mine)
+            received.append(mine)
         own = [token for token, owner in enumerate(ranks) if owner == rank]
-        assert torch.allclose(found[:, :, own], attention(query[:, :, own], *seen), atol=1e-6)
-    sent = layer_codecs.stats
-    assert sent.exact_bytes == 4 * 2 * 2 * 3 * 6 * 16 * 4 and sent.sent_bytes < 0.15 * sent.exact_bytes
+        assert torch.allclose(found[:, :, own], attention(query[:, :, own], *received), atol=1e-6)
+    stats = layer_codecs.stats
+    assert stats.exact_bytes == 4 * 2 * 2 * 3 * 6 * 16 * 4 and stats.sent_bytes < 0.15 * stats.exact_bytes
 
 
-def test_an_exact_ring_is_attention_and_infinite_values_stay() -> None:
+def test_exact_ring_equals_attention_and_repeats_infinite_values() -> None:
     ring = VirtualRing(Topology.parse("2x2"), ("node",))
     query, key, value = map(tensor, range(3))
     expected = functional.scaled_dot_product_attention(query, key, value)

@@ -2,8 +2,8 @@
 
     python tests/engine/kernels/compile_kernels.py 90
 
-A process of its own, since tests run the kernels by the interpreter. Prints the products as JSON: which there are, how
-many products and sums of each kernel are fused into one rounding, and how wide its accesses to memory are.
+Runs in its own process, since tests run the kernels by the interpreter. Prints the results as JSON: the products of
+each kernel, its number of fused multiply-adds, and the widths of its memory accesses.
 """
 
 import json
@@ -16,39 +16,40 @@ from triton.compiler import ASTSource
 
 from xfuser_cocodiff.engine.kernels import triton_kernels
 
-POINTERS = {"numbers": "*i32", **dict.fromkeys(("table", "sums", "found", "totals"), "*fp32")}
-POINTERS |= dict.fromkeys(("shares", "again"), "*u8")
-FLOATS = ("root",)
-VALUES = ("values", "held", "before", "now", "target")
-DIVISIBLE = re.compile(r"stride_\w+|scales_at")
-"""What is a multiple of 16 at real sizes, which Triton asks at every launch, as for pointers."""
-CODING = {"dim": 128, "together": 1, "block_rows": 32, "predicts": True}
+POINTERS = {"positions": "*i32", **dict.fromkeys(("scale_table", "sums", "scores", "energies"), "*fp32")}
+POINTERS |= {"gains": "*u8"}
+FLOATS = ("reference_norm",)
+VALUES = ("values", "reference", "previous", "new_reference", "target")
+DIVISIBLE = re.compile(r"stride_(?!sample)\w+|scales_offset")
+"""Arguments that are multiples of 16 at real sizes; Triton specializes kernels for these, as for aligned pointers."""
+CODING = {"dim": 128, "row_tokens": 1, "block_rows": 32, "predicts": True}
 
 
 def coding(bits: float | None, selects: bool) -> dict[str, dict]:
-    """Of what a codec compiles the kernels that encode and decode with."""
+    """Return the constants that a codec compiles the encode and decode kernels with."""
     grid = triton_kernels._grid(bits)
-    room = triton.next_power_of_2(grid.per_byte)
-    block = triton.next_power_of_2(triton.cdiv(CODING["dim"], grid.per_byte)) * room
-    known = {"levels": grid.levels, "per": grid.per_byte, "width_of": grid.width, "room": room, "block": block}
-    known |= {"is_known": bits is not None or selects, "selects": selects, "tells": selects, **CODING}
-    return {"encode": {**known, "by_maximum": grid.by_maximum}, "decode": known}
+    byte_columns = triton.next_power_of_2(grid.per_byte)
+    block = triton.next_power_of_2(triton.cdiv(CODING["dim"], grid.per_byte)) * byte_columns
+    constants = {"levels": grid.levels, "per_byte": grid.per_byte, "level_width": grid.width}
+    constants |= {"byte_columns": byte_columns, "block": block, "has_prediction": bits is not None or selects}
+    constants |= {"selects_tokens": selects, "sends_gain": selects, **CODING}
+    return {"encode": {**constants, "by_maximum": grid.by_maximum}, "decode": constants}
 
 
 def compiled(
     kernel: triton.JITFunction, dtype: str, constants: dict, capability: int
 ) -> triton.compiler.CompiledKernel:
-    """A kernel for values of a type."""
+    """Compile a kernel for values of a type."""
     types = {name: "i32" for name in kernel.arg_names} | POINTERS
     types["payload"] = "*u8" if constants.get("levels") else f"*{dtype}"
     types |= dict.fromkeys(FLOATS, "fp32") | dict.fromkeys(VALUES, f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     divisible = [
-        place for place, name in enumerate(kernel.arg_names) if types[name].startswith("*") or DIVISIBLE.fullmatch(name)
+        index for index, name in enumerate(kernel.arg_names) if types[name].startswith("*") or DIVISIBLE.fullmatch(name)
     ]
-    facts = {(place,): [["tt.divisibility", 16]] for place in divisible}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=facts)
+    attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 
 
@@ -65,9 +66,9 @@ def main() -> None:
         for kernel, constants in kernels:
             asm = compiled(kernel, dtype, constants, capability).asm
             widths = sorted(set(re.findall(r"(?:ld|st)\.global\.(\w+(?:\.\w+)?)", asm["ptx"])))
-            known = {"kernel": kernel.__name__, "type": dtype, "products": sorted(asm)}
-            known["has_gaps"] = constants.get("per", 1) != constants.get("room", 1)
-            found.append({**known, "fused": asm["ptx"].count("fma."), "widths": widths})
+            result = {"kernel": kernel.__name__, "type": dtype, "products": sorted(asm)}
+            result["has_gaps"] = constants.get("per_byte", 1) != constants.get("byte_columns", 1)
+            found.append({**result, "fused": asm["ptx"].count("fma."), "widths": widths})
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""The quantiser, against a slow one that goes value by value."""
+"""The quantizers, against slow ones that process one value at a time."""
 
 import math
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, dequantize, quantize, restored, row_bytes
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, dequantize, from_int8, quantize, row_bytes, to_int8
 
 BITS = sorted(GRIDS)
 
 
-def slowly(row: list[float], bits: float) -> list[float]:
-    """What a row is to become: the middle of the nearest of so many levels, which lie evenly around zero."""
+def quantized_slowly(row: list[float], bits: float) -> list[float]:
+    """Return a row's decoded values: the middle of the nearest level of a uniform grid around zero."""
     levels, width = GRIDS[bits].levels, GRIDS[bits].width
-    if bits == 8:  # the maximum is the outermost edge
+    if bits == 8:  # the maximum lies at the grid's outer edge
         code = math.ceil(6 * math.log2(max(map(abs, row)) / (128 * width))) if any(row) else 0
     else:
         code = round(6 * math.log2(math.sqrt(sum(value * value for value in row) / len(row)))) if any(row) else 0
@@ -26,31 +26,34 @@ def slowly(row: list[float], bits: float) -> list[float]:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_value_gets_its_level(bits: float, dtype: torch.dtype) -> None:
+def test_quantize_takes_the_nearest_level(bits: float, dtype: torch.dtype) -> None:
     values = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(int(10 * bits))).mul(0.3).to(dtype)
     values[1, 1] = 0
     values[2] *= 1e-3
-    packed, scales, made = quantize(values, bits)
+    packed, scales, decoded = quantize(values, bits)
     assert (packed.shape, scales.shape) == ((5, 3, row_bytes(bits, 24)), (5, 3, 1))
     found = dequantize(packed, scales, bits, 24).view(-1, 24)
-    assert torch.equal(made.view(-1, 24), found)
+    assert torch.equal(decoded.view(-1, 24), found)
     for row, expected in zip(found, values.float().view(-1, 24), strict=True):
-        torch.testing.assert_close(row, torch.tensor(slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(row, torch.tensor(quantized_slowly(expected.tolist(), bits)), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     ("bits", "decibels"), [(1, 4.40), (1.6, 7.21), (2, 9.25), (2.7, 12.18), (4, 19.38), (8, 40.34)]
 )
-def test_a_normal_distribution_keeps_what_theory_says(bits: float, decibels: float) -> None:
-    """Of uniform levels: J. Max, 1960, table II; the scale's steps of a sixth of an octave cost a little, and so do
-    levels that are wider for the sake of other distributions. A row's maximum goes less far out than that of all."""
+def test_normal_distribution_has_the_snr_of_theory(bits: float, decibels: float) -> None:
+    """Compare with uniform levels of J. Max, 1960, table II.
+
+    Scale steps of a sixth of an octave, and levels that are wider than optimal for this distribution, cost a little.
+    With 8 bits the maximum of a row is below that of all values, which helps.
+    """
     values = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     error = values - dequantize(*quantize(values, bits)[:2], bits, 128)
     found = 10 * math.log10(values.square().mean() / error.square().mean())
     assert found == pytest.approx(decibels, abs=0.5) or (bits == 8 and found > decibels)
 
 
-def test_an_outlier_is_not_cut_off_in_8_bits() -> None:
+def test_8_bits_do_not_clip_outliers() -> None:
     values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
     values[:, 7] = 300.0
     found = dequantize(*quantize(values, 8)[:2], 8, 64)
@@ -59,7 +62,7 @@ def test_an_outlier_is_not_cut_off_in_8_bits() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_none_and_spoils_no_other(bits: int, bad: float) -> None:
+def test_not_finite_values_affect_their_row_only(bits: int, bad: float) -> None:
     values = torch.randn(4, 16)
     expected = dequantize(*quantize(values, bits)[:2], bits, 16)
     values[2, 5] = bad
@@ -69,14 +72,14 @@ def test_a_row_that_is_not_finite_is_none_and_spoils_no_other(bits: int, bad: fl
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e-30, 1e12])
-def test_scales_end_somewhere(size: float) -> None:
-    """Rows beyond the range of scales are off, but finite."""
+def test_scales_out_of_range_decode_to_finite_values(size: float) -> None:
+    """Decode rows beyond the range of scales to wrong but finite values."""
     found = dequantize(*quantize(torch.full((1, 8), size), 8)[:2], 8, 8)
     assert found.isfinite().all() and (found >= 0).all()
 
 
-def kept_slowly(row: np.ndarray) -> np.ndarray:
-    """What a row is to become in 8 bits: levels of the least maximum, among six per octave, that is no smaller."""
+def int8_slowly(row: np.ndarray) -> np.ndarray:
+    """Return a row's int8 values: levels of the smallest table maximum, six per octave, not below the row's."""
     maxima = [0.0, *(np.float32(2.0 ** (code / 6 - 26)) for code in range(1, 255))]
     maximum = next((each for each in maxima if each >= np.abs(row).max()), maxima[-1])
     if maximum == 0:
@@ -86,26 +89,26 @@ def kept_slowly(row: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_references_are_kept_by_their_maxima(dtype: torch.dtype) -> None:
+def test_int8_references_follow_row_maxima(dtype: torch.dtype) -> None:
     values = torch.randn(60, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     values *= torch.logspace(-9, 4, 60)[:, None].to(dtype)
     values[3], values[4] = 0, 2.0**-2
-    levels, codes = compact(values)
+    levels, codes = to_int8(values)
     assert (levels.dtype, codes.dtype, codes.shape) == (torch.int8, torch.uint8, (60, 1))
-    for row, expected in zip(restored(levels, codes), values.float(), strict=True):
-        np.testing.assert_array_equal(row.numpy(), kept_slowly(expected.numpy()))
+    for row, expected in zip(from_int8(levels, codes), values.float(), strict=True):
+        np.testing.assert_array_equal(row.numpy(), int8_slowly(expected.numpy()))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_references_end_somewhere(bad: float) -> None:
+def test_int8_references_out_of_range_are_finite(bad: float) -> None:
     values = torch.tensor([[1e-30, 1e-12], [1e30, -1e38], [65504.0, 1.0], [bad, 1.0]])
-    found = restored(*compact(values))
+    found = from_int8(*to_int8(values))
     assert found[:3].isfinite().all() and found[3].isnan().all()
     torch.testing.assert_close(found[2, 0].item(), 65504.0, rtol=1e-2, atol=0)
 
 
 class Operations(TorchDispatchMode):
-    """Which are used."""
+    """Records the names of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,11 +119,11 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_references_are_kept_alike_on_every_device() -> None:
-    """Both ends do it for themselves: by nothing whose last bit depends on the device, or on the order of a sum."""
-    compact(torch.randn(3, 8))  # makes the tables
-    with Operations() as backend_for:
-        restored(*compact(torch.randn(3, 8).bfloat16()))
+def test_int8_references_are_equal_on_every_device() -> None:
+    """Use no operation whose last bit depends on the device or on the order of a sum, since both ends compute it."""
+    to_int8(torch.randn(3, 8))  # creates the tables
+    with Operations() as used:
+        from_int8(*to_int8(torch.randn(3, 8).bfloat16()))
     exact = {"abs", "amax", "bucketize", "clamp", "where", "eq", "ne", "mul", "round", "nan_to_num", "index"}
     moves = {"randn", "detach", "lift_fresh", "_to_copy", "scalar_tensor"}
-    assert backend_for.names - moves <= exact
+    assert used.names - moves <= exact

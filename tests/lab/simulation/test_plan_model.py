@@ -132,9 +132,9 @@ def test_only_traffic_between_nodes_is_compressed() -> None:
     assert scenario.slow_axes == ("node",) != scenario.link_profile(scenario.topology, 1e6).slow_axes
     encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
-    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), places=2)
+    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), num_slow=2)
     assert encoded.reference_bytes == expected.full * 120
-    assert encoded.compact_reference_bytes == expected.compact * 120
+    assert encoded.compact_reference_bytes == expected.int8 * 120
     one_node = make_scenario("qwen-image", 1536, 12)
     balanced, exact = (estimate_step(one_node, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))
     assert balanced == dataclasses.replace(exact, mode="balanced")

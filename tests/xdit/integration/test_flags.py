@@ -221,7 +221,7 @@ def test_all_ranks_use_torch_kernels_if_one_cannot_build_others() -> None:
     )
     assert ranks.run(config_with_a_compiler_on_rank_0, 2, "auto") == [said] * 2
     results = ranks.outcomes(config_with_a_compiler_on_rank_0, 2, "triton")
-    assert_all_raise(results, "on rank 1: --cocodiff_kernels: 'triton' is not valid here, since it has no C compiler")
+    assert_all_raise(results, "on rank 1: --cocodiff_kernels: 'triton' is not available: it needs a C compiler")
 
 
 def report_on_rank_0(rank: int) -> str:

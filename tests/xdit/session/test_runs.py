@@ -11,7 +11,7 @@ from torch import nn
 
 import xfuser_cocodiff
 from tests import ranks
-from tests.engine.compression.test_runtime import SHARE, held, hold, runtime
+from tests.engine.compression.test_runtime import SIZES, reference_value, runtime, set_reference
 from tests.quick import slow
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import config_of
@@ -46,7 +46,7 @@ class FakeSession:
         return Transformer(self)
 
     @property
-    def held(self) -> int:
+    def num_references(self) -> int:
         return self.runtime.reference_bytes // 16
 
 
@@ -66,12 +66,12 @@ class Transformer(nn.Module):
         root = self.root
         if root.run is None:
             return False
-        layer_codecs = self.session.runtime.layer_codecs("a", id(self), root.calls - 1, SHARE, id(root))
+        layer_codecs = self.session.runtime.layer_codecs("a", id(self), root.calls - 1, SIZES, id(root))
         if layer_codecs is None:
             return False
-        found = held(layer_codecs)
+        found = reference_value(layer_codecs)
         assert found in (None, request), f"request {request} has a reference of request {found}"
-        hold(layer_codecs, request)
+        set_reference(layer_codecs, request)
         return found is not None
 
 
@@ -96,7 +96,7 @@ def test_a_run_is_detected_from_its_timesteps(times: tuple, same_prompt: bool) -
         assert loop(model, request, text if same_prompt else prompt(), times) == [False, True, True, True]
     # Positional arguments work too.
     assert [model(3, time, text) for time in times] == [False, True, True, True]
-    assert session.held == 1
+    assert session.num_references == 1
 
 
 @pytest.mark.parametrize("second", [(0.6, 0.3), (0.5, 0.2), (0.4, 0.1), (0.75, 0.5), (1.0, 0.5)])
@@ -117,7 +117,7 @@ def test_runs_of_one_step_share_no_reference() -> None:
     model = session.transformer()
     for request in range(3 * MAX_BRANCHES):
         assert loop(model, request, text if request % 2 else prompt(), (1.0,)) == [False]
-        assert session.held <= MAX_BRANCHES
+        assert session.num_references <= MAX_BRANCHES
 
 
 def test_calls_at_one_time_are_branches() -> None:
@@ -127,7 +127,7 @@ def test_calls_at_one_time_are_branches() -> None:
         for number, time in enumerate(TIMES):
             for branch, text in enumerate(texts):
                 assert model(request + branch, timestep=time, encoder_hidden_states=text) == (number > 0)
-        assert session.held == 2
+        assert session.num_references == 2
 
 
 def test_guidance_that_begins_in_a_run_mixes_no_references() -> None:
@@ -157,7 +157,7 @@ def test_a_second_transformer_may_continue_a_run() -> None:
                 for branch, text in enumerate(texts):
                     call = {"timestep": time, "encoder_hidden_states": text}
                     assert model(10 * request + branch, **call) == (number > 0)
-            assert session.held == 2  # two branches of one transformer
+            assert session.num_references == 2  # two branches of one transformer
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_a_declared_run_depends_on_its_steps_only(total: int | None) -> None:
             assert model(request, timestep=0.5, encoder_hidden_states=text) == (number > 0)
             session.runs.end_step(run)
         session.runs.end(run)
-        assert session.held == 0
+        assert session.num_references == 0
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -250,12 +250,12 @@ def test_a_loop_over_an_iterable_may_recompute_its_embeddings(warned: list[str],
 
 def test_a_run_of_unknown_length_uses_the_schedule_of_50_steps() -> None:
     session = FakeSession()
-    session.runtime = runtime(changes="bits=8->4,cached=0->0.5")
+    session.runtime = runtime(overrides="bits=8->4,cached=0->0.5")
     session.runs.begin(None)
     found = []
     for _ in range(70):
-        codecs = session.runtime.layer_codecs("a", 1, 0, SHARE).codecs["v"]
-        found.append((codecs.bits, codecs.share))
+        codecs = session.runtime.layer_codecs("a", 1, 0, SIZES).codecs["v"]
+        found.append((codecs.bits, codecs.token_fraction))
         session.runs.end_step()
     assert found[1] == (8, pytest.approx(1 - 0.5 / 49))
     assert found[24][0] == 8 and found[25][0] == 4
@@ -272,7 +272,7 @@ def interleaved(session: FakeSession, first: Transformer, second: Transformer, s
                 call = {"timestep": 1 - step / steps, "encoder_hidden_states": texts[request]}
                 found[request].append(model(request, **call))
             session.runs.end_step(both[request])
-            assert session.held <= 2
+            assert session.num_references <= 2
     return found
 
 
@@ -282,7 +282,7 @@ def test_two_alternating_pipelines_are_lossless(warned: list[str], shared: bool)
     model = session.transformer()
     older, newer = interleaved(session, model, model if shared else session.transformer())
     assert older == newer == [False] * 12
-    assert session.held == 0 and all("alternates with another run" in message for message in warned)
+    assert session.num_references == 0 and all("alternates with another run" in message for message in warned)
 
 
 def test_a_nested_run_lets_the_outer_one_continue(warned: list[str]) -> None:
@@ -301,7 +301,7 @@ def test_a_nested_run_lets_the_outer_one_continue(warned: list[str]) -> None:
                     found = model(2, timestep=0.0, encoder_hidden_states=texts[1])
                     assert found == (number > 0)
                     session.runs.end_step(second)
-                assert session.held == 0
+                assert session.num_references == 0
 
 
 def test_two_pipelines_that_share_a_transformer_are_told_apart_by_prompt(warned: list[str]) -> None:
@@ -320,8 +320,8 @@ def test_calls_without_ends_of_steps_do_not_fill_memory(warned: list[str]) -> No
     session.runs.begin(50)
     for number in range(3 * MAX_BRANCHES):
         model(number, timestep=0.0, encoder_hidden_states=text)
-        assert session.held <= MAX_BRANCHES
-    assert session.held == 0
+        assert session.num_references <= MAX_BRANCHES
+    assert session.num_references == 0
     assert any("no step ended in" in message for message in warned)
 
 

@@ -99,7 +99,7 @@ def reduce_on_ranks(rank: int) -> tuple[list[float], list[float]]:
     """Return the mean of a time and the maximum of errors that differ between ranks."""
     group, *_ = start(rank, depth=3)
     session = use_config(group, config_of("balanced"))
-    return session._mean([float(rank)]), session.runtime._agreed([float(rank), -float(rank)])
+    return session._mean([float(rank)]), session.runtime._max_over_ranks([float(rank), -float(rank)])
 
 
 def test_ranks_agree_on_the_mean_time_and_the_maximum_error() -> None:

@@ -129,7 +129,7 @@ class Probe:
         payload = values.new_empty(1, _CODEC.payload_bytes(values.shape, values.dtype), dtype=torch.uint8)
         sent, received = LinkReference(), LinkReference()
         for reference in (sent, received):
-            reference.advance(torch.zeros_like(values), keeps_change=False)
+            reference.advance(torch.zeros_like(values), keeps_previous=False)
 
         def encode_and_decode() -> None:
             encode(values, sent, _CODEC, None, payload)

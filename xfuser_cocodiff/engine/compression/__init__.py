@@ -1,6 +1,6 @@
-"""How values travel on slow axes: what of them is sent, what both ends hold, and for how long.
-Input: tensors of a layer by destination, the mode of the settings, and the steps of a run.
+"""Compression of what crosses slow axes: codecs, modes, link references, coded exchanges and virtual ranks.
+Input: a layer's tensors by destination, a mode with its schedule, and the steps of a run.
+Output: tensors as their receivers decode them, and a report of bytes and errors for each step.
 Public: `modes.CodecSchedule`, `layer_codecs.LayerCodecs`, `coded_all_to_all.start`, `coded_all_gather.start`,
-`runtime.CodecRuntime`,
-`virtual_ranks.VirtualRanks`.
+`runtime.CodecRuntime`, `virtual_ranks.VirtualRanks`.
 """

@@ -1,6 +1,6 @@
-"""The axes of a mesh, parted into fast ones and slow ones, and how tensors lie on them.
+"""The split of a mesh's axes into slow and fast ones, and views of tensors by it.
 
-Sizes in shapes: S places on slow axes, F on fast ones; n heads, s tokens and D head dim of what one rank holds for
+Sizes in shapes: S coordinates on slow axes, F on fast axes; n heads, s tokens and D head dim of one rank's values for
 another; B batch.
 """
 
@@ -19,74 +19,79 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """AxisLayout, parted into fast ones and slow ones, and how tensors lie on them."""
+    """Axes by size, and which of them are slow."""
 
     slow_indices: tuple[int, ...]
-    """Slow axes, by number."""
+    """Indices of the slow axes."""
     shape: tuple[int, ...]
-    """Places of all axes."""
+    """Sizes of all axes."""
 
     @functools.cached_property
     def num_slow(self) -> int:
-        """On the slow axes."""
-        return math.prod(self.shape[dim] for dim in self.slow_indices)
+        """Number of coordinates on the slow axes, S."""
+        return math.prod(self.shape[index] for index in self.slow_indices)
 
     @functools.cached_property
     def num_fast(self) -> int:
-        """Places on the fast axes."""
+        """Number of coordinates on the fast axes, F."""
         return math.prod(self.shape) // self.num_slow
 
     @functools.cached_property
     def _order(self) -> list[int]:
-        """Slow axes, then fast ones."""
-        return [*self.slow_indices, *(dim for dim in range(len(self.shape)) if dim not in self.slow_indices)]
+        """Indices of the slow axes, then of the fast ones."""
+        return [*self.slow_indices, *(index for index in range(len(self.shape)) if index not in self.slow_indices)]
 
     @functools.cached_property
     def ranks_by_slow_index(self) -> list[list[int]]:
-        """Of each place on slow axes, those of the mesh's ranks that lie there, by their places on fast ones."""
-        size = math.prod(self.shape)
-        numbers = torch.arange(size).view(self.shape).permute(self._order)
-        return numbers.reshape(self.num_slow, -1).tolist()
+        """Ranks of the mesh at each coordinate of the slow axes, S lists of F ranks."""
+        ranks = torch.arange(math.prod(self.shape)).view(self.shape).permute(self._order)
+        return ranks.reshape(self.num_slow, -1).tolist()
 
     def split(self, piece: torch.Tensor) -> torch.Tensor:
-        """(*shape, ...) as (S, F, ...)."""
-        levels = len(self.shape)
-        ordered = piece.permute(*self._order, *range(levels, piece.ndim))
-        slow = len(self.slow_indices)
-        return ordered.reshape(self.num_slow, math.prod(ordered.shape[slow:levels]), *piece.shape[levels:])
+        """Return a tensor (*shape, ...) as (S, F, ...)."""
+        num_axes, num_slow_axes = len(self.shape), len(self.slow_indices)
+        ordered = piece.permute(*self._order, *range(num_axes, piece.ndim))
+        fast_shape = ordered.shape[num_slow_axes:num_axes]
+        return ordered.reshape(self.num_slow, math.prod(fast_shape), *piece.shape[num_axes:])
 
     def slot_view(self, target: torch.Tensor, slots: int) -> tuple[torch.Tensor, bool]:
-        """A target (*shape, B, n, s, D) as (S, F * B, n, s, D) for S places, or as (S * F, B, n, s, D) for as many as
-        there are ranks, and whether that is the target itself rather than room of its own: axes that interleave cannot
-        be seen as one."""
-        levels = len(self.shape)
-        ordered = target.permute(*self._order, *range(levels, target.ndim))
-        shape = slots, math.prod(target.shape[: levels + 1]) // slots, *target.shape[levels + 1 :]
+        """Return a target (*shape, B, n, s, D) by slots, and whether the result is a view of it.
+
+        Axes that interleave have no such view; the result is a new tensor then.
+
+        Args:
+            target: tensor to write received values to.
+            slots: S for the shape (S, F * B, n, s, D), or S * F for (S * F, B, n, s, D).
+        """
+        num_axes = len(self.shape)
+        ordered = target.permute(*self._order, *range(num_axes, target.ndim))
+        shape = slots, math.prod(target.shape[: num_axes + 1]) // slots, *target.shape[num_axes + 1 :]
         try:
             return ordered.view(shape), True
         except RuntimeError:
             return target.new_empty(shape), False
 
     def join(self, split: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`; a view where there can be one."""
-        sizes = [self.shape[dim] for dim in self._order]
-        levels = len(sizes)
+        """Return a tensor (S, F, ...) as (*shape, ...), if possible as a view; the inverse of :meth:`split`."""
+        sizes = [self.shape[index] for index in self._order]
+        num_axes = len(sizes)
         ordered = split.reshape(*sizes, *split.shape[2:])
-        back = sorted(range(levels), key=self._order.__getitem__)
-        return ordered.permute(*back, *range(levels, ordered.ndim))
+        inverse = sorted(range(num_axes), key=self._order.__getitem__)
+        return ordered.permute(*inverse, *range(num_axes, ordered.ndim))
 
 
 @dataclass(frozen=True)
 class AxisPartition(AxisLayout):
-    """The axes of a mesh that have more than one place."""
+    """The axes of a mesh with more than one rank, with a mesh for the slow axes and one for the fast axes."""
 
     slow_index: int
-    """This rank's place on the slow axes."""
+    """Coordinate of this rank on the slow axes."""
     slow: Mesh
+    """Mesh of the slow axes."""
     fast: Mesh | None
-    """None where all axes are slow."""
+    """Mesh of the fast axes; None if all axes are slow."""
     is_single_stage: Callable[[int], bool] = lambda message_bytes: False
-    """Whether a message of so many bytes goes everywhere at once, rather than in stages, see :mod:`exchange`."""
+    """Whether messages of some bytes take one stage rather than several, see :mod:`coded_all_to_all`."""
 
     @classmethod
     def over(
@@ -94,35 +99,35 @@ class AxisPartition(AxisLayout):
         group: dist.ProcessGroup,
         mesh: Mesh,
         slow_axes: Sequence[str],
-        make: Callable[[dist.ProcessGroup, Topology], Mesh],
+        make_mesh: Callable[[dist.ProcessGroup, Topology], Mesh],
     ) -> "AxisPartition | None":
-        """Part a mesh. Every rank of `group` must call this; None where no slow axis has more than one place.
+        """Return the partition of a mesh, or None if no slow axis has more than one rank. A collective over `group`.
 
         Args:
-            group: the ranks of the mesh.
-            mesh: whose lane and account the parts share.
-            slow_axes: their names.
-            make: makes a mesh over a group.
+            group: ranks of the mesh.
+            mesh: mesh of all axes; the others share its comm stream and traffic statistics.
+            slow_axes: names of the slow axes.
+            make_mesh: creates a mesh over a group.
         """
         topology, rank, ranks = mesh.topology, dist.get_rank(group), dist.get_process_group_ranks(group)
-        moving = [dim for dim, axis in enumerate(topology.axes) if axis.size > 1]
-        slow = [dim for dim in moving if topology.axes[dim].name in slow_axes]
-        fast = [dim for dim in moving if dim not in slow]
+        moving = [index for index, axis in enumerate(topology.axes) if axis.size > 1]
+        slow = [index for index in moving if topology.axes[index].name in slow_axes]
+        fast = [index for index in moving if index not in slow]
 
-        def submesh(dims: list[int]) -> Mesh:
-            if dims == moving:
+        def submesh(indices: list[int]) -> Mesh:
+            if indices == moving:
                 return mesh
-            members = tuple(ranks[i] for i in topology.group_of(rank, *dims))
-            own = subgroup(group, members, mesh.stages.timeout)
-            made = make(own, Topology(tuple(topology.axes[dim] for dim in dims)))
-            names = "+".join(topology.axes[dim].name for dim in reversed(dims))
+            members = tuple(ranks[i] for i in topology.group_of(rank, *indices))
+            members_group = subgroup(group, members, mesh.stages.timeout)
+            made = make_mesh(members_group, Topology(tuple(topology.axes[index] for index in indices)))
+            names = "+".join(topology.axes[index].name for index in reversed(indices))
             return made.as_part_of(mesh, names)
 
         if not slow:
             return None
         return cls(
             tuple(map(moving.index, slow)),
-            tuple(topology.axes[dim].size for dim in moving),
+            tuple(topology.axes[index].size for index in moving),
             topology.group_of(rank, *slow).index(rank),
             submesh(slow),
             submesh(fast) if fast else None,
@@ -130,5 +135,5 @@ class AxisPartition(AxisLayout):
 
     @functools.cached_property
     def remote_indices(self) -> list[int]:
-        """Those that are not this rank's own."""
-        return [place for place in range(self.num_slow) if place != self.slow_index]
+        """Coordinates on the slow axes other than this rank's."""
+        return [index for index in range(self.num_slow) if index != self.slow_index]

@@ -1,4 +1,4 @@
-"""Bits that were allotted to the layers of a model, and the file that they come in; `cocodiff tune` writes it."""
+"""Bit allocations: bits per value by layer, tensor and phase, in the schedule files that `cocodiff tune` writes."""
 
 import functools
 import itertools
@@ -14,73 +14,77 @@ from typing import Any
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 FORMAT = "cocodiff schedule 1"
+"""Value of `format` in a schedule file."""
 LETTERS = "qkvo"
+"""Letters of the tensors."""
 NOT_SENT = 0.0
+"""Bits of tensors that are not sent: receivers keep their prediction."""
 Bits = float | None
-"""Per value; None sends values as they are, and NOTHING leaves what the receiver has."""
+"""Bits per value; None sends the values themselves."""
 
 
 @dataclass(frozen=True)
 class BitAllocation:
-    """Bits by layer, tensor and phase of a run."""
+    """Bits per value by layer, tensor and phase of a run."""
 
     starts: tuple[float, ...]
-    """Where phases begin, in parts of a run; the first at 0."""
+    """Start of each phase as a fraction of the run; the first is 0."""
     layers: Mapping[str, Mapping[str, tuple[Bits, ...]]]
-    """By the layer's name and the tensor's letter: for each phase."""
+    """Bits of each phase, by the layer's name and the tensor's letter."""
     first: Bits = None
-    """At the first step, which owes nothing to others."""
+    """Bits at the first step, which is a keyframe."""
     predictor: float | str = 0.0
+    """Gain of the prediction, see :attr:`Codec.predictor`."""
     steps: int = 50
-    """Of the runs that it was tuned on; others have their phases in the same parts."""
+    """Number of steps of the runs that were tuned; phases take the same fractions of other runs."""
     model: str | None = None
-    """That it was tuned to; None goes with any that has these layers."""
+    """Model that was tuned; None for any model with these layers."""
     source: str = ""
-    """Where it came from, as the flag has it."""
+    """Where the allocation comes from, in words."""
 
-    def bits(self, layer: str | None, done: float) -> dict[str, Bits]:
-        """Of Q, K, V and O.
+    def bits(self, layer: str | None, progress: float) -> dict[str, Bits]:
+        """Return the bits of Q, K, V and O.
 
         Args:
-            layer: its name, one of `layers`; None stands for what most of them have.
-            done: of the run, from 0 to 1.
+            layer: name of a layer, one of `layers`; None for the bits that most layers have.
+            progress: fraction of the run, from 0 to 1.
         """
-        phase = sum(done >= start for start in self.starts) - 1
-        of = [self.layers[layer]] if layer is not None else list(self.layers.values())
-        return {letter: Counter(one[letter][phase] for one in of).most_common(1)[0][0] for letter in LETTERS}
+        phase = sum(progress >= start for start in self.starts) - 1
+        of_layers = [self.layers[layer]] if layer is not None else list(self.layers.values())
+        return {letter: Counter(of[letter][phase] for of in of_layers).most_common(1)[0][0] for letter in LETTERS}
 
     def check_model(self, model: str) -> None:
-        """Compare a model's name, or the path of its folder, with that which it was tuned to.
+        """Check that a model, by name or folder, is the one that was tuned.
 
         Raises:
-            ValueError: another one.
+            ValueError: another model was tuned.
         """
         if self.model and Path(model).name != Path(self.model).name:
             raise ValueError(
-                f"{self.source} was tuned to {self.model!r}, and this is {model!r}; cocodiff tune makes one for it, "
-                'and one with "model": null goes with any model that has its layers'
+                f"{self.source} was tuned to {self.model!r}, not to {model!r}; run cocodiff tune for this model, or "
+                'set "model": null in the file to use it with any model that has its layers'
             )
 
     def check_layer(self, layer: str) -> None:
-        """Look for a layer.
+        """Check that a layer has bits.
 
         Raises:
-            ValueError: nothing is known of it.
+            ValueError: it has none.
         """
         if layer not in self.layers:
-            known = list(self.layers)
+            layers = list(self.layers)
             raise ValueError(
                 f"{self.source} has no bits for the layer {layer!r}: it was tuned to {self.model or 'a model'} "
-                f"with {len(known)} layers, as {known[0]!r}; cocodiff tune makes one for this model"
+                f"with {len(layers)} layers, such as {layers[0]!r}; run cocodiff tune for this model"
             )
 
     def to_json(self) -> dict[str, Any]:
-        """For a file: an entry for each layer, tensor and phase."""
+        """Return the content of a schedule file, with an entry for each layer, tensor and phase."""
         schedule = [
-            {"layer": layer, "tensor": letter, "steps": [*span], "codec": _codec(bits)}
-            for layer, of in self.layers.items()
+            {"layer": layer, "tensor": letter, "steps": [*steps], "codec": _codec_name(bits)}
+            for layer, of_tensors in self.layers.items()
             for letter in LETTERS
-            for span, bits in zip(self.spans, of[letter], strict=True)
+            for steps, bits in zip(self.phase_steps, of_tensors[letter], strict=True)
         ]
         return {
             "format": FORMAT,
@@ -88,52 +92,56 @@ class BitAllocation:
             "layers": [*self.layers],
             "steps": self.steps,
             "starts": [*self.starts],
-            "first": _codec(self.first),
+            "first": _codec_name(self.first),
             "predictor": self.predictor,
             "schedule": schedule,
         }
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The first and the last step of each phase in runs of so many steps, counted from 0."""
+    def phase_steps(self) -> list[tuple[int, int]]:
+        """First and last step of each phase in a run of `steps` steps, counted from 0."""
         edges = [*(math.ceil(start * (self.steps - 1)) for start in self.starts), self.steps]
         return [(first, following - 1) for first, following in itertools.pairwise(edges)]
 
 
 def read(text: str) -> BitAllocation:
-    """Read the file that a flag names as `@FILE`, or as :func:`with_checksum` has it.
+    """Read a schedule file.
+
+    Args:
+        text: `@FILE`, or `@FILE#CHECKSUM` as :func:`with_checksum` returns it.
 
     Raises:
-        ValueError: there is none, it is something else, or it has changed since it was signed.
+        ValueError: the file does not exist, is no schedule, or does not match the checksum.
     """
     return _read_cached(text) if "#" in text else _read(text)
 
 
 @functools.cache
 def _read_cached(text: str) -> BitAllocation:
+    """Read a schedule file once per checksum."""
     return _read(text)
 
 
 def _read(text: str) -> BitAllocation:
-    path, _, signature = text.removeprefix("@").partition("#")
+    path, _, checksum = text.removeprefix("@").partition("#")
     try:
         content = Path(path).read_bytes()
-        given = json.loads(content)
+        record = json.loads(content)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{text!r} is not valid: {error}; valid is @FILE, which cocodiff tune has written") from None
-    if signature and signature != _checksum(content):
+        raise ValueError(f"{text!r} is not valid: {error}; valid is @FILE, written by cocodiff tune") from None
+    if checksum and checksum != _checksum(content):
         raise ValueError(f"{path!r} has changed since the run began")
     try:
-        return _parsed(given, f"the schedule {path!r}")
+        return _from_json(record, f"the schedule {path!r}")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{text!r} is not valid: it is no schedule, for {type(error).__name__} {error}; valid is @FILE, which "
-            "cocodiff tune has written"
+            f"{text!r} is not a valid schedule: {type(error).__name__} {error}; valid is @FILE, written by cocodiff "
+            "tune"
         ) from None
 
 
 def with_checksum(text: str) -> str:
-    """`@FILE` with what tells its contents from others, so that ranks which read different files see it."""
+    """Return `@FILE#CHECKSUM` for `@FILE`, which differs between ranks that would read different contents."""
     path = text.removeprefix("@").partition("#")[0]
     return f"@{path}#{_checksum(Path(path).read_bytes())}"
 
@@ -142,40 +150,54 @@ def _checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-def _parsed(given: Any, source: str) -> BitAllocation:
-    if given["format"] != FORMAT:
-        raise ValueError(f"of the format {given['format']!r} instead of {FORMAT!r}")
-    starts = tuple(float(start) for start in given["starts"])
+def _from_json(record: Any, source: str) -> BitAllocation:
+    """Return the allocation of a schedule file's content.
+
+    Raises:
+        ValueError: another format, or phases, layers or codecs that do not fit each other.
+        KeyError, TypeError, AttributeError: keys are missing, or have another type.
+    """
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']!r} instead of {FORMAT!r}")
+    starts = tuple(float(start) for start in record["starts"])
     if not starts or starts[0] != 0 or list(starts) != sorted({*starts}) or starts[-1] >= 1:
-        raise ValueError(f"of phases that begin at {given['starts']}")
-    found: dict[str, dict[str, list[tuple[int, Bits]]]] = {
-        layer: {letter: [] for letter in LETTERS} for layer in given["layers"]
+        raise ValueError(f"phases start at {record['starts']}; they must ascend from 0 to below 1")
+    by_step: dict[str, dict[str, list[tuple[int, Bits]]]] = {
+        layer: {letter: [] for letter in LETTERS} for layer in record["layers"]
     }
-    for entry in given["schedule"]:
-        found[entry["layer"]][entry["tensor"]].append((entry["steps"][0], _bits(entry["codec"])))
+    for entry in record["schedule"]:
+        by_step[entry["layer"]][entry["tensor"]].append((entry["steps"][0], _bits_of(entry["codec"])))
     layers = {
         layer: {
-            letter: tuple(bits for _, bits in sorted(entries, key=lambda one: one[0])) for letter, entries in of.items()
+            letter: tuple(bits for _, bits in sorted(entries, key=lambda entry: entry[0]))
+            for letter, entries in of_tensors.items()
         }
-        for layer, of in found.items()
+        for layer, of_tensors in by_step.items()
     }
-    if not layers or any(len(bits) != len(starts) for of in layers.values() for bits in of.values()):
-        raise ValueError(f"of {len(layers)} layers, not all with bits for {len(starts)} phases")
-    first, predictor = _bits(given["first"]), given["predictor"]
-    return BitAllocation(starts, layers, first, predictor, int(given["steps"]), given["model"], source)
+    if not layers or any(len(bits) != len(starts) for of_tensors in layers.values() for bits in of_tensors.values()):
+        raise ValueError(f"{len(layers)} layers, some of them without bits for all {len(starts)} phases")
+    first, predictor = _bits_of(record["first"]), record["predictor"]
+    return BitAllocation(starts, layers, first, predictor, int(record["steps"]), record["model"], source)
 
 
-_EXACT, _NOT_SENT = "exact", "nothing"
+_EXACT, _NOTHING = "exact", "nothing"
+"""Names of codecs that send the values themselves, and nothing."""
 
 
-def _codec(bits: Bits) -> str:
-    return _EXACT if bits is None else _NOT_SENT if bits == NOT_SENT else f"bits={bits:g}"
+def _codec_name(bits: Bits) -> str:
+    """Return the name of a codec in a schedule file."""
+    return _EXACT if bits is None else _NOTHING if bits == NOT_SENT else f"bits={bits:g}"
 
 
-def _bits(codec: str) -> Bits:
-    if codec in (_EXACT, _NOT_SENT):
+def _bits_of(codec: str) -> Bits:
+    """Return the bits of a codec by its name.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    if codec in (_EXACT, _NOTHING):
         return None if codec == _EXACT else NOT_SENT
     name, _, bits = codec.partition("=")
     if name != "bits" or float(bits) not in GRIDS:
-        raise ValueError(f"of the codec {codec!r}")
+        raise ValueError(f"unknown codec {codec!r}")
     return float(bits)

@@ -1,11 +1,11 @@
-"""Codecs: how values are represented on slow links. Pure tensor code; nothing here communicates.
+"""Codecs: how the values of a tensor are encoded for slow links. Tensor code only; nothing here communicates.
 
-Both ends of a link hold the same reference: what the receiver was given last. A codec sends what brings it near to the
-value of now, and the sender brings its own reference along by the same arithmetic. So what one step leaves out is part
-of the difference that the next one sees: error feedback, for which nothing is sent.
+Both ends of a link hold the same link reference: the values that the receiver decoded last. A codec sends the quantized
+residual to a prediction from that reference, and the sender updates its reference by the same arithmetic as the
+receiver. What a step leaves out is therefore part of the next step's residual: error feedback without extra traffic.
 
-Sizes in shapes: L links, P places of which one may be the rank's own, G groups of tokens, H heads, T tokens, D head
-dim. A group is what one rank has of one sample.
+Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
+D head dim. A group has the tokens of one sample from one rank.
 """
 
 import functools
@@ -18,95 +18,99 @@ import torch
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, compact, restored, row_bytes, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD, ActiveTokens, Prediction
-from xfuser_cocodiff.engine.kernels.torch_kernels import expected, square
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, from_int8, row_bytes, to_int8, tokens_per_row
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS, ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.torch_kernels import energy, predict
 from xfuser_cocodiff.engine.topology import devices as devices
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
-"""What makes a token active: its distance from the reference, from its value of the step before, or chance."""
-TOKENS = 3
-"""Dim of tokens."""
+"""Scores by which active tokens are selected: distance from the prediction, from the step before, or random."""
+TOKEN_DIM = 3
+"""Dim of the tokens in values (L, G, H, T, D)."""
 ADAPTIVE = "auto"
-"""A predictor by what has come again of the change before."""
-_USUAL_SHARE = SHARES // 2
-"""Of a change that is expected again as long as nothing is known."""
-CHOOSING = "vo"
-"""Tensors that choose their active tokens; Q and K take V's choice."""
+"""Predictor whose gain the sender estimates from the last change of the values."""
+_INITIAL_GAIN = GAIN_STEPS // 2
+"""Gain of the adaptive predictor before there is an estimate, in units of 1 / GAIN_STEPS."""
+SELECTING = "vo"
+"""Tensors that select their own active tokens; Q and K use V's selection."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """What travels of a tensor."""
+    """How a tensor is encoded: bits per value, active tokens, and prediction."""
 
     bits: float | None = None
-    """Per value of the difference to the reference, see quantise.GRIDS; None sends values themselves."""
-    share: float = 1.0
-    """Of the tokens, those with the highest scores are sent; the others stay as the reference has them. With 0 nothing
-    is sent at all."""
+    """Bits per value of the residual, one of quantize.GRIDS; None sends the values themselves."""
+    token_fraction: float = 1.0
+    """Fraction of the tokens that is sent, those with the highest scores; 0 sends nothing. Receivers predict
+    the other tokens."""
     score: str = DRIFT
+    """Score that selects active tokens, one of SCORES."""
     predictor: float | str = 0.0
-    """How much of the reference's last change is expected again: an extrapolation that both ends make. ADAPTS takes
-    what the sender found of the change before, and sends it in a byte."""
+    """Gain at which both ends extrapolate the reference's last change, from 0 to 1; ADAPTIVE sends an estimate of it in
+    the payload."""
     is_keyframe: bool = False
-    """Whether there is no reference to differ from, as at the first step: values themselves are coded."""
+    """Whether values are encoded without a reference, as at the first step."""
 
     def __post_init__(self) -> None:
-        is_sound = 0 <= self.share <= 1 and self.score in SCORES and (self.bits is not None or not self.is_keyframe)
-        if self.bits not in (None, *GRIDS) or not is_sound:
+        is_valid = 0 <= self.token_fraction <= 1 and self.score in SCORES
+        has_values = self.bits is not None or not self.is_keyframe
+        if self.bits not in (None, *GRIDS) or not (is_valid and has_values):
             raise ValueError(
-                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, shares 0 to 1, scores {SCORES}"
+                f"{self} is not valid; bits are {', '.join(map(str, GRIDS))}, token_fraction is 0 to 1, scores are "
+                f"{', '.join(SCORES)}"
             )
 
     @property
     def is_exact(self) -> bool:
-        """Whether the receiver gets every value as it is."""
-        return self.bits is None and self.share == 1
+        """Whether the codec is lossless."""
+        return self.bits is None and self.token_fraction == 1
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the receiver is told nothing."""
-        return self.share == 0
+    def sends_nothing(self) -> bool:
+        """Whether the payload is empty."""
+        return self.token_fraction == 0
 
     @property
-    def chooses(self) -> bool:
-        """Whether some of the tokens are sent, and others not."""
-        return 0 < self.share < 1
+    def selects_tokens(self) -> bool:
+        """Whether only active tokens are sent."""
+        return 0 < self.token_fraction < 1
 
-    def active(self, tokens: int) -> int:
-        """How many of so many tokens are sent."""
-        return math.ceil(self.share * tokens)
+    def num_active(self, tokens: int) -> int:
+        """Return the number of active tokens among `tokens`."""
+        return math.ceil(self.token_fraction * tokens)
 
     def payload_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Bytes of a link for a tensor (L, G, H, T, D), without the choice of tokens."""
-        if self.is_exact or self.is_silent:
+        """Return the payload bytes of one link for a tensor (L, G, H, T, D), without the token mask."""
+        if self.is_exact or self.sends_nothing:
             return math.prod(shape[1:]) * dtype.itemsize if self.is_exact else 0
         _, groups, heads, tokens, dim = shape
-        sent = groups * heads * self.active(tokens)
+        sent = groups * heads * self.num_active(tokens)
         if self.bits is None:
-            return sent * dim * dtype.itemsize + self._predictor_bytes
-        together = tokens_per_row(self.bits, dim, tokens, self.share == 1)
-        return sent // together * (row_bytes(self.bits, together * dim) + 1) + self._predictor_bytes
+            return sent * dim * dtype.itemsize + self._gain_bytes
+        row_tokens = tokens_per_row(self.bits, dim, tokens, self.token_fraction == 1)
+        return sent // row_tokens * (row_bytes(self.bits, row_tokens * dim) + 1) + self._gain_bytes
 
     @property
-    def _predictor_bytes(self) -> int:
-        return TOLD if self.adapts else 0
+    def _gain_bytes(self) -> int:
+        return GAIN_BYTES if self.sends_gain else 0
 
     @property
-    def adapts(self) -> bool:
-        """Whether the sender tells how much it extrapolates."""
-        return self.predictor == ADAPTIVE and not (self.is_exact or self.is_silent or self.is_keyframe)
+    def sends_gain(self) -> bool:
+        """Whether the payload carries the sender's gain."""
+        return self.predictor == ADAPTIVE and not (self.is_exact or self.sends_nothing or self.is_keyframe)
 
     @property
     def is_stateless(self) -> bool:
-        """Whether it needs no reference."""
+        """Whether no reference is needed."""
         return self.is_exact or self.is_keyframe
 
     def __str__(self) -> str:
-        parts = [] if self.bits is None else [f"{self.bits:g} bit"]
-        parts += [f"{self.share:g} of tokens by {self.score}"] if self.chooses else ["nothing"] * self.is_silent
+        parts = [] if self.bits is None else [f"{self.bits:g} bits"]
+        parts += [f"{self.token_fraction:g} of the tokens by {self.score}"] if self.selects_tokens else []
+        parts += ["nothing sent"] if self.sends_nothing else []
         parts += [f"predictor {self.predictor}"] if self.predictor else []
-        parts += ["keyframe_codec"] if self.is_keyframe else []
+        parts += ["keyframe"] if self.is_keyframe else []
         return ", ".join(parts) or "exact"
 
 
@@ -114,112 +118,118 @@ EXACT = Codec()
 
 
 class LinkReference:
-    """What one end of some links holds of a tensor. The other end holds the same, bit for bit.
+    """Predictor state of one tensor at one end of its links; the other ends hold the same, bit for bit.
 
     Args:
-        compact: whether to keep it in 8 bits per value, which both ends then count as theirs.
+        is_int8: whether references are stored in int8, which both ends then use as their values.
     """
 
-    def __init__(self, compact: bool = False) -> None:
-        self.is_compact = compact
-        self._held: tuple[torch.Tensor, ...] = ()
-        self._before: tuple[torch.Tensor, ...] = ()
-        self.again: torch.Tensor | None = None
-        """How much of the last change came again, where a sender has seen it; uint8 (L), see rows.SHARES."""
-        self.seen: torch.Tensor | None = None
-        """The values of the step before, where a sender scores by them."""
+    def __init__(self, is_int8: bool = False) -> None:
+        self.is_int8 = is_int8
+        self._current: tuple[torch.Tensor, ...] = ()
+        self._previous: tuple[torch.Tensor, ...] = ()
+        self.gains: torch.Tensor | None = None
+        """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
+        self.last_values: torch.Tensor | None = None
+        """Values of the step before, if the sender scores tokens by CHANGE."""
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether there is a reference for such values."""
-        return bool(self._held) and self._held[0].shape == tuple(shape) and self._dtype == dtype
+        """Return whether there is a reference for values of this shape and type."""
+        return bool(self._current) and self._current[0].shape == tuple(shape) and self._dtype == dtype
 
-    def expected(self, predictor: float | str = 0.0) -> torch.Tensor:
-        """What both ends expect of the values."""
-        return expected(self.known(predictor))
+    def predict(self, predictor: float | str = 0.0) -> torch.Tensor:
+        """Return the values that both ends predict, (L, G, H, T, D)."""
+        return predict(self.prediction(predictor))
 
-    def known(self, predictor: float | str) -> Prediction:
-        """What is held, and where something is extrapolated what was held before, and how much of the change between
-        them to expect again."""
-        held = self._read(self._held)
-        before = self._read(self._before) if predictor and self._before else None
-        return Prediction(held, before, self._shares(predictor))
+    def prediction(self, predictor: float | str) -> Prediction:
+        """Return the inputs of the prediction for a codec's predictor."""
+        current = self._read(self._current)
+        previous = self._read(self._previous) if predictor and self._previous else None
+        return Prediction(current, previous, self._gains(predictor))
 
-    def _shares(self, predictor: float | str) -> torch.Tensor:
-        if predictor == ADAPTIVE and self.again is not None:
-            return self.again
-        held = self._held[0]
-        share = _USUAL_SHARE if predictor == ADAPTIVE else round(SHARES * float(predictor))
-        return _on_all_links(share, len(held), held.device)
+    def _gains(self, predictor: float | str) -> torch.Tensor:
+        """Return the gain of each link, uint8 (L)."""
+        if predictor == ADAPTIVE and self.gains is not None:
+            return self.gains
+        current = self._current[0]
+        gain = _INITIAL_GAIN if predictor == ADAPTIVE else round(GAIN_STEPS * float(predictor))
+        return _same_gain(gain, len(current), current.device)
 
-    def advance(self, values: torch.Tensor, keeps_change: bool) -> None:
-        """Hold other values from now on, and those of before too where their change is needed and they are alike."""
-        self._before = self._held if keeps_change and self.fits(values.shape, values.dtype) else ()
+    def advance(self, values: torch.Tensor, keeps_previous: bool) -> None:
+        """Replace the reference.
+
+        Args:
+            values: new reference, (L, G, H, T, D).
+            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape differs.
+        """
+        self._previous = self._current if keeps_previous and self.fits(values.shape, values.dtype) else ()
         self._dtype = values.dtype
-        self._held = compact(values) if self.is_compact else (values,)
+        self._current = to_int8(values) if self.is_int8 else (values,)
 
-    def stay(self, codec: Codec) -> None:
-        """Hold what a codec that sends nothing expects."""
-        if codec.predictor in (0.0, ADAPTIVE):  # what came again only the sender knows
-            self._before = self._held if codec.predictor else ()
+    def advance_unsent(self, codec: Codec) -> None:
+        """Advance to the prediction, for a codec that sends nothing."""
+        if codec.predictor in (0.0, ADAPTIVE):  # an adaptive gain is not known to the receiver
+            self._previous = self._current if codec.predictor else ()
         else:
-            self.advance(self.expected(codec.predictor), keeps_change=True)
+            self.advance(self.predict(codec.predictor), keeps_previous=True)
 
     def to_int8(self) -> None:
-        """Keep it in 8 bits from now on."""
-        if not self.is_compact:
-            self._held, self._before = (compact(*kept) if kept else () for kept in (self._held, self._before))
-            self.is_compact = True
+        """Store references in int8 from now on."""
+        if not self.is_int8:
+            self._current, self._previous = (
+                to_int8(*stored) if stored else () for stored in (self._current, self._previous)
+            )
+            self.is_int8 = True
 
-    def _read(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return restored(*kept).to(self._dtype) if self.is_compact else kept[0]
+    def _read(self, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return from_int8(*stored).to(self._dtype) if self.is_int8 else stored[0]
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
-        kept = (*self._held, *self._before, *([] if self.seen is None else [self.seen]))
-        return sum(tensor.nbytes for tensor in kept)
+        """Memory in bytes."""
+        stored = (*self._current, *self._previous, *([] if self.last_values is None else [self.last_values]))
+        return sum(tensor.nbytes for tensor in stored)
 
 
-def choose(
-    values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, here: range | None = None
+def select_tokens(
+    values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, local_slots: range | None = None
 ) -> ActiveTokens:
-    """The active tokens of each group.
+    """Return the active tokens of each group: those with the highest scores.
 
     Args:
-        values: shape (P, G, H, T, D).
-        reference: of the sender.
-        codec: says how many, and by which score.
-        seed: for choices by chance.
-        here: the places among P that are the rank's own, see :mod:`kernels`.
+        values: (P, G, H, T, D).
+        reference: the sender's.
+        codec: gives the number of tokens and the score.
+        seed: seed of random scores.
+        local_slots: slots of this rank, which are skipped; None for none.
     """
-    tokens = values.shape[TOKENS]
+    tokens = values.shape[TOKEN_DIM]
     if codec.score == RANDOM:
         generator = torch.Generator().manual_seed(seed)
-        links = rows.others(len(values), here)
-        # From pinned memory, so that the host need not wait for its copy.
-        scores = torch.rand(
-            tokens, generator=generator, pin_memory=devices.capabilities(values.device.type).is_asynchronous
-        )
+        links = rows.num_links(len(values), local_slots)
+        # From pinned memory, so that the host does not wait for the copy.
+        pins = devices.capabilities(values.device.type).is_asynchronous
+        scores = torch.rand(tokens, generator=generator, pin_memory=pins)
         scores = scores.to(values.device, non_blocking=True).expand(links, values.shape[1], tokens)
     elif codec.score == CHANGE:
-        values = rows.away(values, here)
-        past = reference.expected() if reference.seen is None else reference.seen
-        scores = (values - past).abs().sum((2, 4), dtype=torch.float32)
-        reference.seen = values.clone(memory_format=torch.contiguous_format)
+        values = rows.remote_slots(values, local_slots)
+        last = reference.predict() if reference.last_values is None else reference.last_values
+        scores = (values - last).abs().sum((2, 4), dtype=torch.float32)
+        reference.last_values = values.clone(memory_format=torch.contiguous_format)
     else:
-        scores = kernels.scores(values, reference.known(codec.predictor), here)
-    count = codec.active(tokens)
+        scores = kernels.scores(values, reference.prediction(codec.predictor), local_slots)
+    count = codec.num_active(tokens)
     mask = torch.zeros(*scores.shape[:2], -(-tokens // 8) * 8, dtype=torch.uint8, device=scores.device)
     return ActiveTokens(mask.scatter_(-1, scores.topk(count, -1, sorted=False).indices, 1), tokens, count)
 
 
 class QuantError(NamedTuple):
-    """What a receiver lacks of values: sums of squares, float32, each a tensor of one element."""
+    """Reconstruction error of the values that a receiver decodes; both are float32 tensors of one element."""
 
-    lacking: torch.Tensor
-    """Not finite where the values are not."""
-    wanted: torch.Tensor
-    """Of the values themselves."""
+    error_energy: torch.Tensor
+    """Sum of squared errors; not finite if the values are not."""
+    value_energy: torch.Tensor
+    """Sum of squared values."""
 
 
 def encode(
@@ -228,36 +238,37 @@ def encode(
     codec: Codec,
     active: ActiveTokens | None,
     payload: torch.Tensor,
-    here: range | None = None,
+    local_slots: range | None = None,
 ) -> QuantError | None:
-    """Write what is sent for values, and bring the sender's reference to what the receiver makes of it.
+    """Encode values into a payload, and advance the sender's reference to the values that the receiver decodes.
 
     Args:
-        values: shape (P, G, H, T, D).
-        reference: of the sender; fits the values unless the codec is exact.
-        codec: how.
-        active: tokens that are sent, where not all are.
-        payload: where to write, see :mod:`kernels`.
-        here: the places among P that are the rank's own, see there.
+        values: (P, G, H, T, D).
+        reference: the sender's; must fit the values unless the codec is stateless.
+        codec: how to encode.
+        active: tokens that are sent; None for all.
+        payload: uint8 (P, n), written; see :func:`kernels.encode`.
+        local_slots: slots of this rank, which are skipped; None for none.
 
     Returns:
-        What the receiver lacks; None where it gets everything.
+        The reconstruction error, or None if the codec is lossless.
     """
-    if codec.is_silent:
-        reference.stay(codec)
-        others = rows.away(values, here)
-        return QuantError(square(others - reference.expected()), square(others))
-    known = _known(codec, reference, values, here)
-    held, lacking, wanted, again = kernels.encode(values, known, codec.bits, active, payload, here, codec.adapts)
-    reference.advance(held, bool(codec.predictor))
-    reference.again = reference.again if again is None else again
+    if codec.sends_nothing:
+        reference.advance_unsent(codec)
+        remote = rows.remote_slots(values, local_slots)
+        return QuantError(energy(remote - reference.predict()), energy(remote))
+    prediction = _prediction(codec, reference, values, local_slots)
+    result = kernels.encode(values, prediction, codec.bits, active, payload, local_slots, codec.sends_gain)
+    reference.advance(result.reference, bool(codec.predictor))
+    reference.gains = reference.gains if result.gains is None else result.gains
     if codec.is_stateless:
-        reference.seen = None  # all that is held is of this step
-    if lacking is None:
+        reference.last_values = None  # the reference is of this step
+    if result.error_energy is None:
         return None
-    if reference.is_compact:  # which loses a little more
-        lacking = square(rows.away(values, here) - reference.expected())
-    return QuantError(lacking, wanted)
+    error_energy = result.error_energy
+    if reference.is_int8:  # storing the reference in int8 adds to the error
+        error_energy = energy(rows.remote_slots(values, local_slots) - reference.predict())
+    return QuantError(error_energy, result.value_energy)
 
 
 def decode(
@@ -266,75 +277,88 @@ def decode(
     codec: Codec,
     active: ActiveTokens | None,
     target: torch.Tensor,
-    here: range | None = None,
+    local_slots: range | None = None,
 ) -> None:
-    """Write values from what was sent, and bring the receiver's reference to them.
+    """Decode a payload into the target, and advance the receiver's reference to the decoded values.
 
     Args:
-        payload: of :func:`encode`.
-        reference: of the receiver.
-        codec: how.
-        active: tokens that were sent, where not all were.
-        target: for the values, (P, G, H, T, D), of any strides.
-        here: the places among P that are the rank's own, and are not written; see :mod:`kernels`.
+        payload: uint8 (P, n), as :func:`encode` writes it.
+        reference: the receiver's.
+        codec: the sender's.
+        active: the sender's active tokens; None for all.
+        target: (P, G, H, T, D), of any strides, written.
+        local_slots: slots of this rank, which are skipped; None for none.
     """
-    if codec.is_silent:
-        reference.stay(codec)
-        rows.put_away(target, reference.expected(), here)
+    if codec.sends_nothing:
+        reference.advance_unsent(codec)
+        rows.write_remote_slots(target, reference.predict(), local_slots)
         return
-    known = _known(codec, reference, target, here)
-    held = kernels.decode(payload, known, codec.bits, active, target, here, codec.adapts)
-    reference.advance(held, bool(codec.predictor))
+    prediction = _prediction(codec, reference, target, local_slots)
+    decoded = kernels.decode(payload, prediction, codec.bits, active, target, local_slots, codec.sends_gain)
+    reference.advance(decoded, bool(codec.predictor))
 
 
-def _known(codec: Codec, reference: LinkReference, like: torch.Tensor, here: range | None) -> Prediction | None:
-    """What both ends know before values like these."""
+def _prediction(
+    codec: Codec, reference: LinkReference, like: torch.Tensor, local_slots: range | None
+) -> Prediction | None:
+    """Return the prediction for values like these: zeros for a keyframe, None for a lossless codec."""
     if codec.is_keyframe:
-        return Prediction(like.new_zeros(rows.others(len(like), here), *like.shape[1:]))
-    return None if codec.is_exact else reference.known(codec.predictor)
+        return Prediction(like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:]))
+    return None if codec.is_exact else reference.prediction(codec.predictor)
 
 
-@functools.cache  # made once: the host waits for what it copies to a device
-def _on_all_links(share: int, links: int, device: torch.device) -> torch.Tensor:
-    return torch.full((links,), share, dtype=torch.uint8, device=device)
+@functools.cache  # created once, since copying it to a device blocks the host
+def _same_gain(gain: int, links: int, device: torch.device) -> torch.Tensor:
+    """Return a gain for all links, uint8 (L)."""
+    return torch.full((links,), gain, dtype=torch.uint8, device=device)
 
 
-def pack_choice(active: ActiveTokens, room: torch.Tensor, here: range | None = None) -> None:
-    """Write a choice as a bit for each token: uint8 (P, n), but for the rank's own places `here`."""
-    bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(room.device)
-    rows.put_away(room, bits.sum(-1, dtype=torch.uint8).flatten(1), here)
+def pack_active(active: ActiveTokens, section: torch.Tensor, local_slots: range | None = None) -> None:
+    """Write active tokens as one bit per token to a section uint8 (P, n), except for the local slots."""
+    bits = active.mask.unflatten(-1, (-1, 8)) << _shifts(section.device)
+    rows.write_remote_slots(section, bits.sum(-1, dtype=torch.uint8).flatten(1), local_slots)
 
 
-def unpack_choice(room: torch.Tensor, groups: int, tokens: int, count: int, here: range | None = None) -> ActiveTokens:
-    """The inverse of :func:`pack_choice`; asks the device for nothing that the host would have to wait for."""
-    packed = rows.away(room, here).unflatten(1, (groups, -1, 1))
-    return ActiveTokens((packed >> _shifts(room.device)).bitwise_and_(1).flatten(-2), tokens, count)
+def unpack_active(
+    section: torch.Tensor, groups: int, tokens: int, count: int, local_slots: range | None = None
+) -> ActiveTokens:
+    """Read active tokens; the inverse of :func:`pack_active`, without a device sync.
+
+    Args:
+        section: uint8 (P, n).
+        groups: G.
+        tokens: T.
+        count: number of active tokens per group.
+        local_slots: slots of this rank, which are skipped; None for none.
+    """
+    packed = rows.remote_slots(section, local_slots).unflatten(1, (groups, -1, 1))
+    return ActiveTokens((packed >> _shifts(section.device)).bitwise_and_(1).flatten(-2), tokens, count)
 
 
 @functools.cache
 def _shifts(device: torch.device) -> torch.Tensor:
-    """Of the bits of a byte."""
+    """Return the shifts of the bits of a byte, uint8 (8)."""
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-ALIGNED = 64
-"""Parts of a message begin at multiples of it, so that values are read from where they lie."""
+ALIGNMENT = 64
+"""Alignment of the sections of a message in bytes, so that values can be read in place."""
 
 
 def aligned(size: int) -> int:
-    """Bytes that a part of a message takes with the gap behind it."""
-    return -(-size // ALIGNED) * ALIGNED
+    """Return a section's bytes with its padding."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@functools.lru_cache(maxsize=1024)  # asked four times for each tensor of an exchange
+@functools.lru_cache(maxsize=1024)  # called four times for each tensor of an exchange
 def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes for one link of a tensor's choice of tokens, 0 where it makes none, and of its values.
+    """Return the bytes of a tensor's two sections for one link: its token mask, or 0 without one, and its payload.
 
     Args:
-        codec: of the tensor.
-        name: its letter.
-        shape: (L, G, H, T, D) of what crosses.
-        dtype: of its values.
+        codec: the tensor's.
+        name: the tensor's letter.
+        shape: (L, G, H, T, D) of the values that cross the links.
+        dtype: type of the values.
     """
-    choice = shape[1] * -(-shape[TOKENS] // 8) if codec.chooses and name in CHOOSING else 0
-    return choice, codec.payload_bytes(shape, dtype)
+    mask = shape[1] * -(-shape[TOKEN_DIM] // 8) if codec.selects_tokens and name in SELECTING else 0
+    return mask, codec.payload_bytes(shape, dtype)

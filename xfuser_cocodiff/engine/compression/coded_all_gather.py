@@ -1,10 +1,10 @@
-"""The gather by codecs: K and V of every rank of a ring come to all others, and each block crosses a slow link once.
+"""The coded all-gather of K and V over a ring: each block crosses a slow link once.
 
-A rank's block goes along the slow axes first, encoded: once, for all who get it there, against one reference, of which
-each of them holds the same. Where it arrives it is decoded, and goes on along the fast axes, as it is. So a rank holds
-references of the blocks of as many ranks as there are other places on slow axes, and not of the whole ring.
+A rank's block first goes along the slow axes, encoded once for all of its receivers, which share one link reference
+with the sender. It is decoded where it arrives and goes on along the fast axes, unchanged. A rank therefore has
+references of one block per other coordinate on the slow axes, rather than of the whole ring.
 
-Sizes in shapes: S places on slow axes, F on fast ones; B batch, H heads, T tokens and D head dim of a block.
+Sizes in shapes: S coordinates on slow axes, F on fast axes; B batch, H heads, T tokens and D head dim of a block.
 """
 
 import math
@@ -24,7 +24,7 @@ from xfuser_cocodiff.engine.kernels import rows
 Block = tuple[torch.Tensor, ...]
 """Tensors (B, H, T, D) of a rank."""
 Blocks = dict[int, Block]
-"""By the ranks' numbers in the mesh."""
+"""Blocks by rank in the mesh."""
 
 
 def start(
@@ -34,46 +34,49 @@ def start(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs | None,
 ) -> list[Handle[Blocks]]:
-    """Start to bring tensors of this rank to all others, and theirs here.
+    """Start an all-gather of this rank's tensors.
 
     Args:
-        tensors: (B, H, T, D) each, of one dtype; they must not change before the handles were waited for.
-        mesh: over all axes.
-        label: what it is: a letter for each tensor.
-        head_group: of the heads.
-        layer_codecs: what travels on slow axes; everything, as it is, when not given.
+        tensors: (B, H, T, D) each, of one dtype; they must not change until the handles have been waited for.
+        mesh: mesh of all axes.
+        label: letters of the tensors, and the layer's name.
+        head_group: head group of the tensors.
+        layer_codecs: codecs for slow axes; None to send everything unchanged.
 
     Returns:
-        One for each part of what comes, those that are near first; together they bring all blocks but this rank's own.
+        Handles that together return the blocks of all other ranks, those at the same slow coordinate first.
     """
     shapes = [tensor.shape for tensor in tensors]
     block = torch.cat([tensor.flatten() for tensor in tensors])
     partition = layer_codecs.partition if layer_codecs else None
     if layer_codecs is None or partition is None:
-        everyone = range(mesh.topology.size)
-        return [mesh.start(label, lambda: _along(block, mesh), lambda values: _blocks(values, everyone, shapes))]
-    near, fast = partition.ranks_by_slow_index[partition.slow_index], partition.fast
-    found = (
-        [fast.start(label, lambda: _along(block, fast), lambda values: _blocks(values, near, shapes))] if fast else []
-    )
-    return [*found, _far(tensors, shapes, partition, label, head_group, layer_codecs)]
+        ranks = range(mesh.topology.size)
+        return [mesh.start(label, lambda: _gather(block, mesh), lambda values: _to_blocks(values, ranks, shapes))]
+    handles, fast = [], partition.fast
+    if fast:
+        near_ranks = partition.ranks_by_slow_index[partition.slow_index]
+        handles.append(
+            fast.start(label, lambda: _gather(block, fast), lambda values: _to_blocks(values, near_ranks, shapes))
+        )
+    handles.append(_start_remote(tensors, shapes, partition, label, head_group, layer_codecs))
+    return handles
 
 
-def _along(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """What each rank of a mesh holds, (ranks, *block.shape)."""
+def _gather(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Return the blocks of all ranks of a mesh, (ranks, *block.shape)."""
     return mesh.all_gather(block, mesh.gather_plan(block.nbytes)).reshape(-1, *block.shape)
 
 
-def _blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
-    """Values (ranks, n) as tensors of each rank."""
+def _to_blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
+    """Return values (ranks, n) as the tensors of each rank."""
     sizes = [math.prod(shape) for shape in shapes]
     return {
-        rank: tuple(part.view(shape) for part, shape in zip(own.split(sizes), shapes, strict=True))
-        for rank, own in zip(ranks, values, strict=True)
+        rank: tuple(part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True))
+        for rank, row in zip(ranks, values, strict=True)
     }
 
 
-def _far(
+def _start_remote(
     tensors: Sequence[torch.Tensor],
     shapes: list[torch.Size],
     partition: AxisPartition,
@@ -81,27 +84,35 @@ def _far(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs,
 ) -> Handle[Blocks]:
-    """Of the ranks at other places on the slow axes: of those that this one meets there it gets what was encoded."""
-    ranks, sizes = (
-        [partition.ranks_by_slow_index[place] for place in partition.remote_indices],
-        [tensor.numel() for tensor in tensors],
-    )
+    """Start to gather the blocks of ranks at other slow coordinates: along the slow axes encoded, then along the fast.
 
-    def travel() -> torch.Tensor:
-        """(F, S - 1, n), of which F is 1 where all axes are slow."""
-        values, here = [tensor[None] for tensor in tensors], range(partition.slow_index, partition.slow_index + 1)
-        message = Message(label.tensors, values, layer_codecs, head_group, here, copies=partition.num_slow - 1)
-        received = _along(message.encoded()[0], partition.slow)
+    Args:
+        tensors: this rank's tensors.
+        shapes: their shapes, which are those of all ranks.
+        partition: slow and fast axes.
+        label: letters of the tensors, and the layer's name.
+        head_group: head group of the tensors.
+        layer_codecs: codecs of the layer.
+    """
+    ranks = [partition.ranks_by_slow_index[index] for index in partition.remote_indices]
+    sizes = [tensor.numel() for tensor in tensors]
+    local_slots = range(partition.slow_index, partition.slow_index + 1)
+
+    def communicate() -> torch.Tensor:
+        """Return the blocks (F, S - 1, n); F is 1 if all axes are slow."""
+        values = [tensor[None] for tensor in tensors]
+        message = Message(label.tensors, values, layer_codecs, head_group, local_slots, copies=partition.num_slow - 1)
+        received = _gather(message.encode()[0], partition.slow)
         blocks = tensors[0].new_empty(partition.num_slow, sum(sizes))
-        landings = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
-        message.decode(received, landings, lambda sent: _along(sent[0], partition.slow))
-        arrived = rows.away(blocks, here)
-        return _along(arrived, partition.fast) if partition.fast else arrived[None]
+        targets = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
+        message.decode(received, targets, lambda sent: _gather(sent[0], partition.slow))
+        remote = rows.remote_slots(blocks, local_slots)
+        return _gather(remote, partition.fast) if partition.fast else remote[None]
 
-    def finish(found: torch.Tensor) -> Blocks:
+    def finish(gathered: torch.Tensor) -> Blocks:
         blocks: Blocks = {}
-        for values, own in zip(found.transpose(0, 1), ranks, strict=True):
-            blocks |= _blocks(values, own, shapes)
+        for values, of_index in zip(gathered.transpose(0, 1), ranks, strict=True):
+            blocks |= _to_blocks(values, of_index, shapes)
         return blocks
 
-    return partition.slow.start(label, travel, finish)
+    return partition.slow.start(label, communicate, finish)

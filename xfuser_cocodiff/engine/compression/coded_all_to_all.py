@@ -1,17 +1,18 @@
-"""The exchange by codecs: exact along fast axes, encoded along slow ones, in one of two ways.
+"""The coded all-to-all: values are sent unchanged along fast axes and encoded along slow ones, in one of two forms.
 
-In stages, what a rank holds for others goes along the fast axes first, as it is. What then has to cross slow ones is
-encoded once, by the rank that puts it there, forwarded as it is through further slow axes, and decoded where it
-arrives. So few messages cross slow axes, and all values cross the fast ones.
+Staged: values first go along the fast axes, unchanged. Those for other coordinates on the slow axes are then encoded
+once, forwarded through further slow axes as they are, and decoded where they arrive. Few messages cross slow axes, and
+all values cross the fast ones.
 
-At once, what a rank holds for other places on slow axes is encoded where it is, and goes to its rank along all axes;
-beside it, what stays at the place goes along the fast ones, as it is. So little crosses the fast axes, and nothing
-waits for that; but there are as many messages as ranks.
+Single-stage: values for other coordinates on the slow axes are encoded at their source and go to their rank along all
+axes. At the same time, values for the own coordinate go along the fast axes, unchanged. Little data crosses the fast
+axes and no stage waits for another, but there are as many messages as ranks.
 
-Either way references live at the two ends of a link: one for each place, or one for each rank, that is elsewhere.
+In both forms link references are at the two ends of a link: one for each other coordinate on the slow axes if staged,
+or one for each rank there if single-stage.
 
-Sizes in shapes: S places on slow axes, F on fast ones; n heads, s tokens and D head dim of what one rank holds for
-another; B batch. P places of which codecs know, G groups of tokens at each: S and F * B in stages, S * F and B at once.
+Sizes in shapes: S coordinates on slow axes, F on fast axes; n heads, s tokens and D head dim of one rank's values for
+another; B batch. P slots and G groups of tokens of a message: S and F * B if staged, S * F and B if single-stage.
 """
 
 import math
@@ -33,49 +34,55 @@ T = TypeVar("T")
 
 
 class _Exchange(NamedTuple):
-    """What an exchange is of."""
+    """Arguments of an all-to-all that both of its ends need."""
 
     targets: Sequence[torch.Tensor]
+    """Tensors to write received values to, (*partition.shape, B, n, s, D) each."""
     mesh: Mesh
+    """Mesh of all axes."""
     layer_codecs: LayerCodecs
+    """Codecs of the layer."""
     label: Label
+    """Letters of the tensors, and the layer's name."""
     head_group: HeadGroup
+    """Head group of the values."""
     is_blocking: bool
+    """Whether the caller waits for the exchange at once."""
 
     @property
     def partition(self) -> AxisPartition:
-        """The axes, as the layer's codecs know them."""
+        """Slow and fast axes."""
         return self.layer_codecs.partition
 
-    def message(self, values: list[torch.Tensor], here: range) -> Message:
-        """Make a message of what goes to other places."""
-        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, here)
+    def message(self, values: list[torch.Tensor], local_slots: range) -> Message:
+        """Return a message of values (P, G, n, s, D)."""
+        return Message(self.label.tensors, values, self.layer_codecs, self.head_group, local_slots)
 
     def receive(
         self,
         message: Message,
         received: torch.Tensor,
-        near: Sequence[torch.Tensor],
-        here: range,
-        carry: Callable[[torch.Tensor], torch.Tensor],
+        local_values: Sequence[torch.Tensor],
+        local_slots: range,
+        exchange_again: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Write to the targets what has come.
+        """Write received and local values to the targets.
 
         Args:
-            message: what was sent.
-            received: messages of other places, uint8 (P, bytes).
-            near: tensors of this rank's own places, as they are.
-            here: these places.
-            carry: exchanges messages (P, bytes) once more, where some rank asks for that.
+            message: message that this rank sent.
+            received: messages of other ranks, uint8 (P, bytes).
+            local_values: values of the local slots, which were not encoded.
+            local_slots: slots of this rank.
+            exchange_again: exchanges messages (P, bytes) once more, see :meth:`Message.decode`.
         """
-        landings = [self.partition.slot_view(target, len(received)) for target in self.targets]
-        for (landing, _), own in zip(landings, near, strict=True):
-            landing[here.start : here.stop].copy_(own)
-        again = self.mesh.comm_stream.run
-        message.decode(received, [landing for landing, _ in landings], lambda sent: again(lambda: carry(sent)))
-        for (landing, is_target), target in zip(landings, self.targets, strict=True):
+        views = [self.partition.slot_view(target, len(received)) for target in self.targets]
+        for (view, _), values in zip(views, local_values, strict=True):
+            view[local_slots.start : local_slots.stop].copy_(values)
+        run = self.mesh.comm_stream.run
+        message.decode(received, [view for view, _ in views], lambda sent: run(lambda: exchange_again(sent)))
+        for (view, is_target), target in zip(views, self.targets, strict=True):
             if not is_target:
-                target.copy_(self.partition.join(landing.view(self.partition.num_slow, -1, *target.shape[-4:])))
+                target.copy_(self.partition.join(view.view(self.partition.num_slow, -1, *target.shape[-4:])))
 
 
 def start(
@@ -88,106 +95,111 @@ def start(
     result: T,
     is_blocking: bool = False,
 ) -> Handle[T]:
-    """Start an exchange.
+    """Start a coded all-to-all.
 
     Args:
-        pieces: by destination, (*way.shape, B, n, s, D) each, all of one dtype.
-        targets: by source, of the same shapes; written when the handle is waited for.
-        mesh: over all axes.
-        layer_codecs: how to encode; V is encoded before Q and K of the same head group.
-        label: what it is: a letter for each piece, which is q, k, v or o.
-        head_group: of the heads.
-        result: what waiting returns.
-        is_blocking: whether the caller waits for it next.
+        pieces: values by destination, (*partition.shape, B, n, s, D) each, all of one dtype.
+        targets: tensors for values by source, of the same shapes; written when the handle is waited for.
+        mesh: mesh of all axes.
+        layer_codecs: codecs of the layer. Of one head group, V must be sent before or together with Q and K.
+        label: letters of the tensors, q, k, v or o, and the layer's name.
+        head_group: head group of the values.
+        result: result of the handle.
+        is_blocking: whether the caller waits for the handle at once.
     """
     partition, exchange = layer_codecs.partition, _Exchange(targets, mesh, layer_codecs, label, head_group, is_blocking)
     split = [partition.split(piece) for piece in pieces]
     if partition.fast is None or layer_codecs.single_stage:
-        return _single_stage(split, exchange, result)
-    return _in_stages(split, exchange, result)
+        return _start_single_stage(split, exchange, result)
+    return _start_staged(split, exchange, result)
 
 
-def _single_stage(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
-    """Send (S, F, B, n, s, D) to all ranks, encoded or not."""
+def _start_single_stage(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+    """Send values (S, F, B, n, s, D) to all ranks in one stage; those for other slow coordinates are encoded."""
     partition, mesh, label = exchange.partition, exchange.mesh, exchange.label
-    here = range(partition.slow_index * partition.num_fast, (partition.slow_index + 1) * partition.num_fast)
-    message = exchange.message([piece.flatten(0, 1) for piece in split], here)
-    far, stays = _to_all(message.encoded(), partition, mesh), [piece[partition.slow_index] for piece in split]
+    local_slots = range(partition.slow_index * partition.num_fast, (partition.slow_index + 1) * partition.num_fast)
+    message = exchange.message([piece.flatten(0, 1) for piece in split], local_slots)
+    coded = _to_ranks(message.encode(), partition, mesh)
+    local_values = [piece[partition.slow_index] for piece in split]
 
-    def carry(sent: torch.Tensor) -> torch.Tensor:
-        return _by_place(mesh.all_to_all(*_to_all(sent, partition, mesh)), partition)
+    def exchange_again(sent: torch.Tensor) -> torch.Tensor:
+        return _to_slots(mesh.all_to_all(*_to_ranks(sent, partition, mesh)), partition)
 
-    def end(received: torch.Tensor, near: list[torch.Tensor]) -> T:
-        exchange.receive(message, _by_place(received, partition), near, here, carry)
+    def receive(received: torch.Tensor, received_local: list[torch.Tensor]) -> T:
+        exchange.receive(message, _to_slots(received, partition), received_local, local_slots, exchange_again)
         return result
 
     if partition.fast is None:
-        return mesh.start_all_to_all(*far, label, lambda received: end(received, stays), exchange.is_blocking)
-    fast, near = partition.fast, _along(_packed(stays), partition.fast)
+        return mesh.start_all_to_all(
+            *coded, label, lambda received: receive(received, local_values), exchange.is_blocking
+        )
+    fast, uncoded = partition.fast, _by_plan(_pack(local_values), partition.fast)
 
-    def travel() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        first, second = mesh.begin_all_to_all(*far), fast.begin_all_to_all(*near)
-        return first(), _unpacked(second(), stays)
+    def communicate() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        wait_for_coded, wait_for_uncoded = mesh.begin_all_to_all(*coded), fast.begin_all_to_all(*uncoded)
+        return wait_for_coded(), _unpack(wait_for_uncoded(), local_values)
 
-    # In the lane, even where both have one stage: others may have a stage among the same ranks, and keep their order.
-    return mesh.start(label, travel, lambda arrived: end(*arrived), exchange.is_blocking)
+    # On the comm stream, even if both have one stage: it keeps the order of other exchanges among the same ranks.
+    return mesh.start(label, communicate, lambda arrived: receive(*arrived), exchange.is_blocking)
 
 
-def _to_all(message: torch.Tensor, partition: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
-    """Messages (S * F, bytes) as they go to their ranks, and how."""
+def _to_ranks(message: torch.Tensor, partition: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+    """Return a message (S * F, bytes) in the order of ranks and the shape of a plan, and that plan."""
     plan = mesh.policy.choose(message.nbytes)
     by_rank = partition.join(message.unflatten(0, (partition.num_slow, partition.num_fast)))
     return by_rank.reshape(*plan.shape, -1), plan
 
 
-def _by_place(received: torch.Tensor, partition: AxisPartition) -> torch.Tensor:
-    """The inverse."""
+def _to_slots(received: torch.Tensor, partition: AxisPartition) -> torch.Tensor:
+    """Return received messages as (S * F, bytes); the inverse of :func:`_to_ranks`."""
     return partition.split(received.reshape(*partition.shape, -1)).flatten(0, 1)
 
 
-def _in_stages(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
-    """Send (S, F, B, n, s, D) along the fast axes, and then along the slow ones, encoded."""
+def _start_staged(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+    """Send values (S, F, B, n, s, D) along the fast axes, and then encoded along the slow axes."""
     partition, mesh, fast = exchange.partition, exchange.mesh, exchange.partition.fast
-    here = range(partition.slow_index, partition.slow_index + 1)
+    local_slots = range(partition.slow_index, partition.slow_index + 1)
 
-    def carry(sent: torch.Tensor) -> torch.Tensor:
-        return partition.slow.all_to_all(*_along(sent, partition.slow)).reshape(partition.num_slow, -1)
+    def along_slow_axes(sent: torch.Tensor) -> torch.Tensor:
+        return partition.slow.all_to_all(*_by_plan(sent, partition.slow)).reshape(partition.num_slow, -1)
 
-    def travel() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
-        """The values come along: the lane tells who uses them."""
-        turned = [piece.transpose(0, 1) for piece in split]
-        found = _unpacked(fast.all_to_all(*_along(_packed(turned), fast)), turned)
-        message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in found], here)
-        return message, message.values, carry(message.encoded())
+    def communicate() -> tuple[Message, Sequence[torch.Tensor], torch.Tensor]:
+        """Return the values too, so that the comm stream records their use by the caller's stream."""
+        by_fast_index = [piece.transpose(0, 1) for piece in split]
+        received = _unpack(fast.all_to_all(*_by_plan(_pack(by_fast_index), fast)), by_fast_index)
+        message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in received], local_slots)
+        return message, message.values, along_slow_axes(message.encode())
 
-    def end(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
+    def receive(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
         message, values, received = arrived
-        exchange.receive(message, received, [each[partition.slow_index, None] for each in values], here, carry)
+        local_values = [each[partition.slow_index, None] for each in values]
+        exchange.receive(message, received, local_values, local_slots, along_slow_axes)
         return result
 
-    return mesh.start(exchange.label, travel, end, exchange.is_blocking)
+    return mesh.start(exchange.label, communicate, receive, exchange.is_blocking)
 
 
-def _along(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
-    """A message (ranks, n) as it goes along the axes of a mesh, and how."""
+def _by_plan(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
+    """Return a message (ranks, n) in the shape of a plan for the mesh, and that plan."""
     plan = mesh.policy.choose(message.nbytes)
     return message.view(*plan.shape, -1), plan
 
 
-def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors (F, ...) in one message (F, n)."""
+def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return tensors (F, ...) as one message (F, n)."""
     sizes = _sizes(parts)
     message = parts[0].new_empty(len(parts[0]), sum(sizes))
-    for room, part in zip(message.split_with_sizes(sizes, 1), parts, strict=True):
-        room.unflatten(1, part.shape[1:]).copy_(part)
+    for section, part in zip(message.split_with_sizes(sizes, 1), parts, strict=True):
+        section.unflatten(1, part.shape[1:]).copy_(part)
     return message
 
 
-def _unpacked(message: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The inverse, of a message whose ranks may be many dims; views."""
+def _unpack(message: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of a message's tensors, the inverse of :func:`_pack`; its ranks may take many dims."""
     parts = message.reshape(len(like[0]), -1).split_with_sizes(_sizes(like), 1)
     return [part.unflatten(1, each.shape[1:]) for part, each in zip(parts, like, strict=True)]
 
 
 def _sizes(parts: list[torch.Tensor]) -> list[int]:
+    """Return the number of values of each tensor for one rank."""
     return [math.prod(part.shape[1:]) for part in parts]

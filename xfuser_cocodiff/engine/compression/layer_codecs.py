@@ -1,6 +1,6 @@
-"""How the tensors of a layer travel at one step: their codecs, what both ends of its links hold, and the account.
+"""Codecs, link references and statistics of a layer's tensors at one step.
 
-Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as codecs have them.
+Sizes in shapes: L links, G groups of tokens, H heads, T tokens, D head dim, as in :mod:`codecs`.
 """
 
 import math
@@ -19,127 +19,143 @@ from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 
 @dataclass
 class LinkState:
-    """A head group of a tensor of one layer, as both ends of this rank's links know it."""
+    """Link references of one head group of one tensor of a layer, for this rank's links in both directions."""
 
     sent: LinkReference
+    """Reference of the values that this rank sends."""
     received: LinkReference
+    """Reference of the values that this rank receives."""
     in_flight: bool = False
-    """Whether an exchange has begun and not ended: the ends do not agree until it has."""
+    """Whether an exchange has started and not ended; the references of both ends may differ until it has."""
 
     @property
     def nbytes(self) -> int:
-        """What is held."""
+        """Memory of both references in bytes."""
         return self.sent.nbytes + self.received.nbytes
 
     def to_int8(self, comm_stream: CommStream | None = None) -> None:
-        """Keep references in 8 bits from now on; the other ends must do the same between the same two exchanges.
+        """Store the references in int8 from now on; the other ends must do so between the same two exchanges.
 
         Args:
-            lane: in which, and on whose stream, values are encoded; None where their exchanges are started.
+            comm_stream: stream on which values are encoded; None if they are encoded on the caller's stream.
         """
         if comm_stream:
-            comm_stream.start("squeezing references", self.sent.to_int8).wait()
+            comm_stream.start("convert references to int8", self.sent.to_int8).wait()
         else:
             self.sent.to_int8()
         self.received.to_int8()
 
 
 @dataclass
-class Choice:
-    """Active tokens of one step: those that this rank sends, and those that it gets."""
+class Selection:
+    """Active tokens of one tensor at one step."""
 
     sent: ActiveTokens
+    """Tokens that this rank sends."""
     received: ActiveTokens | None = None
+    """Tokens that this rank receives; None until the message has arrived."""
 
 
 @dataclass
 class CodecStats:
-    """What codecs saved and what they left out."""
+    """Bytes, reconstruction errors and retransmissions of coded exchanges."""
 
     sent_bytes: int = 0
-    """Sent to other places on slow axes, by this rank as the first."""
+    """Bytes that this rank sent as the source to other coordinates on slow axes."""
     exact_bytes: int = 0
-    """What that would have been without codecs."""
-    losses: list[QuantError] = field(default_factory=list)
-    """What receivers lack, of each tensor that was not sent as it is. They stay on their device until somebody asks."""
+    """Bytes that the same values take without codecs."""
+    quant_errors: list[QuantError] = field(default_factory=list)
+    """Reconstruction error of each lossy tensor; kept on the device until they are read."""
     repeated: int = 0
-    """Exchanges that were repeated exactly, since there were values that are not finite. On an accelerator the host
-    would have to wait to know; the next step is exact there instead."""
+    """Exchanges that were repeated losslessly because some values were not finite. Counted on CPUs only: on
+    accelerators the host would have to wait, and the next step is lossless instead."""
 
 
 @dataclass
 class LayerCodecs:
-    """How the tensors of a layer travel at one step."""
+    """How the tensors of a layer are encoded at one step."""
 
     partition: AxisPartition | None
-    """None among virtual ranks."""
+    """Slow and fast axes; None for virtual ranks."""
     codecs: Mapping[str, Codec]
-    """For each of q, k, v and o; those of Q, K and V send as many tokens."""
+    """Codec of each tensor: q, k, v and o. Q, K and V have the same number of active tokens."""
     link_states: dict[tuple[str, HeadGroup], LinkState]
-    """Of the layer; they outlive the step."""
+    """Link states of the layer by tensor and head group; they outlive the step."""
     stats: CodecStats
-    """Where it is all counted."""
+    """Statistics that the exchanges add to."""
     seed: int = 0
-    """For choices by chance: another at each step."""
-    compact: bool = False
-    """Whether references are kept in 8 bits."""
+    """Seed of random token scores; differs between steps."""
+    int8_references: bool = False
+    """Whether references are stored in int8."""
     keyframe_codec: Codec = EXACT
-    """For what has no reference; needs none."""
+    """Codec for tensors without a reference; it must be stateless."""
     single_stage: bool = False
-    """How its exchanges go, see :mod:`exchange`; what is held fits one way only."""
-    choices: dict[tuple[str, HeadGroup], Choice] = field(default_factory=dict)
-    """Active tokens that V and O have chosen at this step."""
+    """Whether exchanges take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
+    selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
+    """Active tokens that V and O have selected at this step."""
 
     @property
     def is_stateless(self) -> bool:
-        """Whether nothing needs a reference, as at the first step."""
+        """Whether no tensor needs a reference, as at the first step."""
         return all(codec.is_stateless for codec in self.codecs.values())
 
     def link_state(self, name: str, head_group: HeadGroup) -> LinkState:
-        """The wire of a head group of a tensor."""
+        """Return the link state of a head group of a tensor, creating it on first use."""
         if (name, head_group) not in self.link_states:
-            self.link_states[name, head_group] = LinkState(LinkReference(self.compact), LinkReference(self.compact))
+            sent, received = (LinkReference(self.int8_references) for _ in range(2))
+            self.link_states[name, head_group] = LinkState(sent, received)
         return self.link_states[name, head_group]
 
 
 def codec_for(
     layer_codecs: LayerCodecs, name: str, head_group: HeadGroup, shape: Sequence[int], dtype: torch.dtype
 ) -> Codec:
-    """How a tensor (L, G, H, T, D) travels: anew while there is no reference, or where the last exchange never ended;
-    with all tokens where V has made no choice for it.
+    """Return the codec of a tensor (L, G, H, T, D).
 
-    Depends on shapes and on what was sent before, which are the same on every rank.
+    It is the keyframe codec if there is no reference or the last exchange never ended, and sends all tokens of Q or K
+    if V has no selection for them. The result depends on shapes and earlier exchanges only, which are equal on all
+    ranks.
     """
     codec, link_state = layer_codecs.codecs[name], layer_codecs.link_state(name, head_group)
     if codec.is_keyframe:
         return codec
     if link_state.in_flight or not link_state.sent.fits(shape, dtype):
-        return layer_codecs.keyframe_codec  # nor is the change from what may be held now one that both ends know
-    if codec.chooses and name not in codecs.CHOOSING:
-        choice = layer_codecs.choices.get(("v", head_group))
-        if choice is None or choice.sent.tokens != shape[codecs.TOKENS]:
-            return replace(codec, share=1.0)
+        return layer_codecs.keyframe_codec
+    if codec.selects_tokens and name not in codecs.SELECTING:
+        selection = layer_codecs.selections.get(("v", head_group))
+        if selection is None or selection.sent.tokens != shape[codecs.TOKEN_DIM]:
+            return replace(codec, token_fraction=1.0)
     return codec
 
 
-def active_for(
+def active_tokens_for(
     layer_codecs: LayerCodecs,
     name: str,
     head_group: HeadGroup,
     values: torch.Tensor,
     codec: Codec,
-    here: range | None = None,
+    local_slots: range | None = None,
 ) -> ActiveTokens | None:
-    """The tokens that are sent: a choice made here, or V's; None where it is all of them, or none."""
-    if not codec.chooses:
+    """Return the tokens of a tensor that are sent: its own selection or V's; None if all or no tokens are sent.
+
+    Args:
+        layer_codecs: keeps the selections.
+        name: the tensor's letter.
+        head_group: head group of the values.
+        values: (P, G, H, T, D).
+        codec: codec of the tensor.
+        local_slots: slots of this rank, which are skipped; None for none.
+    """
+    if not codec.selects_tokens:
         return None
-    if name in codecs.CHOOSING:
-        chosen = codecs.choose(values, layer_codecs.link_state(name, head_group).sent, codec, layer_codecs.seed, here)
-        layer_codecs.choices[name, head_group] = Choice(chosen)
-        return chosen
-    return layer_codecs.choices["v", head_group].sent
+    if name in codecs.SELECTING:
+        reference = layer_codecs.link_state(name, head_group).sent
+        active = codecs.select_tokens(values, reference, codec, layer_codecs.seed, local_slots)
+        layer_codecs.selections[name, head_group] = Selection(active)
+        return active
+    return layer_codecs.selections["v", head_group].sent
 
 
-def is_finite(loss: QuantError) -> bool:
-    """Whether the values were: the difference of infinite values is not a number."""
-    return math.isfinite(loss.lacking.item())
+def is_finite(error: QuantError) -> bool:
+    """Return whether the values were finite: if not, their error energy is not finite either."""
+    return math.isfinite(error.error_energy.item())

@@ -1,36 +1,57 @@
-"""Messages: tensors of one exchange, encoded into one buffer for each place that they go to, and decoded from there.
+"""Messages: the tensors of one exchange, encoded into one buffer per slot at the sender and decoded at the receiver.
 
-Sizes in shapes: P places, L of them that are not the rank's own; G groups of tokens, H heads, T tokens, D head dim.
+A message has a flag, and for each tensor a token mask, which may be empty, and a payload. Each section is padded.
+
+Sizes in shapes: P slots, L of them of other ranks; G groups of tokens, H heads, T tokens, D head dim.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
-from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs, active_for, codec_for, is_finite
+from xfuser_cocodiff.engine.compression.layer_codecs import (
+    LayerCodecs,
+    LinkState,
+    active_tokens_for,
+    codec_for,
+    is_finite,
+)
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 from xfuser_cocodiff.engine.topology import devices as devices
 
 _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
-"""In front of a message between CPUs: whether all values of its sender are finite. Nobody reads it on an accelerator,
-where the host would have to wait, and nobody writes it."""
+"""Flag at the start of a message: whether all values of its sender are finite. On accelerators it is neither written
+nor read, since the host would have to wait."""
+
+
+class _Section(NamedTuple):
+    """Bytes of one tensor in a buffer."""
+
+    name: str
+    """The tensor's letter."""
+    mask: torch.Tensor
+    """Token mask, uint8 (P, n); empty if the tensor selects no tokens."""
+    payload: torch.Tensor
+    """Encoded values, uint8 (P, n)."""
 
 
 class Message:
-    """Tensors of one exchange, from their encoding to the decoding of what has come.
+    """The tensors of one exchange, from encoding what is sent to decoding what has arrived.
 
     Args:
-        names: a letter for each tensor; V is encoded before Q and K of the same head group.
+        names: a letter for each tensor.
         values: (P, G, H, T, D) each, by destination.
-        layer_codecs: how to encode.
-        head_group: of the heads.
-        here: the rank's own places, which are left out.
-        copies: how often values travel that are the same for all places, of which they have none: P is 1 then.
+        layer_codecs: codecs and link states of the layer.
+        head_group: head group of the values.
+        local_slots: slots of this rank, which are skipped.
+        copies: number of receivers that all get the same values; P is then 1 when encoding. None if each slot has
+            values of its own.
     """
 
     def __init__(
@@ -39,94 +60,127 @@ class Message:
         values: Sequence[torch.Tensor],
         layer_codecs: LayerCodecs,
         head_group: HeadGroup,
-        here: range,
+        local_slots: range,
         copies: int | None = None,
     ) -> None:
         self.names, self.values = names, values
         self._layer_codecs, self._head_group = layer_codecs, head_group
-        self._here, self._copies = here, copies or 1
-        self._left_out = None if copies else here
-        # V first: it chooses tokens for Q and K.
+        self._local_slots, self._copies = local_slots, copies or 1
+        self._unsent_slots = None if copies else local_slots
+        # V first: it selects the active tokens of Q and K.
         self._by_name = dict(sorted(zip(names, values, strict=True), key=lambda pair: pair[0] != "v"))
-        self._links = rows.others(len(values[0]), self._left_out)
+        self._links = rows.num_links(len(values[0]), self._unsent_slots)
         self._codecs: dict[str, Codec] = {}
 
-    def encoded(self) -> torch.Tensor:
-        """Encode the values, uint8 (P, bytes); nothing but the flag is written for the rank's own places."""
-        chosen: dict[str, ActiveTokens | None] = {}
-        for name, values in self._by_name.items():
-            shape, link_state = (self._links, *values.shape[1:]), self._layer_codecs.link_state(name, self._head_group)
-            codec = codec_for(self._layer_codecs, name, self._head_group, shape, values.dtype)
-            chosen[name] = active_for(self._layer_codecs, name, self._head_group, values, codec, self._left_out)
-            self._codecs[name], link_state.in_flight = codec, True
-            self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
-        return self._written(chosen)
+    def encode(self) -> torch.Tensor:
+        """Choose codecs and active tokens, encode the values, and mark the link states as in flight.
 
-    def _written(self, chosen: Mapping[str, ActiveTokens | None]) -> torch.Tensor:
-        """The values by their codecs, in a buffer that counts as sent."""
-        sizes, stats = self._sizes, self._layer_codecs.stats
-        buffer = self.values[0].new_empty(len(self.values[0]), sum(sizes), dtype=torch.uint8)
+        Returns:
+            uint8 (P, bytes). Local slots have the flag only.
+        """
+        active: dict[str, ActiveTokens | None] = {}
+        for name, values in self._by_name.items():
+            shape = self._link_shape(values)
+            codec = codec_for(self._layer_codecs, name, self._head_group, shape, values.dtype)
+            active[name] = active_tokens_for(
+                self._layer_codecs, name, self._head_group, values, codec, self._unsent_slots
+            )
+            self._codecs[name] = codec
+            self._link_state(name).in_flight = True
+            self._layer_codecs.stats.exact_bytes += self._copies * math.prod(shape) * values.itemsize
+        return self._encode_sections(active)
+
+    def _encode_sections(self, active: Mapping[str, ActiveTokens | None]) -> torch.Tensor:
+        """Encode all tensors by their codecs into a new buffer, and add it to the statistics.
+
+        Args:
+            active: active tokens of each tensor; None or absent to send all.
+        """
+        buffer, stats = self._new_buffer(), self._layer_codecs.stats
         stats.sent_bytes += self._copies * self._links * buffer.shape[1]
-        losses: list[QuantError] = []
-        for name, choice, payload in self._sections(buffer, sizes):
-            reference, active = self._layer_codecs.link_state(name, self._head_group).sent, chosen.get(name)
-            if choice.nbytes and active:
-                codecs.pack_choice(active, choice, self._left_out)
-            loss = codecs.encode(self._by_name[name], reference, self._codecs[name], active, payload, self._left_out)
-            losses += [loss] if loss else []
-        stats.losses += losses
-        if not devices.capabilities(buffer.device.type).is_asynchronous:
-            buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, losses)) else _NOT_FINITE)
+        errors: list[QuantError] = []
+        for name, mask, payload in self._sections(buffer):
+            tokens = active.get(name)
+            if mask.nbytes and tokens:
+                codecs.pack_active(tokens, mask, self._unsent_slots)
+            values, reference = self._by_name[name], self._link_state(name).sent
+            error = codecs.encode(values, reference, self._codecs[name], tokens, payload, self._unsent_slots)
+            if error:
+                errors.append(error)
+        stats.quant_errors += errors
+        if _carries_flag(buffer):
+            buffer[:, :_FLAG_BYTES].fill_(_FINITE if all(map(is_finite, errors)) else _NOT_FINITE)
         return buffer
 
     def decode(
         self,
         received: torch.Tensor,
-        landings: Sequence[torch.Tensor],
-        carry: Callable[[torch.Tensor], torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        exchange_again: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Write what other places have encoded, but for the rank's own places.
+        """Decode the messages of other ranks into the targets, except for the local slots.
+
+        If values of some rank are not finite, all ranks on these slow axes see its flag, since each sends its flag to
+        all others, and exchange all values again without codecs.
 
         Args:
-            received: their messages, uint8 (P, bytes).
-            landings: room for the tensors, (P, G, H, T, D) each.
-            carry: exchanges messages once more. Where some values, of some rank on these slow axes, are not finite, all
-                of these ranks see that, since each tells all others, and send theirs as they are.
+            received: messages, uint8 (P, bytes).
+            targets: (P, G, H, T, D) for each tensor, written.
+            exchange_again: exchanges messages (P, bytes) once more.
         """
-        self._read_choices(received)
-        if not devices.capabilities(received.device.type).is_asynchronous and received[:, :_FLAG_BYTES].any():
+        self._read_selections(received)
+        if _carries_flag(received) and received[:, :_FLAG_BYTES].any():
             self._layer_codecs.stats.repeated += 1
             self._codecs = dict.fromkeys(self._by_name, EXACT)
-            received = carry(self._written({}))
-        targets = dict(zip(self.names, landings, strict=True))
-        for name, _, payload in self._sections(received, self._sizes):
-            link_state, codec, active = self._layer_codecs.link_state(name, self._head_group), self._codecs[name], None
+            received = exchange_again(self._encode_sections({}))
+        target_of = dict(zip(self.names, targets, strict=True))
+        for name, _, payload in self._sections(received):
+            codec, link_state = self._codecs[name], self._link_state(name)
             link_state.in_flight = False
-            if codec.chooses:
-                chooser = name if name in codecs.CHOOSING else "v"
-                active = self._layer_codecs.choices[chooser, self._head_group].received
-            codecs.decode(payload, link_state.received, codec, active, targets[name], self._here)
+            active = self._received_tokens(name) if codec.selects_tokens else None
+            codecs.decode(payload, link_state.received, codec, active, target_of[name], self._local_slots)
 
-    def _read_choices(self, received: torch.Tensor) -> None:
-        """Read which tokens others have chosen, of first messages: those that are sent as they are have no choice, and
-        Q and K, which may be under way, go by V's."""
-        for name, choice, _ in self._sections(received, self._sizes):
-            if choice.nbytes:
+    def _read_selections(self, received: torch.Tensor) -> None:
+        """Read the token masks of other ranks, before a second message without them may replace the first.
+
+        Q and K may use V's selection while their own exchange is in flight.
+        """
+        for name, mask, _ in self._sections(received):
+            if mask.nbytes:
                 _, groups, _, tokens, _ = self._by_name[name].shape
-                count = self._codecs[name].active(tokens)
-                active = codecs.unpack_choice(choice, groups, tokens, count, self._here)
-                self._layer_codecs.choices[name, self._head_group].received = active
+                count = self._codecs[name].num_active(tokens)
+                active = codecs.unpack_active(mask, groups, tokens, count, self._local_slots)
+                self._layer_codecs.selections[name, self._head_group].received = active
 
-    @property
-    def _sizes(self) -> list[int]:
-        """Bytes of the sections of a message for one place, each with the gap behind it: its flag, and for each tensor
-        its choice of tokens, perhaps none, and its values."""
+    def _received_tokens(self, name: str) -> ActiveTokens | None:
+        """Return the active tokens that other ranks send of a tensor."""
+        selecting = name if name in codecs.SELECTING else "v"
+        return self._layer_codecs.selections[selecting, self._head_group].received
+
+    def _link_state(self, name: str) -> LinkState:
+        return self._layer_codecs.link_state(name, self._head_group)
+
+    def _link_shape(self, values: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape (L, G, H, T, D) of the values that cross links."""
+        return (self._links, *values.shape[1:])
+
+    def _new_buffer(self) -> torch.Tensor:
+        """Return a buffer uint8 (P, bytes) for all sections."""
+        return self.values[0].new_empty(len(self.values[0]), sum(self._section_sizes()), dtype=torch.uint8)
+
+    def _section_sizes(self) -> list[int]:
+        """Return the bytes of each section of a slot's message, each followed by the bytes of its padding."""
         sizes = [_FLAG_BYTES]
         for name, values in self._by_name.items():
-            sizes += codecs.section_bytes(self._codecs[name], name, (self._links, *values.shape[1:]), values.dtype)
-        return [each for size in sizes for each in (size, codecs.aligned(size) - size)]
+            sizes += codecs.section_bytes(self._codecs[name], name, self._link_shape(values), values.dtype)
+        return [part for size in sizes for part in (size, codecs.aligned(size) - size)]
 
-    def _sections(self, buffer: torch.Tensor, sizes: list[int]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """For each tensor its name, and the parts of a message (P, bytes) that have its choice and its values."""
-        _, *rooms = buffer.split_with_sizes(sizes, 1)[::2]
-        return list(zip(self._by_name, rooms[::2], rooms[1::2], strict=True))
+    def _sections(self, buffer: torch.Tensor) -> list[_Section]:
+        """Return the sections of all tensors in a buffer (P, bytes), as views."""
+        _, *views = buffer.split_with_sizes(self._section_sizes(), 1)[::2]
+        return list(map(_Section, self._by_name, views[::2], views[1::2]))
+
+
+def _carries_flag(buffer: torch.Tensor) -> bool:
+    """Return whether messages on this device have a valid flag."""
+    return not devices.capabilities(buffer.device.type).is_asynchronous

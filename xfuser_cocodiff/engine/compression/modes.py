@@ -1,4 +1,4 @@
-"""Modes: by which codecs the steps of a run travel."""
+"""Modes: schedules of codecs over the steps of a run, and the notation that changes them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,11 +11,11 @@ from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT,
 from xfuser_cocodiff.engine.compression.codecs import (
     ADAPTIVE,
     CHANGE,
-    CHOOSING,
     DRIFT,
     EXACT,
     SCORES,
-    TOKENS,
+    SELECTING,
+    TOKEN_DIM,
     Codec,
     aligned,
     section_bytes,
@@ -24,104 +24,119 @@ from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 NOTATION = (
     "'warmup=2,first=8,refresh=10,cached=0->0.5,bits=4->2,bits_q=1.6,bits_o=2,score=drift,predictor=auto,"
-    "exact=blocks.0+blocks.1', or some of these, perhaps behind '@FILE,'"
+    "exact=blocks.0+blocks.1', any subset of these, or '@FILE' with or without some of them behind a comma"
 )
-Pair = tuple[float, float]
-"""At the first step and at the last one."""
+Ramp = tuple[float, float]
+"""Values at the first and the last step."""
 
 
 @dataclass(frozen=True)
 class CodecSchedule:
-    """Codecs over a run. A pair is a value at its first step and one at its last, with a straight line between. A run
-    of unknown length goes as one of 50 steps, and stays at the last value after these."""
+    """Codecs over the steps of a run.
+
+    A ramp gives the values at the first and the last step; `cached` is interpolated linearly, bits switch halfway. A
+    run of unknown length is scheduled like one of 50 steps, and keeps the last values after these. Fields are named as
+    in the notation of `--cocodiff_schedule`.
+    """
 
     warmup: int = 1
-    """Steps at the start that owe nothing to others."""
+    """Number of keyframe steps at the start."""
     first: float | None = None
-    """Bits per value in these; they travel exactly where there are none."""
+    """Bits per value at these; None sends them losslessly."""
     refresh: int = 0
-    """Every so many steps one travels exactly; 0 stands for never."""
-    cached: Pair = (0.0, 0.0)
-    """Share of tokens that are not sent."""
-    bits: Pair | None = None
-    """Per value of Q, K and V; values themselves are sent where there are none. A change falls half way."""
-    bits_q: Pair | None = None
-    """Of Q alone, where they differ; the same of K and of V."""
-    bits_k: Pair | None = None
-    bits_v: Pair | None = None
-    bits_o: Pair | None = None
-    """Of O, of which all tokens are sent."""
+    """Interval of lossless keyframe steps later on; 0 for none."""
+    cached: Ramp = (0.0, 0.0)
+    """Fraction of tokens of Q, K and V that are not sent."""
+    bits: Ramp | None = None
+    """Bits per value of Q, K and V; None sends the values themselves."""
+    bits_q: Ramp | None = None
+    """Bits per value of Q if they differ."""
+    bits_k: Ramp | None = None
+    """Bits per value of K if they differ."""
+    bits_v: Ramp | None = None
+    """Bits per value of V if they differ."""
+    bits_o: Ramp | None = None
+    """Bits per value of O, of which all tokens are sent; None sends the values themselves."""
     score: str = DRIFT
+    """Score that selects active tokens, one of codecs.SCORES."""
     predictor: float | str = 0.0
+    """Gain of the prediction, see :attr:`Codec.predictor`."""
     exact: tuple[str, ...] = ()
-    """Layers that always travel exactly, by the beginning of their names."""
+    """Layers that are lossless at all steps, by name or by prefix up to a dot."""
     allocation: BitAllocation | None = None
-    """In the place of all `bits`."""
+    """Bits by layer, tensor and phase, in place of all `bits` fields."""
 
     def is_keyframe_step(self, step: int) -> bool:
-        """Whether a step, counted from 0, owes nothing to those before it: it is to travel exactly, or as the first."""
-        since = step - self.warmup
-        return since < 0 or bool(self.refresh and since % self.refresh == self.refresh - 1)
+        """Return whether a step, counted from 0, uses no references of earlier steps."""
+        since_warmup = step - self.warmup
+        return since_warmup < 0 or bool(self.refresh and since_warmup % self.refresh == self.refresh - 1)
 
     @property
     def keyframe_codec(self) -> Codec:
-        """That of the first steps, and of what has no reference later on."""
+        """Codec of the warmup steps, and of tensors without a reference at later steps."""
         return Codec(self.first, predictor=self.predictor, is_keyframe=self.first is not None)
 
     def codecs(self, step: int, total: int | None, layer: str | None = None) -> Mapping[str, Codec]:
-        """Codecs of Q, K, V and O at a step.
+        """Return the codecs of Q, K, V and O at a step.
 
         Args:
-            step: counted from 0.
-            total: steps of the run; None where that is not known.
-            layer: its name; None stands for most of them.
+            step: step, counted from 0.
+            total: number of steps; None if unknown.
+            layer: name of the layer; None for the codecs that most layers have.
         """
         if self.is_keyframe_step(step):
             exact = replace(EXACT, predictor=self.predictor)
             return dict.fromkeys(LETTERS, self.keyframe_codec if step < self.warmup else exact)
-        done = min(1.0, step / max(1, (total or _USUAL_STEPS) - 1))
-        share = min(1.0, max(0.0, 1 - (self.cached[0] + done * (self.cached[1] - self.cached[0]))))
+        progress = min(1.0, step / max(1, (total or _DEFAULT_STEPS) - 1))
         if self.allocation:
-            allotted = self.allocation.bits(layer, done)
             return {
-                name: Codec(bits or None, share=0.0 if bits == NOT_SENT else 1.0, predictor=self.predictor)
-                for name, bits in allotted.items()
+                name: Codec(bits or None, 0.0 if bits == NOT_SENT else 1.0, predictor=self.predictor)
+                for name, bits in self.allocation.bits(layer, progress).items()
             }
-        of = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
-        found = {name: Codec(_half_way(pair, done), share, self.score, self.predictor) for name, pair in of.items()}
-        o = Codec(_half_way(self.bits_o, done), predictor=self.predictor if self.bits_o else 0.0)
+        cached = self.cached[0] + progress * (self.cached[1] - self.cached[0])
+        token_fraction = min(1.0, max(0.0, 1 - cached))
+        ramps = {"q": self.bits_q or self.bits, "k": self.bits_k or self.bits, "v": self.bits_v or self.bits}
+        found = {
+            name: Codec(_bits_at(ramp, progress), token_fraction, self.score, self.predictor)
+            for name, ramp in ramps.items()
+        }
+        o = Codec(_bits_at(self.bits_o, progress), predictor=self.predictor if self.bits_o else 0.0)
         return {**found, "o": o}
 
     def sent_bytes(self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int) -> list[int]:
-        """Bytes of a link for an exchange, at every step of a run in which all values are finite.
+        """Return the bytes of an exchange on one link, for each step of a run whose values are all finite.
 
         Args:
-            names: of its tensors, letters of "qkvo".
-            shapes: (L, G, H, T, D) of each, as codecs have them.
-            dtype: of their values.
-            total: steps of the run.
+            names: letters of the tensors, of "qkvo".
+            shapes: (L, G, H, T, D) of each.
+            dtype: type of the values.
+            total: number of steps.
         """
         return [link_bytes(self.codecs(step, total), names, shapes, dtype) for step in range(total)]
 
-    def leaves_out(self, layer: str) -> bool:
-        """Whether a layer always travels exactly."""
-        return any(_begins(layer, name) for name in self.exact)
+    def is_lossless_layer(self, layer: str) -> bool:
+        """Return whether a layer is lossless at all steps."""
+        return any(_matches(layer, name) for name in self.exact)
 
-    def unmatched(self, layers: Iterable[str]) -> list[str]:
-        """Names in `exact` with which none of the layers begins: they were mistaken.
+    def unmatched_layers(self, layers: Iterable[str]) -> list[str]:
+        """Return names in `exact` that match none of a model's layers.
 
         Args:
-            layers: all that there are.
+            layers: names of all layers.
         """
-        known = list(layers)
-        return [name for name in self.exact if not any(_begins(layer, name) for layer in known)]
+        all_layers = list(layers)
+        return [name for name in self.exact if not any(_matches(layer, name) for layer in all_layers)]
 
     @classmethod
     def parse(cls, text: str, base: "CodecSchedule") -> "CodecSchedule":
-        """Read changes to a schedule.
+        """Return a schedule with changes in the notation of `--cocodiff_schedule`.
+
+        Args:
+            text: the changes, see NOTATION.
+            base: schedule to change; replaced by the file's if the text begins with one.
 
         Raises:
-            ValueError: not the notation, or values that no schedule has.
+            ValueError: the text is not in the notation, or has values that no schedule has.
         """
         if text.startswith("@"):
             file, _, text = text.partition(",")
@@ -132,61 +147,72 @@ class CodecSchedule:
         for pair in text.split(","):
             name, _, value = (part.strip() for part in pair.partition("="))
             if name not in _READERS:
-                raise ValueError(f"{text!r} names {name!r}; valid are {NOTATION}")
+                raise ValueError(f"{text!r} has the unknown key {name!r}; valid are {NOTATION}")
             if base.allocation and name not in _BESIDE_FILES:
                 raise ValueError(
-                    f"{text!r} names {name!r}, which has no effect beside a file; valid are {', '.join(_BESIDE_FILES)}"
+                    f"{text!r} has {name!r}, which has no effect with a file; valid are {', '.join(_BESIDE_FILES)}"
                 )
             if name in found:
-                raise ValueError(f"{text!r} names {name!r} twice; valid is once")
+                raise ValueError(f"{text!r} has {name!r} twice; valid is once")
             read, valid = _READERS[name]
             try:
                 found[name] = read(value)
             except ValueError:
                 raise ValueError(f"{text!r}: {value!r} is not valid for {name}; valid are {valid}") from None
-        if "bits" in found:  # of all three, as far as they have none of their own
+        if "bits" in found:  # replaces the bits of Q, K and V, unless these are given too
             base = replace(base, bits_q=None, bits_k=None, bits_v=None)
         return replace(base, **found)
 
     @classmethod
-    def of(cls, allotted: BitAllocation) -> "CodecSchedule":
-        """By which a run goes that has such bits."""
-        return cls(first=allotted.first, predictor=allotted.predictor, allocation=allotted)
+    def of(cls, allocation: BitAllocation) -> "CodecSchedule":
+        """Return the schedule of a bit allocation."""
+        return cls(first=allocation.first, predictor=allocation.predictor, allocation=allocation)
 
     def __str__(self) -> str:
         if self.allocation:
             return self.allocation.source
         default = CodecSchedule()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(default, field.name)]
-        return ",".join(f"{name}={_written(getattr(self, name))}" for name in changed) or "exact"
+        return ",".join(f"{name}={_to_notation(getattr(self, name))}" for name in changed) or "exact"
 
 
 def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Bytes of a link for an exchange at one step: a flag, the choices of tokens, and values; see :mod:`exchange`."""
-    like, size = dict(zip(names, shapes, strict=True)), aligned(1)
-    for name, shape in like.items():
+    """Return the bytes of an exchange on one link at one step: the message's flag, token masks and payloads.
+
+    Args:
+        codecs: codec of each tensor.
+        names: letters of the tensors, of "qkvo".
+        shapes: (L, G, H, T, D) of each.
+        dtype: type of the values.
+    """
+    shape_of, size = dict(zip(names, shapes, strict=True)), aligned(1)
+    for name, shape in shape_of.items():
         codec = codecs[name]
-        if codec.chooses and name not in CHOOSING and shape[TOKENS] != like["v"][TOKENS]:
-            codec = replace(codec, share=1.0)  # V's choice says nothing of its tokens
+        if codec.selects_tokens and name not in SELECTING and shape[TOKEN_DIM] != shape_of["v"][TOKEN_DIM]:
+            codec = replace(codec, token_fraction=1.0)  # V's selection is of other tokens
         size += sum(map(aligned, section_bytes(codec, name, shape, dtype)))
     return size
 
 
-def _begins(layer: str, name: str) -> bool:
+def _matches(layer: str, name: str) -> bool:
+    """Return whether a layer's name is, or begins with, a name of `exact`."""
     return layer == name or layer.startswith(f"{name}.")
 
 
-def _half_way(pair: Pair | None, done: float) -> float | None:
-    return pair and pair[done >= 0.5]
+def _bits_at(ramp: Ramp | None, progress: float) -> float | None:
+    """Return the bits of a ramp, which switches halfway through the run."""
+    return ramp and ramp[progress >= 0.5]
 
 
-def _whole(text: str) -> int:
+def _read_count(text: str) -> int:
+    """Read a non-negative integer."""
     if not text.isdecimal():
         raise ValueError
     return int(text)
 
 
-def _share(text: str) -> float:
+def _read_fraction(text: str) -> float:
+    """Read a number from 0 to 1."""
     value = float(text)
     if not 0 <= value <= 1:
         raise ValueError
@@ -194,6 +220,8 @@ def _share(text: str) -> float:
 
 
 def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """Return a reader of one of the valid values."""
+
     def read(text: str) -> Any:
         if (value := convert(text)) not in valid:
             raise ValueError
@@ -202,7 +230,9 @@ def _one_of(valid: Collection, convert: Callable[[str], Any] = str) -> Callable[
     return read
 
 
-def _pair(reader: Any) -> Any:
+def _ramp(reader: Any) -> Any:
+    """Return a reader of a ramp, such as 4->2, or of a constant."""
+
     def read(text: str) -> tuple:
         first, arrow, last = text.partition("->")
         return reader(first), reader(last if arrow else first)
@@ -210,7 +240,8 @@ def _pair(reader: Any) -> Any:
     return read
 
 
-def _written(value: Any) -> str:
+def _to_notation(value: Any) -> str:
+    """Return a field's value in the notation."""
     if isinstance(value, tuple) and value and isinstance(value[0], str):
         return "+".join(value)
     if isinstance(value, tuple):
@@ -218,45 +249,50 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _read_names(text: str) -> tuple[str, ...]:
+    """Read names joined by +."""
     names = tuple(name.strip() for name in text.split("+"))
     if not all(names):
         raise ValueError
     return names
 
 
-_bits = _one_of(GRIDS, float)
-_SHARES, _BITS = "shares from 0 to 1", ", ".join(map(str, GRIDS))
-_PAIR_OF_BITS = _pair(_bits), f"{_BITS}, or two of them as 4->2"
+_read_bits = _one_of(GRIDS, float)
+_FRACTIONS, _BITS = "fractions from 0 to 1", ", ".join(map(str, GRIDS))
+_BITS_RAMP = _ramp(_read_bits), f"{_BITS}, or two of them as 4->2"
 _READERS = {
-    "warmup": (_whole, "numbers of steps from 0"),
-    "first": (lambda text: None if text == "exact" else _bits(text), f"{_BITS}, and exact"),
-    "refresh": (_whole, "numbers of steps from 1, and 0 for never"),
-    "cached": (_pair(_share), f"{_SHARES}, or two of them as 0->0.5"),
-    **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _PAIR_OF_BITS),
+    "warmup": (_read_count, "numbers of steps from 0"),
+    "first": (lambda text: None if text == "exact" else _read_bits(text), f"{_BITS}, and exact"),
+    "refresh": (_read_count, "numbers of steps from 1, and 0 for never"),
+    "cached": (_ramp(_read_fraction), f"{_FRACTIONS}, or two of them as 0->0.5"),
+    **dict.fromkeys(("bits", "bits_q", "bits_k", "bits_v", "bits_o"), _BITS_RAMP),
     "score": (_one_of(SCORES), ", ".join(SCORES)),
-    "predictor": (lambda text: text if text == ADAPTIVE else _share(text), f"{_SHARES}, and {ADAPTIVE}"),
-    "exact": (_names, "beginnings of layers' names, joined by +"),
+    "predictor": (lambda text: text if text == ADAPTIVE else _read_fraction(text), f"{_FRACTIONS}, and {ADAPTIVE}"),
+    "exact": (_read_names, "prefixes of layer names, joined by +"),
 }
-"""For each name what reads its value, and what is valid."""
+"""Reader of each key's value, and its valid values in words."""
 _BESIDE_FILES = ("warmup", "first", "refresh", "predictor", "exact")
+"""Keys that may follow a file."""
 
 PAPER = CodecSchedule(warmup=2, refresh=10, cached=(0.0, 1.0), score=CHANGE)
-"""V-Major as the paper has it: what of V has changed since the step before is sent, and less so from step to step."""
+"""V-Major as in the paper: tokens of V that have changed most since the step before are sent, fewer at each step."""
 BALANCED = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=ADAPTIVE)
-"""Errors in Q show least, and those in O most. When they show most depends on the model: in FLUX.1 at the first steps,
-in FLUX.2 and Wan at the last ones; so bits stay the same."""
+"""Mode `balanced`. Errors in Q affect the image least, errors in O most. Bits are constant: FLUX.1 is most sensitive at
+the first steps, FLUX.2 and Wan at the last ones."""
 BALANCED_FEW = CodecSchedule(warmup=1, first=8, bits=(4, 4), bits_q=(2.7, 2.7), bits_o=(4, 4), predictor=0.5)
-"""What comes again of a change is another share at each step of so few."""
+"""Mode `balanced` for few steps, between which an estimated gain does not hold."""
 FAST = CodecSchedule(warmup=1, first=8, cached=(0.6, 0.6), bits=(2, 2), bits_o=(1.6, 1.6), predictor=0.5)
+"""Mode `fast`."""
 FAST_FEW = CodecSchedule(warmup=1, first=8, bits=(2, 2), bits_q=(1.6, 1.6), bits_o=(2.7, 2.7), predictor=0.5)
-_USUAL_STEPS = 50
+"""Mode `fast` for few steps."""
+_DEFAULT_STEPS = 50
+"""Number of steps that is assumed for runs of unknown length."""
 FEW_STEPS = 12
-"""Up to so many steps, values change too much between two of them for few bits."""
+"""Maximum number of steps of a run whose values change too much between steps for few bits."""
 
 
 def preset(mode: str, total: int | None) -> CodecSchedule | None:
-    """The schedule of a mode for a run of so many steps; None for the one that is exact."""
+    """Return the schedule of a mode for a run of `total` steps, or None for lossless modes."""
     few = total is not None and total <= FEW_STEPS
     if mode == "balanced":
         return BALANCED_FEW if few else BALANCED

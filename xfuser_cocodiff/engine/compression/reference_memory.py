@@ -1,10 +1,10 @@
-"""Memory that references take, and what is done where they may not take so much.
+"""Memory of link references, and what a memory budget changes.
 
-Both ends of a slow link hold what the receiver was given last of every value that crosses it, and what it was given
-before that where the change is extrapolated. A budget is met in two ways: references are kept in 8 bits, and if that is
-not enough, the layers that are met last in a step travel exactly, for which nothing is kept. All layers save alike for
-what they hold, and which of them were exact made no difference to the pictures of the small trained model; so it is the
-order that decides. That needs no forecast: each layer asks for room when it is met, for all that it is going to hold.
+Both ends of a slow link store the values that crossed it last, and with extrapolation those of the step before. A
+budget is met in two ways: references are stored in int8, and if they still do not fit, the layers that are called last
+in a step stay lossless and have no references. Layers save in proportion to their references, and in the pictures of
+the small trained model it made no difference which of them were lossless; so their order decides. No forecast is
+needed: each layer reserves memory at its first call, for all references that it is going to have.
 """
 
 from fractions import Fraction
@@ -19,14 +19,16 @@ GIB = 2**30
 
 
 class LayerSizes(NamedTuple):
-    """What a rank has of a layer's Q, K, V and O in one call."""
+    """Sizes of a layer's Q, K, V and O on one rank in one call."""
 
-    values: int
-    """In all four."""
-    value: int
-    """In V."""
+    num_values: int
+    """Number of values in Q, K, V and O."""
+    num_v_values: int
+    """Number of values in V."""
     head_dim: int
+    """Head dim D."""
     value_bytes: int
+    """Bytes per value."""
 
     @classmethod
     def of(
@@ -36,46 +38,59 @@ class LayerSizes(NamedTuple):
         value: torch.Tensor,
         fraction: Fraction = Fraction(1),
     ) -> "LayerSizes":
-        """Of tensors (B, H, S, D) in one call.
+        """Return the sizes of tensors (B, H, S, D).
 
         Args:
-            query: Q.
-            key: K, perhaps of other tokens than Q, such as text beside them.
+            query: Q; O has the same shape.
+            key: K, perhaps of other tokens than Q.
             value: V.
-            fraction: share of the tensors that counts; below 1 where a rank simulates others.
+            fraction: fraction of the values that counts, for a rank that computes for several virtual ranks.
         """
-        values = 2 * query.numel() + key.numel() + value.numel()  # O is of the shape of all queries
-        return cls(int(values * fraction), int(value.numel() * fraction), value.shape[-1], value.element_size())
+        num_values = 2 * query.numel() + key.numel() + value.numel()
+        return cls(int(num_values * fraction), int(value.numel() * fraction), value.shape[-1], value.element_size())
 
-    def crossing(self, places: int) -> "LayerSizes":
-        """What of it crosses slow axes with so many places."""
+    def crossing(self, num_slow: int) -> "LayerSizes":
+        """Return the sizes of what crosses slow axes with `num_slow` coordinates."""
         return self._replace(
-            values=self.values * (places - 1) // places,
-            value=self.value * (places - 1) // places,
+            num_values=self.num_values * (num_slow - 1) // num_slow,
+            num_v_values=self.num_v_values * (num_slow - 1) // num_slow,
         )
 
-    def crossing_bytes(self, places: int, ring_places: int) -> int:
-        """What this rank sends across slow axes as it is, in a Ulysses group and, K and V alone, in a ring."""
-        return (self.crossing(places).values + 2 * self.value * (ring_places - 1)) * self.value_bytes
+    def slow_axis_bytes(self, num_slow: int, ring_num_slow: int) -> int:
+        """Return the bytes that this rank sends across slow axes without codecs.
+
+        Args:
+            num_slow: coordinates on the slow axes of the Ulysses group.
+            ring_num_slow: coordinates on the slow axes of the ring, along which K and V are sent.
+        """
+        return (self.crossing(num_slow).num_values + 2 * self.num_v_values * (ring_num_slow - 1)) * self.value_bytes
 
 
 class ReferenceBytes(NamedTuple):
-    """Bytes that the references of a layer take on a rank, in one branch."""
+    """Memory of the link references of a layer on a rank, in one branch."""
 
     full: int
-    compact: int
-    """In 8 bits."""
+    """Bytes in the type of the values."""
+    int8: int
+    """Bytes in int8."""
 
     @classmethod
-    def of(cls, share: LayerSizes, schedule: CodecSchedule, places: int, ring_places: int = 1) -> "ReferenceBytes":
-        """For what a rank has of the layer, so many places on slow axes of its Ulysses group, and of its ring.
+    def of(cls, sizes: LayerSizes, schedule: CodecSchedule, num_slow: int, ring_num_slow: int = 1) -> "ReferenceBytes":
+        """Return the memory for a layer.
 
-        In a group it sends as much as it gets, and holds both. In a ring it holds its own K and V, and the same of one
-        rank at each other place.
+        In a Ulysses group, a rank sends as much as it receives and has references of both. In a ring it has references
+        of its own K and V, and of those of one rank at each other coordinate of the slow axes.
+
+        Args:
+            sizes: sizes of the layer's tensors on this rank.
+            schedule: codec schedule of the run.
+            num_slow: coordinates on the slow axes of the Ulysses group.
+            ring_num_slow: coordinates on the slow axes of the ring.
         """
-        crossing = share.crossing(places)
-        around = 2 * share.value * ring_places if ring_places > 1 else 0
-        held = (2 if schedule.predictor else 1) * (2 * crossing.values + around)
-        seen = crossing.value * share.value_bytes if schedule.score == CHANGE and any(schedule.cached) else 0
-        scales = held // share.head_dim  # a byte for each row
-        return cls(held * share.value_bytes + seen, held + scales + seen)
+        crossing = sizes.crossing(num_slow)
+        in_ring = 2 * sizes.num_v_values * ring_num_slow if ring_num_slow > 1 else 0
+        num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + in_ring)
+        needs_last_values = schedule.score == CHANGE and any(schedule.cached)
+        last_values = crossing.num_v_values * sizes.value_bytes if needs_last_values else 0
+        scales = num_values // sizes.head_dim  # one byte per row
+        return cls(num_values * sizes.value_bytes + last_values, num_values + scales + last_values)

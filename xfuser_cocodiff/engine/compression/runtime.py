@@ -1,8 +1,8 @@
-"""Runs, steps and branches, and the references that belong to them.
+"""Runs, steps and guidance branches, and the link references that belong to them.
 
-References live from the first step of a run to its last, for one layer in one branch (of classifier-free guidance).
-Nothing of one run is ever read in another: a new run begins with none, however the one before it ended. Where a run
-goes on with another transformer, those of the one before it go.
+References live from the first step of a run to its last, for one layer in one branch of classifier-free guidance. No
+run reads those of another: a run begins without any, however the one before it ended. If a run continues with another
+transformer, the references of the one before it are dropped.
 """
 
 import difflib
@@ -22,369 +22,411 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes,
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices as devices
 
-_EXCHANGES = 2
-"""Of a layer: of Q, K and V, and of O. How they go is asked for one of a middle size."""
+_EXCHANGES_PER_LAYER = 2
+"""Number of exchanges of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
 
 
 @dataclass
-class _State:
-    """Of one layer in one branch."""
+class _LayerState:
+    """Link states and statistics of one layer in one branch."""
 
     layer: str
+    """Name of the layer."""
     transformer: Hashable
-    need: ReferenceBytes
+    """Key of the layer's transformer."""
+    planned_bytes: ReferenceBytes
+    """Memory that the layer's references take."""
     is_exact: bool
-    """Whether it always travels exactly, and holds no references: the schedule or the budget wants it so."""
+    """Whether the layer is lossless at all steps and has no references, by the schedule or for lack of memory."""
     single_stage: bool
-    """How its exchanges go, see :mod:`exchange`."""
+    """Whether exchanges take one stage, see :mod:`coded_all_to_all`."""
     link_states: dict = field(default_factory=dict)
+    """Link states of the Ulysses group."""
     ring_link_states: dict = field(default_factory=dict)
+    """Link states of the ring."""
     stats: CodecStats = field(default_factory=CodecStats)
-    """Of the step."""
-    step: int = 0
-    """At which it was met last."""
-
-
-def _numbers(losses: list[QuantError]) -> list[tuple[float, float]]:
-    """What lacks, and of what: the host waits for a device once."""
-    together = torch.stack([each for loss in losses for each in loss]).tolist() if losses else []
-    return list(zip(together[::2], together[1::2], strict=True))
+    """Statistics of the current step."""
+    last_step: int = 0
+    """Step of the layer's last call."""
 
 
 @dataclass
 class StepReport:
-    """What codecs did at one step."""
+    """Reconstruction errors and bytes of one step."""
 
     step: int
+    """Number of the step, from 0."""
     errors: dict[str, float]
-    """Relative, of what receivers hold, for each layer."""
+    """Relative reconstruction error of each layer."""
     sent_bytes: int
-    """To other places on slow axes, by this rank as the first."""
+    """Bytes that this rank sent as the source to other coordinates on slow axes."""
     exact_bytes: int
-    """What that would have been without codecs."""
+    """Bytes that the same values take without codecs."""
     repeated: int
-    """Exchanges that went exactly, since there were values that are not finite, or that were not and are followed by an
-    exact step, as on accelerators."""
-    unsound: int
-    """Those of them that were not."""
+    """Lossy tensors with values that are not finite: on CPUs, exchanges that were repeated losslessly; on accelerators,
+    tensors after which the next step is lossless."""
+    not_finite: int
+    """Number of them that were not repeated."""
     was_keyframe: bool
-    """Whether it owed nothing to steps before it."""
+    """Whether the step used no references of earlier steps."""
     reference_bytes: int
-    """What references take."""
+    """Memory of all link references."""
     exact_layers: int
-    """Layers, for each branch, that always travel exactly."""
+    """Layers, counted per branch, that are lossless at all steps."""
 
     @property
     def error(self) -> float:
-        """The largest."""
+        """Maximum relative reconstruction error over layers."""
         return max(self.errors.values(), default=0.0)
 
 
 class CodecRuntime:
-    """What codecs know of the run under way. All ranks must call its methods alike.
+    """Codecs and link references of the current run. All ranks must call its methods in the same order.
 
     Args:
-        partition: slow axes of a Ulysses group; None where it has none, and where ranks are virtual.
-        mode: one of options.MODES that approximates.
-        changes: to its schedule, in its notation.
-        max_error: relative error of a layer above which the next step is a refresh; None never asks for one.
-        agreed: given numbers, the largest of all ranks for each.
-        virtual: the ranks that this one stands for, in the place of slow axes.
-        budget: bytes that references may take on each rank.
-        say: tells the user what is normal.
-        warn: tells the user what to act on.
-        ring_partition: slow axes of a ring, if there are any.
+        partition: slow and fast axes of the Ulysses group; None if it has no slow axis, or with virtual ranks.
+        mode: a lossy mode, one of options.MODES.
+        overrides: changes to the mode's schedule, in its notation.
+        max_error: relative error of a layer above which the next step is a keyframe; None for no limit.
+        max_over_ranks: returns the maximum over all ranks for each of some numbers.
+        virtual_ranks: ranks to simulate instead of communication.
+        memory_budget: bytes that link references may take on each rank; None for no limit.
+        info: logs what is normal.
+        warn: logs what a user should act on.
+        ring_partition: slow and fast axes of the ring; None if it has no slow axis.
     """
 
     def __init__(
         self,
         partition: AxisPartition | None,
         mode: str,
-        changes: str | None,
+        overrides: str | None,
         max_error: float | None,
-        agreed: Callable[[list[float]], list[float]],
-        virtual: VirtualRanks | None = None,
-        budget: int | None = None,
-        say: Callable[[str], None] = lambda message: None,
+        max_over_ranks: Callable[[list[float]], list[float]],
+        virtual_ranks: VirtualRanks | None = None,
+        memory_budget: int | None = None,
+        info: Callable[[str], None] = lambda message: None,
         warn: Callable[[str], None] = lambda message: None,
         ring_partition: AxisPartition | None = None,
     ) -> None:
-        self.virtual = virtual
-        self._budget, self._say, self._warn = budget, say, warn
-        self._compact = False
-        """Whether references are kept in 8 bits."""
-        self._said: set[str] = set()
-        """What need not be said again."""
-        self._told = 0
-        """Layers of this run, for each branch, that the user has been told of."""
+        self.virtual_ranks = virtual_ranks
+        self._memory_budget, self._info, self._warn = memory_budget, info, warn
+        self._partition, self._ring_partition, self.mode, self._overrides = partition, ring_partition, mode, overrides
+        self._max_error, self._max_over_ranks = max_error, max_over_ranks
+        self._int8_references = False
+        """Whether references of this run are stored in int8."""
+        self._logged: set[str] = set()
+        """Messages that are not logged again."""
+        self._logged_states = 0
+        """Number of layer states that the messages have covered."""
         self._transformers: set[Hashable] = set()
-        """Those that this run has called."""
+        """Transformers that this run has called."""
+        self._states: dict[tuple[Hashable, int], _LayerState] = {}
+        """Layer states by layer and branch."""
         self.has_coded_layers = False
-        """Whether there was a layer in this run that it understood."""
+        """Whether a layer of this run has asked for codecs."""
         self.inactive_reason: str | None = None
-        """Why it has understood a layer of this run not."""
-        self._partition, self._ring_partition, self.mode, self._changes = partition, ring_partition, mode, changes
-        self._max_error, self._agreed = max_error, agreed
-        self._states: dict[tuple[Hashable, int], _State] = {}
+        """Why compression is inactive for a layer of this run."""
         self.is_running = False
-        self._forces_keyframe = self._mends = False
+        """Whether a run is in progress."""
+        self._forces_keyframe = self._recovers = False
+        """Whether the current step is lossless regardless of the schedule; whether values were not finite before it."""
         self._is_certain = True
-        self.schedule = self._schedule(None)
+        """Whether the run was announced rather than inferred."""
+        self.schedule = self._schedule_for(None)
+        """Codec schedule of the run."""
         self.step = 0
+        """Current step, from 0."""
         self.total: int | None = None
+        """Number of steps; None if unknown."""
         self.reports: list[StepReport] = []
-        """Of the run's steps so far."""
+        """Reports of the run's steps so far."""
 
-    def _schedule(self, total: int | None) -> CodecSchedule:
+    def _schedule_for(self, total: int | None) -> CodecSchedule:
+        """Return the schedule of a run of `total` steps."""
         preset = modes.preset(self.mode, total) or CodecSchedule()
-        return CodecSchedule.parse(self._changes, preset) if self._changes else preset
+        return CodecSchedule.parse(self._overrides, preset) if self._overrides else preset
 
     def begin_run(self, total: int | None, step: int = 0, is_certain: bool = True) -> None:
-        """A run begins.
+        """Begin a run, without references.
 
         Args:
-            total: its steps, if that is known.
-            step: at which it goes on, with no references, where another one came between.
-            is_certain: whether it is one, and does not only look like it: what begins is sent exactly then.
+            total: number of steps; None if unknown.
+            step: step at which the run continues after another one interrupted it.
+            is_certain: whether the run was announced rather than inferred; keyframes of an inferred run are lossless.
         """
         self.end_run()
-        self.is_running, self._told = True, 0
-        self._forces_keyframe = self._mends = False
+        self.is_running, self._logged_states = True, 0
+        self._forces_keyframe = self._recovers = False
         self.inactive_reason, self.has_coded_layers = None, False
-        self.schedule, self._is_certain = self._schedule(total), is_certain
+        self.schedule, self._is_certain = self._schedule_for(total), is_certain
         self.step, self.total = step, total
         self._transformers.clear()
-        self._compact, self.reports = False, []
+        self._int8_references, self.reports = False, []
 
     def end_run(self) -> None:
-        """The run is over, or broken off: its references go."""
+        """End the run, or abort it, and drop its references."""
         self.is_running = False
         self._states.clear()
 
     def disable(self, reason: str) -> None:
-        """A layer of this run is not understood, and travels exactly."""
+        """Note that a layer of this run is unsupported and stays lossless."""
         self.inactive_reason = reason
 
     def end_step(self) -> None:
-        """A step is over."""
+        """End a step: report it, and make the next one a keyframe if the error of any rank asks for it."""
         if not self.is_running:
             return
         report = self._report()
         self.reports.append(report)
-        self._tell(report)
-        if self._max_error is not None or self._defers:
-            largest, unsound = self._agreed([report.error, float(report.unsound)])
-            self._mends = unsound > 0
-            self._forces_keyframe = self._mends or (self._max_error is not None and largest > self._max_error)
+        self._log(report)
+        if self._max_error is not None or self._checks_after_step:
+            error, not_finite = self._max_over_ranks([report.error, float(report.not_finite)])
+            self._recovers = not_finite > 0
+            self._forces_keyframe = self._recovers or (self._max_error is not None and error > self._max_error)
         self.step += 1
         if self.step == self.total:
             self.end_run()
 
     def _report(self) -> StepReport:
-        errors: dict[str, float] = {}
-        accounts = [state.stats for state in self._states.values()]
-        figures, broken = iter(_numbers([loss for stats in accounts for loss in stats.losses])), 0
-        for state, stats in zip(self._states.values(), accounts, strict=True):
-            losses = list(itertools.islice(figures, len(stats.losses)))
-            finite = [loss for loss in losses if math.isfinite(loss[0])]
-            broken += len(losses) - len(finite)
-            lacking, wanted = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
-            error = math.sqrt(lacking / wanted) if wanted else 0.0
-            errors[state.layer] = max(error, errors.get(state.layer, 0.0))
+        """Return the report of the current step, and reset the statistics."""
+        stats = [state.stats for state in self._states.values()]
+        errors, not_finite = self._layer_errors()
+        for state in self._states.values():
             state.stats = CodecStats()
-        unsound = broken if self._defers else 0  # elsewhere they were repeated
+        unrepeated = not_finite if self._checks_after_step else 0  # else these exchanges were repeated
         return StepReport(
             self.step,
             errors,
-            sum(stats.sent_bytes for stats in accounts),
-            sum(stats.exact_bytes for stats in accounts),
-            sum(stats.repeated for stats in accounts) + unsound,
-            unsound,
+            sum(each.sent_bytes for each in stats),
+            sum(each.exact_bytes for each in stats),
+            sum(each.repeated for each in stats) + unrepeated,
+            unrepeated,
             self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
         )
 
+    def _layer_errors(self) -> tuple[dict[str, float], int]:
+        """Return the relative error of each layer, and the number of tensors whose values are not finite."""
+        of_states = [state.stats.quant_errors for state in self._states.values()]
+        energies = iter(_to_floats([error for errors in of_states for error in errors]))
+        found: dict[str, float] = {}
+        not_finite = 0
+        for state, quant_errors in zip(self._states.values(), of_states, strict=True):
+            pairs = list(itertools.islice(energies, len(quant_errors)))
+            finite = [pair for pair in pairs if math.isfinite(pair[0])]
+            not_finite += len(pairs) - len(finite)
+            error_energy, value_energy = (sum(column) for column in zip(*finite, strict=True)) if finite else (0.0, 0.0)
+            error = math.sqrt(error_energy / value_energy) if value_energy else 0.0
+            found[state.layer] = max(error, found.get(state.layer, 0.0))
+        return found, not_finite
+
     def layer_codecs(
-        self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable = None
+        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable = None
     ) -> LayerCodecs | None:
-        """How the exchanges of a layer's Ulysses group travel in a call of its transformer; None where they travel
-        without codecs.
+        """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
         Args:
-            layer: its name.
-            key: tells it from the layers of other transformers.
-            branch: which call of the transformer within the step this is.
-            share: what this rank has of the layer.
-            transformer: tells its transformer from others.
+            layer: name of the layer.
+            key: distinguishes the layer from those of other transformers.
+            branch: number of the transformer's call within the step.
+            sizes: sizes of the layer's tensors on this rank.
+            transformer: distinguishes the layer's transformer from others.
         """
-        state = self._met(layer, key, branch, share, transformer)
-        if state is None or not (self._partition or self.virtual):
+        state = self._state_of(layer, key, branch, sizes, transformer)
+        if state is None or not (self._partition or self.virtual_ranks):
             return None
-        return self._at_this_step(state, self._partition, state.link_states)
+        return self._codecs_of(state, self._partition, state.link_states)
 
     def ring_codecs(
-        self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable = None
+        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable = None
     ) -> LayerCodecs | None:
-        """The same of the ring that the layer's K and V go round."""
-        state = self._met(layer, key, branch, share, transformer)
-        return (
-            self._at_this_step(state, self._ring_partition, state.ring_link_states)
-            if state and self._ring_partition
-            else None
-        )
+        """Return the codecs of a layer's K and V in the ring at this step; see :meth:`layer_codecs`."""
+        state = self._state_of(layer, key, branch, sizes, transformer)
+        if state is None or self._ring_partition is None:
+            return None
+        return self._codecs_of(state, self._ring_partition, state.ring_link_states)
 
-    def _met(self, layer: str, key: Hashable, branch: int, share: LayerSizes, transformer: Hashable) -> _State | None:
-        """What there is of a layer that is coded."""
+    def _state_of(
+        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable
+    ) -> _LayerState | None:
+        """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
-            self._states[key, branch] = self._state(layer, transformer, share)
+            self._states[key, branch] = self._new_state(layer, transformer, sizes)
         state = self._states[key, branch]
-        state.step = self.step
+        state.last_step = self.step
         if not state.is_exact:
             return state
-        state.stats.sent_bytes = state.stats.exact_bytes = share.crossing_bytes(self._places, self._ring_places)
+        sent_bytes = sizes.slow_axis_bytes(self._num_slow, self._ring_num_slow)
+        state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
-    def _at_this_step(self, state: _State, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
-        layer = state.layer
-        codecs = self.schedule.codecs(self.step, self.total, layer)
-        keyframe_codec = (
-            self.schedule.keyframe_codec if self._is_certain else replace(EXACT, predictor=self.schedule.predictor)
-        )
+    def _codecs_of(self, state: _LayerState, partition: AxisPartition | None, link_states: dict) -> LayerCodecs:
+        """Return a layer's codecs at this step for given link states."""
+        codecs = self.schedule.codecs(self.step, self.total, state.layer)
+        keyframe_codec = self.schedule.keyframe_codec
+        if not self._is_certain:
+            keyframe_codec = replace(EXACT, predictor=self.schedule.predictor)
         if self._forces_keyframe:
-            # Where a reference is not finite, its change is not either: what is held now is all that is kept.
-            predictors = {name: 0.0 if self._mends else codec.predictor for name, codec in codecs.items()}
+            # The change of a reference that is not finite is not finite either: keep no previous reference then.
+            predictors = {name: 0.0 if self._recovers else codec.predictor for name, codec in codecs.items()}
             codecs = {name: replace(EXACT, predictor=predictor) for name, predictor in predictors.items()}
         else:
             codecs = {name: keyframe_codec if codec.is_keyframe else codec for name, codec in codecs.items()}
         return LayerCodecs(
-            partition, codecs, link_states, state.stats, self.step, self._compact, keyframe_codec, state.single_stage
+            partition,
+            codecs,
+            link_states,
+            state.stats,
+            seed=self.step,
+            int8_references=self._int8_references,
+            keyframe_codec=keyframe_codec,
+            single_stage=state.single_stage,
         )
 
     @property
-    def _defers(self) -> bool:
-        """Whether what is not finite is only seen when a step has ended."""
+    def _checks_after_step(self) -> bool:
+        """Whether values that are not finite are detected at the end of a step only, as on accelerators."""
         partition = self._partition or self._ring_partition
         return partition is not None and devices.capabilities(partition.slow.comm_stream.device.type).is_asynchronous
 
     @property
-    def _places(self) -> int:
-        """On slow axes of a Ulysses group."""
-        found = self._partition if self.virtual is None or self.virtual.is_ring else self.virtual
-        return found.num_slow if found else 1
+    def _num_slow(self) -> int:
+        """Number of coordinates on the slow axes of the Ulysses group."""
+        is_real = self.virtual_ranks is None or self.virtual_ranks.is_ring
+        layout = self._partition if is_real else self.virtual_ranks
+        return layout.num_slow if layout else 1
 
     @property
-    def _ring_places(self) -> int:
-        """On those of a ring."""
-        found = self.virtual if self.virtual and self.virtual.is_ring else self._ring_partition
-        return found.num_slow if found else 1
+    def _ring_num_slow(self) -> int:
+        """Number of coordinates on the slow axes of the ring."""
+        is_virtual = self.virtual_ranks and self.virtual_ranks.is_ring
+        layout = self.virtual_ranks if is_virtual else self._ring_partition
+        return layout.num_slow if layout else 1
 
-    def _state(self, layer: str, transformer: Hashable, share: LayerSizes) -> _State:
-        """Of a layer that is met in a branch for the first time in this run."""
+    def _new_state(self, layer: str, transformer: Hashable, sizes: LayerSizes) -> _LayerState:
+        """Return the state of a layer that a branch calls for the first time in this run."""
         self.has_coded_layers = True
         if self.schedule.allocation:
             self.schedule.allocation.check_layer(layer)
         if transformer not in self._transformers:
-            self._leave_others()
+            self._drop_finished_transformers()
             self._transformers.add(transformer)
-        need = ReferenceBytes.of(share, self.schedule, self._places, self._ring_places)
-        is_exact = self.schedule.leaves_out(layer)
-        if not is_exact and not self._has_room(need):
-            self._squeeze()
-            is_exact = not self._has_room(need)
-        single_stage = self._partition is not None and self._partition.is_single_stage(
-            share.values // _EXCHANGES * share.value_bytes
-        )
-        return _State(layer, transformer, need, is_exact, single_stage)
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, self._num_slow, self._ring_num_slow)
+        is_exact = self.schedule.is_lossless_layer(layer)
+        if not is_exact and not self._fits_budget(planned_bytes):
+            self._convert_to_int8()
+            is_exact = not self._fits_budget(planned_bytes)
+        message_bytes = sizes.num_values // _EXCHANGES_PER_LAYER * sizes.value_bytes
+        single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
+        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage)
 
-    def _has_room(self, need: ReferenceBytes) -> bool:
-        """Whether the references of one more layer may be held."""
-        return self._budget is None or self.planned_reference_bytes + need[self._compact] <= self._budget
+    def _fits_budget(self, planned_bytes: ReferenceBytes) -> bool:
+        """Return whether the references of another layer fit the memory budget."""
+        if self._memory_budget is None:
+            return True
+        return self.planned_reference_bytes + planned_bytes[self._int8_references] <= self._memory_budget
 
-    def _leave_others(self) -> None:
-        """Another transformer is called for the first time. Those that had no call at this step have done their part;
-        one that comes back after all begins exactly. All ranks call alike."""
-        self._told = 0
-        current = {state.transformer for state in self._states.values() if state.step == self.step}
+    def _drop_finished_transformers(self) -> None:
+        """Drop references of transformers without a call at this step, when another transformer is first called.
+
+        They have done their part of the run; one that is called again begins with a keyframe. All ranks make the same
+        calls.
+        """
+        self._logged_states = 0
+        current = {state.transformer for state in self._states.values() if state.last_step == self.step}
         for key, state in list(self._states.items()):
             if state.transformer not in current:
                 del self._states[key]
 
-    def _squeeze(self) -> None:
-        """Keep references in 8 bits from now on."""
-        if not self._compact:
-            self._compact = True
-            for state in self._states.values():
-                on_stream = self._partition and self._partition.fast and not state.single_stage
-                for link_state in state.link_states.values():
-                    link_state.to_int8(self._partition.fast.comm_stream if on_stream else None)
-                for link_state in state.ring_link_states.values():  # whose both ends are used in the lane
-                    self._ring_partition.slow.comm_stream.start("squeezing references", link_state.to_int8).wait()
+    def _convert_to_int8(self) -> None:
+        """Store all references in int8 from now on."""
+        if self._int8_references:
+            return
+        self._int8_references = True
+        for state in self._states.values():
+            on_stream = self._partition and self._partition.fast and not state.single_stage
+            for link_state in state.link_states.values():
+                link_state.to_int8(self._partition.fast.comm_stream if on_stream else None)
+            for link_state in state.ring_link_states.values():  # both of whose references are used on the comm stream
+                comm_stream = self._ring_partition.slow.comm_stream
+                comm_stream.start("convert references to int8", link_state.to_int8).wait()
 
-    # What the user is told, once a step has shown it.
+    # Log messages, once a step has shown what they say.
 
-    def _tell(self, report: StepReport) -> None:
-        if len(self._states) > self._told:
-            self._tell_references()
-            self._tell_unmatched()
-            self._told = len(self._states)
+    def _log(self, report: StepReport) -> None:
+        """Log memory, unmatched layer names and the schedule, as far as they are news."""
+        if len(self._states) > self._logged_states:
+            self._log_references()
+            self._log_unmatched_layers()
+            self._logged_states = len(self._states)
         if not report.was_keyframe and report.sent_bytes and report.exact_layers < len(self._states):
-            mode = f"{self.mode}@{self._changes}" if self._changes else self.mode
-            self._once(
-                self._say,
+            mode = f"{self.mode}@{self._overrides}" if self._overrides else self.mode
+            self._log_once(
+                self._info,
                 f"mode {self.mode!r}: {self.schedule}; the error depends on the model and the number of steps: measure "
                 f"it with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
             )
 
-    def _tell_references(self) -> None:
-        wanting = [state for state in self._states.values() if not self.schedule.leaves_out(state.layer)]
-        full, compact = (sum(state.need[kept] for state in wanting) for kept in (False, True))
-        kept = " (in use)" if self._compact else ""
-        bound = "; --cocodiff_memory_budget sets a limit" if self._budget is None else ""
+    def _log_references(self) -> None:
+        """Log the memory of references, and warn of layers that are lossless for lack of memory."""
+        lossy = [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
+        full, int8 = (sum(state.planned_bytes[is_int8] for state in lossy) for is_int8 in (False, True))
+        in_use = " (in use)" if self._int8_references else ""
+        limit = "; --cocodiff_memory_budget sets a limit" if self._memory_budget is None else ""
         layers, branches = len({key for key, _ in self._states}), 1 + max(branch for _, branch in self._states)
-        guided = f" and {branches} guidance branches" if branches > 1 else ""
-        self._once(
-            self._say,
-            f"link references of {layers} layers{guided}: {full / GIB:.3g} GiB per rank, "
-            f"{compact / GIB:.3g} GiB in 8 bits{kept}{bound}",
+        guidance = f" and {branches} guidance branches" if branches > 1 else ""
+        self._log_once(
+            self._info,
+            f"link references of {layers} layers{guidance}: {full / GIB:.3g} GiB per rank, "
+            f"{int8 / GIB:.3g} GiB in 8 bits{in_use}{limit}",
         )
-        exact = sum(state.is_exact for state in wanting)
-        if exact and self._budget is not None:
+        exact = sum(state.is_exact for state in lossy)
+        if exact and self._memory_budget is not None:
             self._warn(  # in every run
-                f"{exact} of {len(wanting)} layers are lossless: their link references exceed the memory budget of "
-                f"{self._budget / GIB:.3g} GiB; raise --cocodiff_memory_budget"
+                f"{exact} of {len(lossy)} layers are lossless: their link references exceed the memory budget of "
+                f"{self._memory_budget / GIB:.3g} GiB; raise --cocodiff_memory_budget"
             )
 
-    def _tell_unmatched(self) -> None:
+    def _log_unmatched_layers(self) -> None:
+        """Warn of names in the schedule's `exact` that match no layer."""
         layers = sorted({state.layer for state in self._states.values()})
-        for name in self.schedule.unmatched(layers):
+        for name in self.schedule.unmatched_layers(layers):
             prefixes = {".".join(layer.split(".")[:count]) for layer in layers for count in (1, 2, 3, 4)}
-            near = difflib.get_close_matches(name, sorted(prefixes), 3, 0.0)
-            self._once(self._warn, f"exact={name} matches no layer; the nearest are {', '.join(near)}")
+            nearest = difflib.get_close_matches(name, sorted(prefixes), 3, 0.0)
+            self._log_once(self._warn, f"exact={name} matches no layer; the nearest are {', '.join(nearest)}")
 
-    def _once(self, say: Callable[[str], None], message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            say(message)
+    def _log_once(self, log: Callable[[str], None], message: str) -> None:
+        """Log a message unless it was logged before."""
+        if message not in self._logged:
+            self._logged.add(message)
+            log(message)
 
     @property
     def planned_reference_bytes(self) -> int:
-        """What references are going to take, once all that is extrapolated from is held too."""
-        return sum(state.need[self._compact] for state in self._states.values() if not state.is_exact)
+        """Memory that references take once all previous references are there too, in bytes."""
+        return sum(state.planned_bytes[self._int8_references] for state in self._states.values() if not state.is_exact)
 
     @property
     def reference_bytes(self) -> int:
-        """What references take now."""
+        """Memory that references take now, in bytes."""
         return sum(link_state.nbytes for link_state in self._link_states)
 
     @property
     def _link_states(self) -> list[LinkState]:
-        """All that there are, in an order that is the same on every rank."""
-        every = [
-            link_states
+        """All link states, in the same order on every rank."""
+        return [
+            link_state
             for state in self._states.values()
             for link_states in (state.link_states, state.ring_link_states)
+            for link_state in link_states.values()
         ]
-        return [link_state for link_states in every for link_state in link_states.values()]
+
+
+def _to_floats(errors: list[QuantError]) -> list[tuple[float, float]]:
+    """Return error and value energies as numbers, with a single device sync."""
+    flat = torch.stack([energy for error in errors for energy in error]).tolist() if errors else []
+    return list(zip(flat[::2], flat[1::2], strict=True))

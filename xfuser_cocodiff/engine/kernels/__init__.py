@@ -1,14 +1,7 @@
-"""Kernels of the codecs over rows of values: scores, encoding, decoding.
-Input: tensors of any strides, what both ends hold of them, and how they are to be encoded.
-Public: `scores`, `encode`, `decode`; `use` and `resolve`, which choose between the sets of kernels.
-
-`reference` is plain PyTorch and runs everywhere; `fused` is Triton, for accelerators, and `compiled` is Numba, for
-CPUs: both read and write each tensor once. What one end of a link encodes, the other decodes to the same bits, whatever
-set it uses: the encoder alone finds scales, in sums whose order sets differ in.
-
-Sizes in shapes: P places on slow axes, L of them on other ends of links, G groups of tokens, H heads, T tokens, D head
-dim. Where a tensor has P places, `here` says which of them are the rank's own and left out: some that follow each
-other. L is the number of the others, and P where `here` is None.
+"""Kernels that score, encode and decode rows of values for the codecs, as Triton, Numba and PyTorch backends.
+Input: tensors of any strides, the prediction that both ends of a link share, and the bits per value.
+Output: payload bytes, decoded values, new link references and their error.
+Public: `scores`, `encode`, `decode`, `use`, `resolve`, `prepare`, `rows.Prediction`, `rows.ActiveTokens`.
 """
 
 import functools
@@ -22,59 +15,60 @@ from types import ModuleType
 
 import torch
 
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Encoded, Prediction
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, EncodeResult, Prediction
 from xfuser_cocodiff.engine.topology import devices as devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
 CHOICES = (AUTO, TRITON, NUMBA, TORCH)
 
 
-_wanted = [AUTO]
+_selected = [AUTO]
 
 
 def use(choice: str) -> None:
-    """Choose kernels for this process: one of CHOICES."""
-    _wanted[0] = choice
+    """Select the kernel backend of this process, one of CHOICES."""
+    _selected[0] = choice
 
 
 def resolve(choice: str, device_type: str) -> str:
-    """Which set a choice means on a device.
+    """Return the backend that a choice selects on a device type.
 
     Raises:
-        ValueError: one is asked for where it cannot be had.
+        ValueError: the chosen backend is not available there.
     """
-    lacking = {TRITON: _lacks_triton, NUMBA: _lacks_numba}
-    if choice in lacking and (reason := lacking[choice](device_type)):
-        raise ValueError(f"{choice!r} is not valid here, since {reason}; valid are {AUTO!r} and {TORCH!r}")
+    unavailable = {TRITON: _triton_unavailable, NUMBA: _numba_unavailable}
+    if choice in unavailable and (reason := unavailable[choice](device_type)):
+        raise ValueError(f"{choice!r} is not available: {reason}; valid are {AUTO!r} and {TORCH!r}")
     if choice != AUTO:
         return choice
-    usual = TRITON if devices.capabilities(device_type).uses_triton else NUMBA
-    return TORCH if lacking[usual](device_type) else usual
+    preferred = TRITON if devices.capabilities(device_type).uses_triton else NUMBA
+    return TORCH if unavailable[preferred](device_type) else preferred
 
 
-def _lacks_numba(device_type: str) -> str | None:
-    """What keeps Numba's kernels from running on a device; None where they run."""
+def _numba_unavailable(device_type: str) -> str | None:
+    """Return why Numba's kernels cannot run on a device type, or None if they can."""
     if device_type != "cpu":
-        return f"its kernels are for CPUs, and not for {device_type!r}"
-    return None if _has("numba") else "it is not installed"
+        return f"its kernels run on CPUs only, not on {device_type!r}"
+    return None if _is_installed("numba") else "it is not installed"
 
 
-def _lacks_triton(device_type: str) -> str | None:
-    """What keeps Triton's kernels from running on a device; None where they run."""
-    if not _has("triton"):
+def _triton_unavailable(device_type: str) -> str | None:
+    """Return why Triton's kernels cannot run on a device type, or None if they can."""
+    if not _is_installed("triton"):
         return "it is not installed"
     if devices.capabilities(device_type).uses_triton:
-        return None if _can_build() else "it has no C compiler, or none of Python's headers, to build with"
-    if os.environ.get("TRITON_INTERPRET") == "1":  # slowly, on any device
+        return None if _can_build() else "it needs a C compiler and Python's headers to build its launchers"
+    if os.environ.get("TRITON_INTERPRET") == "1":  # slow, on any device
         return None
     return f"it has no driver for {device_type!r}"
 
 
-@functools.cache  # asked for every tensor that moves, and the answer takes a look at the disk
-def _has(package: str) -> bool:
+@functools.cache  # called for every tensor that is sent, and the check reads the file system
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
     if package != "numba":
         return importlib.util.find_spec(package) is not None
-    try:  # it refuses to be imported beside a NumPy that it does not know
+    try:  # Numba refuses to be imported with a NumPy version that it does not support
         importlib.import_module(package)
     except ImportError:
         return False
@@ -83,13 +77,13 @@ def _has(package: str) -> bool:
 
 @functools.cache
 def _can_build() -> bool:
-    """Whether there is what Triton builds its launchers with at their first use."""
+    """Return whether Triton finds the compiler and headers that it needs at the first launch."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 def prepare(choice: str, device_type: str) -> None:
-    """Have what takes a while for the first values done before there are any."""
+    """Compile or load the kernels of a choice, so that the first exchange does not wait for it."""
     if resolve(choice, device_type) == NUMBA:
         from xfuser_cocodiff.engine.kernels import numba_kernels
 
@@ -97,76 +91,84 @@ def prepare(choice: str, device_type: str) -> None:
 
 
 def backend_for(device: torch.device) -> str:
-    """The set that is used there."""
-    wanted = _wanted[0]
-    return resolve(AUTO, device.type) if wanted == AUTO else wanted
+    """Return the backend that this process uses on a device."""
+    selected = _selected[0]
+    return resolve(AUTO, device.type) if selected == AUTO else selected
 
 
 _MODULES = {TRITON: "triton_kernels", NUMBA: "numba_kernels", TORCH: "torch_kernels"}
 
 
 def _kernels(device: torch.device) -> ModuleType:
+    """Return the module of the backend that this process uses on a device."""
     return _module(_MODULES[backend_for(device)])
 
 
-@functools.cache  # asked for every tensor of an exchange
+@functools.cache  # called for every tensor of an exchange
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def scores(values: torch.Tensor, known: Prediction, here: range | None = None) -> torch.Tensor:
-    """How far each token is from what is expected of it: sum of squares over heads and dims, float32 (L, G, T).
+def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None = None) -> torch.Tensor:
+    """Return the squared distance of each token from its prediction, summed over heads and dims.
 
     Args:
         values: (P, G, H, T, D), of any strides.
-        known: to both ends.
-        here: see above.
+        prediction: inputs of the prediction, the same at both ends.
+        local_slots: slots of this rank, which are skipped; None for none.
+
+    Returns:
+        float32 (L, G, T).
     """
-    return _kernels(values.device).scores(values, known, here)
+    return _kernels(values.device).scores(values, prediction, local_slots)
 
 
 def encode(
     values: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     payload: torch.Tensor,
-    here: range | None = None,
-    tells: bool = False,
-) -> Encoded:
-    """Encode values by their difference to what is expected of them.
+    local_slots: range | None = None,
+    sends_gain: bool = False,
+) -> EncodeResult:
+    """Encode values as the quantized residual to their prediction, and write the payload.
 
     Args:
         values: (P, G, H, T, D), of any strides.
-        known: to both ends; None sends all values as they are, and holds zeros for those that are not finite.
-        bits: one of quantise.GRIDS; None sends the values themselves.
-        active: tokens that are sent; None stands for all.
-        payload: uint8 (P, n), written but for the rank's own places: levels of all rows, then their scales; values as
-            they are where bits is None. Its rows may lie apart, and begin at a multiple of the size of a value.
-        here: see above.
-        tells: whether rows.TOLD bytes more have the share of the last change that is expected again.
+        prediction: inputs of the prediction, the same at both ends; None to send all values unchanged. The reference
+            then has zeros where values are not finite.
+        bits: bits per value of the residual, one of quantize.GRIDS; None to send the values themselves.
+        active: tokens that are sent; None for all.
+        payload: uint8 (P, n), written except for the local slots: the levels of all rows, then their scales; with
+            `bits` None the values. Rows may have gaps between them and begin at a multiple of a value's size.
+        local_slots: slots of this rank, which are skipped; None for none.
+        sends_gain: whether the payload ends with GAIN_BYTES bytes that carry the gain.
     """
-    return _kernels(values.device).encode(values, known, bits, active, payload, here, tells)
+    return _kernels(values.device).encode(values, prediction, bits, active, payload, local_slots, sends_gain)
 
 
 def decode(
     payload: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     target: torch.Tensor,
-    here: range | None = None,
-    tells: bool = False,
+    local_slots: range | None = None,
+    sends_gain: bool = False,
 ) -> torch.Tensor:
-    """What the receiver holds from now on, (L, G, H, T, D).
+    """Decode a payload into the target.
 
     Args:
-        payload: of :func:`encode`.
-        known: as the sender has it, but for the shares where it tells them.
-        bits: as it was encoded.
-        active: the sender's.
-        target: (P, G, H, T, D), of any strides: the values are written there too, but for the rank's own places.
-        here: see above.
-        tells: whether the sender does.
+        payload: uint8 (P, n), as :func:`encode` writes it.
+        prediction: the sender's; with `sends_gain` its gains are read from the payload instead.
+        bits: as passed to :func:`encode`.
+        active: the sender's active tokens.
+        target: (P, G, H, T, D), of any strides; the values are written here, except for the local slots.
+        local_slots: slots of this rank, which are skipped; None for none.
+        sends_gain: as passed to :func:`encode`.
+
+    Returns:
+        The receiver's new link reference, (L, G, H, T, D).
     """
-    return _kernels(payload.device).decode(payload, known, bits, active, target, here, tells)
+    return _kernels(payload.device).decode(payload, prediction, bits, active, target, local_slots, sends_gain)

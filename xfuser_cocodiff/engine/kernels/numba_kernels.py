@@ -1,7 +1,7 @@
-"""The kernels for CPUs, compiled by Numba: each reads and writes every tensor once. See the package for what they do.
+"""The Numba backend of the kernels, for CPUs: it reads and writes each tensor once.
 
-What is sent as it is needs no arithmetic, and half precision other than bfloat16 is rare on CPUs: there PyTorch's run,
-which are as good as these for the other end of a link.
+:mod:`xfuser_cocodiff.engine.kernels` documents the functions. Values that are sent unchanged need no arithmetic, and
+half precision other than bfloat16 is rare on CPUs: the PyTorch backend handles both, and its payloads are the same.
 """
 
 import functools
@@ -15,168 +15,199 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.engine.kernels import numba_loops, quantize, torch_kernels
-from xfuser_cocodiff.engine.kernels.numba_loops import Form
-from xfuser_cocodiff.engine.kernels.rows import TOLD, ActiveTokens, Encoded, Prediction, others, sampled
+from xfuser_cocodiff.engine.kernels.numba_loops import EncodingLayout
+from xfuser_cocodiff.engine.kernels.rows import (
+    GAIN_BYTES,
+    ActiveTokens,
+    EncodeResult,
+    Prediction,
+    num_links,
+    sample_stride,
+)
 from xfuser_cocodiff.engine.topology.devices import CPU
 
-_KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-"""A value of the type in which the loops have them."""
-_PAYS = 2**17
-"""Values from which on another thread is worth its start."""
+_TYPED_ZEROS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+"""A zero of the type in which the loops access values of each dtype in memory."""
+_VALUES_PER_THREAD = 2**17
+"""Number of values that make up for the start of another thread."""
 
 
 @functools.cache
 def prepare() -> None:
-    """Have all of them compiled, or loaded, which takes a while in the first call."""
-    for dtype in _KINDS:
+    """Compile all loops, or load them from Numba's cache, so that the first call need not."""
+    for dtype in _TYPED_ZEROS:
         values = torch.zeros(1, 1, 1, 1, 64, dtype=dtype)
-        known = Prediction(values, values, torch.zeros(1, dtype=torch.uint8))
+        prediction = Prediction(values, values, torch.zeros(1, dtype=torch.uint8))
         payload = torch.zeros(1, quantize.row_bytes(2, 64) + 1, dtype=torch.uint8)
-        scores(values, known, None)
-        encode(values, known, 2, None, payload, None)
-        decode(payload, known, 2, None, torch.empty_like(values), None)
+        scores(values, prediction, None)
+        encode(values, prediction, 2, None, payload, None)
+        decode(payload, prediction, 2, None, torch.empty_like(values), None)
 
 
-def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
-    """See the package."""
-    if values.dtype not in _KINDS:
-        return torch_kernels.scores(values, known, here)
-    values = _rows_of(values)
-    links, groups, heads, tokens, _ = known.held.shape
-    _check(values, known, here)
-    form = _form(values, here, None, None)
+def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+    """Return the squared distance of each token from its prediction; see the package."""
+    if values.dtype not in _TYPED_ZEROS:
+        return torch_kernels.scores(values, prediction, local_slots)
+    values = _with_contiguous_rows(values)
+    links, groups, heads, tokens, _ = prediction.reference.shape
+    _check(values, prediction, local_slots)
+    layout = _layout(values, local_slots, None, None)
     found = torch.empty(links, groups, tokens, dtype=torch.float32, device=CPU)
     _in_threads(
-        numba_loops.score, links * groups, heads * tokens, form, _KINDS[values.dtype],
-        values.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares), found.data_ptr(),
+        numba_loops.score, links * groups, heads * tokens, layout, _TYPED_ZEROS[values.dtype],
+        values.data_ptr(), *_addresses(prediction), found.data_ptr(),
     )  # fmt: skip
     return found
 
 
 def encode(
     values: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     payload: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
-) -> Encoded:
-    """See the package."""
-    if known is None or bits is None or values.dtype not in _KINDS:
-        return torch_kernels.encode(values, known, bits, active, payload, here, tells)
-    values, grid = _rows_of(values), quantize.GRIDS[bits]
-    links, groups, heads, tokens, dim = known.held.shape
-    form = _form(values, here, bits, active, payload, tells and known.shares is not None)
-    _check(values, known, here)
-    now, sums = torch.empty_like(known.held), torch.empty(links, groups, heads, 4, dtype=torch.float64, device=CPU)
-    totals = torch.empty(2, dtype=torch.float32, device=CPU)
-    again = None if known.before is None else torch.empty(links, dtype=torch.uint8, device=CPU)
-    root = grid.reach if grid.by_maximum else (form.together * dim) ** -0.5
+    local_slots: range | None,
+    sends_gain: bool = False,
+) -> EncodeResult:
+    """Encode values and write the payload; see the package."""
+    if prediction is None or bits is None or values.dtype not in _TYPED_ZEROS:
+        return torch_kernels.encode(values, prediction, bits, active, payload, local_slots, sends_gain)
+    values, grid = _with_contiguous_rows(values), quantize.GRIDS[bits]
+    links, groups, heads, tokens, dim = prediction.reference.shape
+    layout = _layout(values, local_slots, bits, active, payload, sends_gain and prediction.gains is not None)
+    _check(values, prediction, local_slots)
+    reference = torch.empty_like(prediction.reference)
+    sums = torch.empty(links, groups, heads, 4, dtype=torch.float64, device=CPU)
+    energies = torch.empty(2, dtype=torch.float32, device=CPU)
+    gains = None if prediction.previous is None else torch.empty(links, dtype=torch.uint8, device=CPU)
+    reference_norm = grid.reach if grid.by_maximum else (layout.row_tokens * dim) ** -0.5
     _in_threads(
         numba_loops.encode, links * groups * heads, tokens * dim,
-        form, _KINDS[values.dtype], np.float32(root), grid.by_maximum, sampled(tokens),
-        values.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares),
-        _address(active and active.numbers), quantize.scale_table(CPU).data_ptr(),
-        payload.data_ptr(), now.data_ptr(), sums.data_ptr(),
+        layout, _TYPED_ZEROS[values.dtype], np.float32(reference_norm), grid.by_maximum, sample_stride(tokens),
+        values.data_ptr(), *_addresses(prediction),
+        _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
+        payload.data_ptr(), reference.data_ptr(), sums.data_ptr(),
     )  # fmt: skip
-    numba_loops.total(sums.data_ptr(), links, groups * heads, totals.data_ptr(), _address(again))
-    lacking, wanted = totals.unbind()
-    return Encoded(now, lacking, wanted, again)
+    numba_loops.reduce_sums(sums.data_ptr(), links, groups * heads, energies.data_ptr(), _address(gains))
+    error_energy, value_energy = energies.unbind()
+    return EncodeResult(reference, error_energy, value_energy, gains)
 
 
 def decode(
     payload: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     target: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
+    local_slots: range | None,
+    sends_gain: bool = False,
 ) -> torch.Tensor:
-    """See the package."""
-    if known is None or bits is None or target.dtype not in _KINDS or target.stride(-1) != 1:
-        return torch_kernels.decode(payload, known, bits, active, target, here, tells)
-    links, groups, heads, tokens, dim = known.held.shape
-    _check(target, known, here)
-    form, now = _form(target, here, bits, active, payload, tells), torch.empty_like(known.held)
+    """Decode a payload into the target and return the new link reference; see the package."""
+    if prediction is None or bits is None or target.dtype not in _TYPED_ZEROS or target.stride(-1) != 1:
+        return torch_kernels.decode(payload, prediction, bits, active, target, local_slots, sends_gain)
+    links, groups, heads, tokens, dim = prediction.reference.shape
+    _check(target, prediction, local_slots)
+    layout = _layout(target, local_slots, bits, active, payload, sends_gain)
+    reference = torch.empty_like(prediction.reference)
     _in_threads(
-        numba_loops.decode, links * groups * heads, tokens * dim, form, _KINDS[target.dtype],
-        payload.data_ptr(), known.held.data_ptr(), _address(known.before), _address(known.shares),
-        _address(active and active.numbers), quantize.scale_table(CPU).data_ptr(), now.data_ptr(), target.data_ptr(),
+        numba_loops.decode, links * groups * heads, tokens * dim, layout, _TYPED_ZEROS[target.dtype],
+        payload.data_ptr(), *_addresses(prediction),
+        _address(active and active.positions), quantize.scale_table(CPU).data_ptr(),
+        reference.data_ptr(), target.data_ptr(),
     )  # fmt: skip
-    return now
+    return reference
 
 
-def _check(values: torch.Tensor, known: Prediction, here: range | None) -> None:
-    """Check that what is known is of these values: the kernels only see addresses."""
-    shape = others(values.shape[0], here), *values.shape[1:]
-    for held in (known.held, *([] if known.before is None else [known.before])):
-        if held.shape != shape or held.dtype != values.dtype or not held.is_contiguous():
-            raise ValueError(f"references of {tuple(held.shape)} {held.dtype} for values of {shape} {values.dtype}")
+def _check(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> None:
+    """Check that a prediction fits the values, since the loops see addresses only.
+
+    Raises:
+        ValueError: another shape or type, or a reference that is not contiguous.
+    """
+    shape = num_links(values.shape[0], local_slots), *values.shape[1:]
+    for each in (prediction.reference, *([] if prediction.previous is None else [prediction.previous])):
+        if each.shape != shape or each.dtype != values.dtype or not each.is_contiguous():
+            raise ValueError(f"references of {tuple(each.shape)} {each.dtype} for values of {shape} {values.dtype}")
 
 
-def _form(
+def _layout(
     values: torch.Tensor,
-    here: range | None,
+    local_slots: range | None,
     bits: float | None,
     active: ActiveTokens | None,
     payload: torch.Tensor | None = None,
-    tells: bool = False,
-) -> Form:
-    """Of values (P, G, H, T, D) for a codec; with no bits, of which nothing is encoded."""
-    places, groups, heads, tokens, dim = values.shape
-    own = range(places, places) if here is None else here
-    by_place, by_group, by_head, by_token, _ = values.stride()
-    known = groups, heads, tokens, dim, own.start, len(own), by_place, by_group, by_head, by_token
+    sends_gain: bool = False,
+) -> EncodingLayout:
+    """Return where the loops find values (P, G, H, T, D) and the sections of their payload.
+
+    Args:
+        values: read by the encoder, or written by the decoder.
+        local_slots: slots of this rank; None for none.
+        bits: bits per value; None if nothing is encoded.
+        active: tokens that are sent; None for all.
+        payload: uint8 (P, n); None if nothing is encoded.
+        sends_gain: whether the payload ends with the gain.
+
+    Raises:
+        ValueError: the payload or the active tokens have another shape than the values ask for.
+    """
+    slots, groups, heads, tokens, dim = values.shape
+    local = range(slots, slots) if local_slots is None else local_slots
+    slot_stride, group_stride, head_stride, token_stride, _ = values.stride()
+    sizes = groups, heads, tokens, dim, local.start, len(local), slot_stride, group_stride, head_stride, token_stride
     if bits is None or payload is None:
-        return Form(*known, 1, tokens, 0, 1, 0.0, 0, 0, 0)
+        return EncodingLayout(*sizes, 1, tokens, 0, 1, 0.0, 0, 0, 0)
     grid, sent = quantize.GRIDS[bits], tokens if active is None else active.count
-    together = quantize.tokens_per_row(bits, dim, tokens, active is None)
-    lines = groups * heads * sent // together
-    scales_at = lines * quantize.row_bytes(bits, together * dim)
-    told_at = scales_at + lines if tells else 0
-    size = scales_at + lines + TOLD * tells
-    if payload.stride(-1) != 1 or payload.shape != (places, size):
+    row_tokens = quantize.tokens_per_row(bits, dim, tokens, active is None)
+    rows = groups * heads * sent // row_tokens
+    scales_offset = rows * quantize.row_bytes(bits, row_tokens * dim)
+    gain_offset = scales_offset + rows if sends_gain else 0
+    size = scales_offset + rows + GAIN_BYTES * sends_gain
+    if payload.stride(-1) != 1 or payload.shape != (slots, size):
         raise ValueError(
-            f"a payload of {tuple(payload.shape)} with strides {payload.stride()}, where {places} places have {size} "
-            "bytes that follow each other"
+            f"a payload of {tuple(payload.shape)} with strides {payload.stride()}; {slots} slots take {size} "
+            "contiguous bytes each"
         )
-    chosen = places - len(own), groups, tokens
-    if active is not None and active.numbers.shape != chosen:
-        raise ValueError(f"a choice among {tuple(active.numbers.shape)} tokens, where there are {chosen}")
-    grid_of = grid.levels, grid.per_byte, grid.width
-    return Form(*known, together, sent, *grid_of, payload.stride(0), scales_at, told_at)
+    expected = slots - len(local), groups, tokens
+    if active is not None and active.positions.shape != expected:
+        raise ValueError(f"active tokens of {tuple(active.positions.shape)}; the values have {expected}")
+    levels = grid.levels, grid.per_byte, grid.width
+    return EncodingLayout(*sizes, row_tokens, sent, *levels, payload.stride(0), scales_offset, gain_offset)
 
 
-def _in_threads(kernel: Callable, count: int, values: int, *arguments: object) -> None:
-    """Run a kernel over so many parts of so many values each, in as many threads as PyTorch would and as pay."""
-    threads = min(torch.get_num_threads(), count, 1 + count * values // _PAYS)
+def _in_threads(loop: Callable, count: int, values: int, *arguments: object) -> None:
+    """Run a loop over `count` items of `values` values each, in at most PyTorch's number of threads."""
+    threads = min(torch.get_num_threads(), count, 1 + count * values // _VALUES_PER_THREAD)
     if threads <= 1:
-        kernel(0, count, *arguments)
+        loop(0, count, *arguments)
         return
     bounds = [count * number // threads for number in range(threads + 1)]
-    parts = itertools.pairwise(bounds)
-    pool, parts_done = _pool(os.getpid(), threads), []
+    pool, tasks = _pool(os.getpid(), threads), []
     try:
-        for part in parts:
-            parts_done.append(pool.submit(kernel, *part, *arguments))
-    finally:  # what they read and write must live until then
-        futures.wait(parts_done)
-    for done in parts_done:
-        done.result()
+        for first, last in itertools.pairwise(bounds):
+            tasks.append(pool.submit(loop, first, last, *arguments))
+    finally:  # tensors that the threads access must live until all are done
+        futures.wait(tasks)
+    for task in tasks:
+        task.result()
 
 
 @functools.cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the thread pool of a process; a fork needs one of its own."""
     return ThreadPoolExecutor(threads, "cocodiff-kernels")
 
 
-def _rows_of(values: torch.Tensor) -> torch.Tensor:
-    """Values whose last dim is contiguous."""
+def _with_contiguous_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return values whose last dim is contiguous, as a copy if need be."""
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
+def _addresses(prediction: Prediction) -> tuple[int, int, int]:
+    """Return the addresses of a prediction's reference, previous reference and gains."""
+    return prediction.reference.data_ptr(), _address(prediction.previous), _address(prediction.gains)
+
+
 def _address(tensor: torch.Tensor | None) -> int:
-    """0 where there is none."""
+    """Return a tensor's address, or 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -1,10 +1,11 @@
-"""Loops over rows of values, compiled by Numba for CPUs, see :mod:`compiled`.
+"""Loops over rows of values, compiled by Numba for CPUs; :mod:`numba_kernels` calls them.
 
-Their functions are given addresses, strides in values, and numbers: to be given arrays takes them as long as small
-messages do. They are compiled at the first use on a machine, and kept. Values of a row are worked on in float32, one
-loop after the other while they are at hand, of which each becomes vector instructions.
+Loops take addresses, strides in values, and numbers: unpacking array arguments would take as long as a small message.
+Numba compiles them at their first use on a machine and caches the code. A row is processed in float32 by several short
+loops while it is in the cache; each compiles to vector instructions.
 
-A `kind` is a value of the type in which values lie in memory: of a float32, or of 16 bits for bfloat16.
+An argument `dtype` is a zero of the type that values have in memory: np.float32(0), or np.uint16(0) for bfloat16. An
+optional array is passed as address 0 if it is absent.
 """
 
 import functools
@@ -18,463 +19,566 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.kernels.rows import SHARES, TOLD
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS
 
-# Code that is kept does not see that constants of other files have changed: then this file has to change too.
+# Numba's cache depends on this file only: if a constant of another file changes, this file has to change too.
 _PER_OCTAVE, _ORIGIN = np.float32(quantize.PER_OCTAVE), np.float32(quantize.ORIGIN)
-_NOT_FINITE, _MOST_CODE = quantize.NOT_FINITE, np.float32(quantize.NOT_FINITE - 1)
-_ZERO, _HALF, _INFINITE = np.float32(0), np.float32(0.5), np.float32(np.inf)
-_SHARES = np.float32(SHARES)
+_NOT_FINITE, _MAX_CODE = quantize.NOT_FINITE, np.float32(quantize.NOT_FINITE - 1)
+_ZERO, _HALF, _INF = np.float32(0), np.float32(0.5), np.float32(np.inf)
+_GAIN_STEPS = np.float32(GAIN_STEPS)
 
 
-# Sums and products stay as they are written: both ends of a link must come to the same bits.
-def _compiled(function: Callable | None = None, **options: Any) -> Callable:
+# Without fastmath, sums and products keep their order: both ends of a link must compute the same bits.
+def _jit(function: Callable | None = None, **options: Any) -> Callable:
+    """Compile a function without the GIL, and cache its code if a cache folder is writable."""
     if function is None:
-        return functools.partial(_compiled, **options)
+        return functools.partial(_jit, **options)
     options |= {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in can be written
+    except RuntimeError:  # no writable cache folder
         return numba.njit(**options)(function)
 
 
-# For sums that one end alone makes.
-_compiled_in_any_order = functools.partial(_compiled, fastmath={"reassoc"})
+# For sums that only the sender computes.
+_jit_reassociating = functools.partial(_jit, fastmath={"reassoc"})
 
 
-def _widened(builder, value):
-    bits = builder.shl(builder.zext(value, _BITS), _BITS(16))
-    return builder.bitcast(bits, _REAL)
+def _bf16_to_f32(builder, value):
+    """Emit the conversion of bfloat16 bits to float32."""
+    bits = builder.shl(builder.zext(value, _I32), _I32(16))
+    return builder.bitcast(bits, _F32)
 
 
-def _narrowed(builder, value):
-    """To bfloat16, to the nearest, and to an even one between two. What is no number stays none: made from bfloat16, or
-    by the processor, it has no bits below, of which more would overflow."""
-    bits = builder.bitcast(value, _BITS)
-    is_odd = builder.and_(builder.lshr(bits, _BITS(16)), _BITS(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, _BITS(0x7FFF)), is_odd), _BITS(16))
+def _f32_to_bf16(builder, value):
+    """Emit the conversion of float32 to bfloat16 bits, rounding to nearest even.
+
+    NaNs stay NaNs: those that come from bfloat16 or from an operation have no low bits that could carry over.
+    """
+    bits = builder.bitcast(value, _I32)
+    is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16))
     return builder.trunc(rounded, ir.IntType(16))
 
 
-_BITS, _REAL = ir.IntType(32), ir.FloatType()
+_I32, _F32 = ir.IntType(32), ir.FloatType()
 
 
-def _place(context, builder, kind, address, index, inbounds=True):
-    pointer = builder.inttoptr(address, context.get_value_type(kind).as_pointer())
+def _element_pointer(context, builder, dtype, address, index, inbounds=True):
+    """Emit the pointer to an element of an array of `dtype`."""
+    pointer = builder.inttoptr(address, context.get_value_type(dtype).as_pointer())
     return builder.gep(pointer, [index], inbounds=inbounds)
 
 
 @intrinsic
-def _peek(context, address, index, kind):
-    """A value in memory, as float32 where it is bfloat16."""
-    is_half = kind == types.uint16
+def _load(context, address, index, dtype):
+    """Return the value at an index, bfloat16 as float32."""
+    is_half = dtype == types.uint16
 
     def generate(context, builder, signature, args):
-        value = builder.load(_place(context, builder, kind, *args[:2]))
-        return _widened(builder, value) if is_half else value
+        value = builder.load(_element_pointer(context, builder, dtype, *args[:2]))
+        return _bf16_to_f32(builder, value) if is_half else value
 
-    return (types.float32 if is_half else kind)(types.intp, types.intp, kind), generate
+    return (types.float32 if is_half else dtype)(types.intp, types.intp, dtype), generate
 
 
 @intrinsic
-def _poke(context, address, index, kind, value):
-    """The inverse."""
+def _store(context, address, index, dtype, value):
+    """Store a value at an index, rounding float32 to bfloat16 if that is the type in memory."""
 
     def generate(context, builder, signature, args):
-        value = _narrowed(builder, args[3]) if kind == types.uint16 else args[3]
-        builder.store(value, _place(context, builder, kind, *args[:2]))
+        value = _f32_to_bf16(builder, args[3]) if dtype == types.uint16 else args[3]
+        builder.store(value, _element_pointer(context, builder, dtype, *args[:2]))
 
-    return types.void(types.intp, types.intp, kind, types.float32 if kind == types.uint16 else kind), generate
+    return types.void(types.intp, types.intp, dtype, types.float32 if dtype == types.uint16 else dtype), generate
 
 
 @intrinsic
-def _keep(context, address, index, kind, value):
-    """The same of a value that is as tensors of the kind hold it: see :func:`_as`."""
+def _store_rounded(context, address, index, dtype, value):
+    """Store a value that :func:`_round_to` has rounded already, by truncation."""
 
     def generate(context, builder, signature, args):
         value = args[3]
-        if kind == types.uint16:
-            value = builder.trunc(builder.lshr(builder.bitcast(value, _BITS), _BITS(16)), ir.IntType(16))
-        builder.store(value, _place(context, builder, kind, *args[:2]))
+        if dtype == types.uint16:
+            value = builder.trunc(builder.lshr(builder.bitcast(value, _I32), _I32(16)), ir.IntType(16))
+        builder.store(value, _element_pointer(context, builder, dtype, *args[:2]))
 
-    return types.void(types.intp, types.intp, kind, types.float32 if kind == types.uint16 else kind), generate
-
-
-@intrinsic
-def _as(context, kind, value):
-    """A value as tensors of a kind would hold it."""
-
-    def generate(context, builder, signature, args):
-        return _widened(builder, _narrowed(builder, args[1])) if kind == types.uint16 else args[1]
-
-    return types.float32(kind, types.float32), generate
+    return types.void(types.intp, types.intp, dtype, types.float32 if dtype == types.uint16 else dtype), generate
 
 
 @intrinsic
-def _fetch(context, address, index, kind):
-    """Asks for the line of memory of a value; there may be no such value."""
+def _round_to(context, dtype, value):
+    """Return a float32 rounded to the precision of `dtype`."""
 
     def generate(context, builder, signature, args):
-        flag, pointer = ir.IntType(32), _place(context, builder, kind, args[0], args[1], inbounds=False)
-        form = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], form)
-        builder.call(prefetch, [pointer, flag(0), flag(3), flag(1)])  # to read, to be kept, data
+        return _bf16_to_f32(builder, _f32_to_bf16(builder, args[1])) if dtype == types.uint16 else args[1]
+
+    return types.float32(dtype, types.float32), generate
+
+
+@intrinsic
+def _prefetch(context, address, index, dtype):
+    """Prefetch the cache line of an element; the address may be out of bounds."""
+
+    def generate(context, builder, signature, args):
+        flag, pointer = ir.IntType(32), _element_pointer(context, builder, dtype, args[0], args[1], inbounds=False)
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], signature)
+        builder.call(prefetch, [pointer, flag(0), flag(3), flag(1)])  # read, highest locality, data cache
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, kind), generate
+    return types.void(types.intp, types.intp, dtype), generate
 
 
 _BYTE, _INT, _FLOAT = np.uint8(0), np.int32(0), np.float32(0)
-_REAL_BYTES = 4
-_AHEAD = 4
-"""Rows that are asked for before they are read. Processors foresee what follows in memory, but not where heads lie
-side by side, what the next row is: without that, decoding takes twice the time, and scores three times."""
-_OF_A_LINE = 16
-"""Values that a line of memory has at least."""
+_FLOAT_BYTES = 4
+_PREFETCH_ROWS = 4
+"""Prefetch distance in rows. Hardware prefetchers follow contiguous memory, but not rows of one head between those of
+other heads: without software prefetch, decoding takes twice the time and scores three times."""
+_VALUES_PER_LINE = 16
+"""Minimum number of values in a cache line."""
 
 
 @intrinsic
-def _room(context, size):
-    """The address of so many bytes of the caller's stack, which it is not to ask for in a loop. Arrays are slower: an
-    index that may be negative makes scatters of stores, and each call counts who holds them."""
+def _stack_buffer(context, size):
+    """Return the address of `size` bytes on the caller's stack; must not be called in a loop.
+
+    Arrays would be slower: possibly negative indices turn stores into scatters, and each call counts references.
+    """
 
     def generate(context, builder, signature, args):
-        room = builder.alloca(ir.IntType(8), args[0])
-        room.align = 64  # what a vector has at most
-        return builder.ptrtoint(room, context.get_value_type(types.intp))
+        buffer = builder.alloca(ir.IntType(8), args[0])
+        buffer.align = 64  # the widest vector register
+        return builder.ptrtoint(buffer, context.get_value_type(types.intp))
 
     return types.intp(size), generate
 
 
-@_compiled
-def _near(address, at, size, kind):
-    """Have a row at hand soon."""
-    for i in range(0, size, _OF_A_LINE):
-        _fetch(address, at + i, kind)
+@_jit
+def _prefetch_row(address, start, size, dtype):
+    """Prefetch `size` values from index `start`."""
+    for i in range(0, size, _VALUES_PER_LINE):
+        _prefetch(address, start + i, dtype)
 
 
-@_compiled
-def _hope(hoped, change, held, before, own, size, share, kind):
-    """What is expected of a row, and what it has changed by last."""
-    _near(held, own + _AHEAD * size, size, kind)
-    if before:
-        _near(before, own + _AHEAD * size, size, kind)
+@_jit
+def _predict_row(predicted, change, reference, previous, offset, size, gain, dtype):
+    """Write the prediction of a row, and the change of its reference since the step before.
+
+    Args:
+        predicted: float32 buffer for the prediction.
+        change: float32 buffer for the change; not written without a previous reference.
+        reference: link reference.
+        previous: link reference of the step before, or 0.
+        offset: index of the row in both references.
+        size: number of values in the row.
+        gain: fraction of the change that is added to the reference.
+        dtype: type of the references.
+    """
+    _prefetch_row(reference, offset + _PREFETCH_ROWS * size, size, dtype)
+    if previous:
+        _prefetch_row(previous, offset + _PREFETCH_ROWS * size, size, dtype)
         for i in range(size):
-            now = _peek(held, own + i, kind)
-            past = _as(kind, now - _peek(before, own + i, kind))
-            _poke(change, i, _FLOAT, past)
-            _poke(hoped, i, _FLOAT, _as(kind, _as(kind, past * share) + now))
+            current = _load(reference, offset + i, dtype)
+            delta = _round_to(dtype, current - _load(previous, offset + i, dtype))
+            _store(change, i, _FLOAT, delta)
+            _store(predicted, i, _FLOAT, _round_to(dtype, _round_to(dtype, delta * gain) + current))
     else:
         for i in range(size):
-            _poke(hoped, i, _FLOAT, _peek(held, own + i, kind))
+            _store(predicted, i, _FLOAT, _load(reference, offset + i, dtype))
 
 
-@_compiled_in_any_order
-def _load(value, values, at, size, kind):
-    """Values of a token; returns the sum of their squares."""
-    total = _ZERO
+@_jit_reassociating
+def _load_row(row, values, start, size, dtype):
+    """Copy values of a token to a float32 buffer, and return their energy."""
+    energy = _ZERO
     for i in range(size):
-        one = _peek(values, at + i, kind)
-        _poke(value, i, _FLOAT, one)
-        total += one * one
-    return total
+        value = _load(values, start + i, dtype)
+        _store(row, i, _FLOAT, value)
+        energy += value * value
+    return energy
 
 
-@_compiled_in_any_order
-def _part(away, value, hoped, size, kind):
-    """What values of a row are away from others; returns the sum of its squares."""
-    total = _ZERO
+@_jit_reassociating
+def _subtract_row(residual, row, predicted, size, dtype):
+    """Write the residual of a row to its prediction, and return its energy."""
+    energy = _ZERO
     for i in range(size):
-        one = _as(kind, _peek(value, i, _FLOAT) - _peek(hoped, i, _FLOAT))
-        _poke(away, i, _FLOAT, one)
-        total += one * one
-    return total
+        difference = _round_to(dtype, _load(row, i, _FLOAT) - _load(predicted, i, _FLOAT))
+        _store(residual, i, _FLOAT, difference)
+        energy += difference * difference
+    return energy
 
 
-@_compiled_in_any_order
-def _keep_row(now, own, value, made, size, kind):
-    """What the other end has of a row, into the reference; returns the sum of the squares of what that lacks."""
-    total = _ZERO
+@_jit_reassociating
+def _store_reference_row(new_reference, offset, row, decoded, size, dtype):
+    """Write the decoded row to the new reference, and return the energy of its error to the values."""
+    energy = _ZERO
     for i in range(size):
-        has = _peek(made, i, _FLOAT)
-        _keep(now, own + i, kind, has)
-        lacking = _as(kind, _peek(value, i, _FLOAT) - has)
-        total += lacking * lacking
-    return total
+        value = _load(decoded, i, _FLOAT)
+        _store_rounded(new_reference, offset + i, dtype, value)
+        error = _round_to(dtype, _load(row, i, _FLOAT) - value)
+        energy += error * error
+    return energy
 
 
-@_compiled_in_any_order
-def _came_again(values, at, held, own, change, size, kind):
-    """Sums of what a token has changed by, times what it had changed by before; and of the squares of that."""
-    found, whole = _ZERO, _ZERO
+@_jit_reassociating
+def _gain_sums(values, start, reference, offset, change, size, dtype):
+    """Return a token's numerator and denominator of the least-squares gain.
+
+    The numerator is the change from the reference to the values, times the reference's last change; the denominator is
+    the energy of that last change.
+    """
+    numerator, denominator = _ZERO, _ZERO
     for i in range(size):
-        past = _peek(change, i, _FLOAT)
-        found += (_peek(values, at + i, kind) - _peek(held, own + i, kind)) * past
-        whole += past * past
-    return found, whole
+        delta = _load(change, i, _FLOAT)
+        numerator += (_load(values, start + i, dtype) - _load(reference, offset + i, dtype)) * delta
+        denominator += delta * delta
+    return numerator, denominator
 
 
-@_compiled
-def _largest(values, size):
-    found = _ZERO
+@_jit
+def _max_abs(row, size):
+    """Return the largest magnitude in a float32 row."""
+    largest = _ZERO
     for i in range(size):
-        value = abs(_peek(values, i, _FLOAT))
-        found = value if value > found else found
-    return found
+        value = abs(_load(row, i, _FLOAT))
+        largest = value if value > largest else largest
+    return largest
 
 
-@_compiled
-def _scale(away, square, size, by_maximum, root):
-    """The code of a row's scale, of which the sum of the squares is known."""
+@_jit
+def _scale_code(residual, energy, size, by_maximum, reference_norm):
+    """Return the code of a row's scale.
+
+    Args:
+        residual: float32 row.
+        energy: sum of squares of the row.
+        size: number of values in the row.
+        by_maximum: whether the scale follows the row's maximum.
+        reference_norm: outer edge of the grid with `by_maximum`, else the inverse square root of `size`.
+    """
     if by_maximum:
-        largest = _largest(away, size)
-        if not largest < _INFINITE or square != square:
+        largest = _max_abs(residual, size)
+        if not largest < _INF or energy != energy:
             return _NOT_FINITE
-        code = np.ceil(np.log2(largest / root) * _PER_OCTAVE) + _ORIGIN
+        code = np.ceil(np.log2(largest / reference_norm) * _PER_OCTAVE) + _ORIGIN
     else:
-        if not square < _INFINITE:
+        if not energy < _INF:
             return _NOT_FINITE
-        code = np.rint(np.log2(np.sqrt(square) * root) * _PER_OCTAVE) + _ORIGIN
-    return int(min(max(code, _ZERO), _MOST_CODE))
+        code = np.rint(np.log2(np.sqrt(energy) * reference_norm) * _PER_OCTAVE) + _ORIGIN
+    return int(min(max(code, _ZERO), _MAX_CODE))
 
 
-@_compiled
-def _quantize(digits, made, hoped, away, size, count, width, kind):
-    """Levels of a row, and what both ends make of them."""
-    half, last, shift = np.float32(count // 2), np.float32(count - 1), _HALF if count % 2 else _ZERO
-    middle = np.float32((count - 1) / 2)
+@_jit
+def _quantize_row(digits, decoded, predicted, residual, size, levels, width, dtype):
+    """Write the quantized levels of a row, and the row as both ends decode it."""
+    half, last, shift = np.float32(levels // 2), np.float32(levels - 1), _HALF if levels % 2 else _ZERO
+    middle = np.float32((levels - 1) / 2)
     for i in range(size):
-        level = np.floor(_peek(away, i, _FLOAT) / width + shift)
+        level = np.floor(_load(residual, i, _FLOAT) / width + shift)
         level = (level if level == level else _ZERO) + half
         level = level if level > _ZERO else _ZERO
         level = level if level < last else last
-        _poke(digits, i, _BYTE, np.uint8(level))
-        _poke(made, i, _FLOAT, _as(kind, (level - middle) * width + _peek(hoped, i, _FLOAT)))
+        _store(digits, i, _BYTE, np.uint8(level))
+        _store(decoded, i, _FLOAT, _round_to(dtype, (level - middle) * width + _load(predicted, i, _FLOAT)))
 
 
-@_compiled
-def _restore(made, digits, hoped, size, count, width, kind):
-    """The same of levels that have come. Not in place, which would be one value after the other."""
-    middle = np.float32((count - 1) / 2)
+@_jit
+def _dequantize_row(decoded, digits, predicted, size, levels, width, dtype):
+    """Write the row that received levels decode to. Not in place, which would prevent vector instructions."""
+    middle = np.float32((levels - 1) / 2)
     for i in range(size):
-        level = np.float32(_peek(digits, i, _BYTE))
-        _poke(made, i, _FLOAT, _as(kind, (level - middle) * width + _peek(hoped, i, _FLOAT)))
+        level = np.float32(_load(digits, i, _BYTE))
+        _store(decoded, i, _FLOAT, _round_to(dtype, (level - middle) * width + _load(predicted, i, _FLOAT)))
 
 
-@_compiled(inline="always")
-def _pack(digits, size, payload, start, count, per):
-    for place in range(size // per):
-        byte = _peek(digits, place * per + per - 1, _BYTE)
-        for digit in range(per - 2, -1, -1):
-            byte = np.uint8(byte * np.uint8(count) + _peek(digits, place * per + digit, _BYTE))
-        _poke(payload, start + place, _BYTE, byte)
-    if size % per:
+@_jit(inline="always")
+def _pack_digits(digits, size, payload, start, levels, per_byte):
+    """Pack digits into bytes from index `start` of the payload; `levels` and `per_byte` are compile-time constants."""
+    for index in range(size // per_byte):
+        byte = _load(digits, index * per_byte + per_byte - 1, _BYTE)
+        for digit in range(per_byte - 2, -1, -1):
+            byte = np.uint8(byte * np.uint8(levels) + _load(digits, index * per_byte + digit, _BYTE))
+        _store(payload, start + index, _BYTE, byte)
+    if size % per_byte:
         byte = np.uint8(0)
-        for i in range(size - 1, size // per * per - 1, -1):
-            byte = np.uint8(byte * np.uint8(count) + _peek(digits, i, _BYTE))
-        _poke(payload, start + size // per, _BYTE, byte)
+        for i in range(size - 1, size // per_byte * per_byte - 1, -1):
+            byte = np.uint8(byte * np.uint8(levels) + _load(digits, i, _BYTE))
+        _store(payload, start + size // per_byte, _BYTE, byte)
 
 
-@_compiled
-def _packed(digits, size, payload, start, count):
-    """Each grid for itself, so that what is constant for it becomes so."""
-    if count == 2:
-        _pack(digits, size, payload, start, 2, 8)
-    elif count == 3:
-        _pack(digits, size, payload, start, 3, 5)
-    elif count == 4:
-        _pack(digits, size, payload, start, 4, 4)
-    elif count == 6:
-        _pack(digits, size, payload, start, 6, 3)
-    elif count == 16:
-        _pack(digits, size, payload, start, 16, 2)
+@_jit
+def _pack_row(digits, size, payload, start, levels):
+    """Pack the digits of a row, with code specialized for each grid."""
+    if levels == 2:
+        _pack_digits(digits, size, payload, start, 2, 8)
+    elif levels == 3:
+        _pack_digits(digits, size, payload, start, 3, 5)
+    elif levels == 4:
+        _pack_digits(digits, size, payload, start, 4, 4)
+    elif levels == 6:
+        _pack_digits(digits, size, payload, start, 6, 3)
+    elif levels == 16:
+        _pack_digits(digits, size, payload, start, 16, 2)
     else:
-        _pack(digits, size, payload, start, 256, 1)
+        _pack_digits(digits, size, payload, start, 256, 1)
 
 
-@_compiled(inline="always")
-def _unpack(digits, size, payload, start, count, per):
-    for place in range(-(-size // per)):  # there is room for the digits of the last byte that stand for nothing
-        byte = _peek(payload, start + place, _BYTE)
-        for digit in range(per):
-            _poke(digits, place * per + digit, _BYTE, np.uint8(byte % np.uint8(count)))
-            byte = byte // np.uint8(count)
+@_jit(inline="always")
+def _unpack_digits(digits, size, payload, start, levels, per_byte):
+    """Unpack bytes to digits; the buffer has space for the unused digits of the last byte."""
+    for index in range(-(-size // per_byte)):
+        byte = _load(payload, start + index, _BYTE)
+        for digit in range(per_byte):
+            _store(digits, index * per_byte + digit, _BYTE, np.uint8(byte % np.uint8(levels)))
+            byte = byte // np.uint8(levels)
 
 
-@_compiled
-def _unpacked(digits, size, payload, start, count):
-    """The inverse of the above."""
-    if count == 2:
-        _unpack(digits, size, payload, start, 2, 8)
-    elif count == 3:
-        _unpack(digits, size, payload, start, 3, 5)
-    elif count == 4:
-        _unpack(digits, size, payload, start, 4, 4)
-    elif count == 6:
-        _unpack(digits, size, payload, start, 6, 3)
-    elif count == 16:
-        _unpack(digits, size, payload, start, 16, 2)
+@_jit
+def _unpack_row(digits, size, payload, start, levels):
+    """Unpack the digits of a row; the inverse of :func:`_pack_row`."""
+    if levels == 2:
+        _unpack_digits(digits, size, payload, start, 2, 8)
+    elif levels == 3:
+        _unpack_digits(digits, size, payload, start, 3, 5)
+    elif levels == 4:
+        _unpack_digits(digits, size, payload, start, 4, 4)
+    elif levels == 6:
+        _unpack_digits(digits, size, payload, start, 6, 3)
+    elif levels == 16:
+        _unpack_digits(digits, size, payload, start, 16, 2)
     else:
         for i in range(size):
-            _poke(digits, i, _BYTE, _peek(payload, start + i, _BYTE))
+            _store(digits, i, _BYTE, _load(payload, start + i, _BYTE))
 
 
-class Form(NamedTuple):
-    """Sizes of values (L, G, H, T, D) that are encoded, and where they are in memory and in a payload."""
+class EncodingLayout(NamedTuple):
+    """Sizes of values (P, G, H, T, D), and where their rows are in memory and in a payload."""
 
     groups: int
+    """G."""
     heads: int
+    """H."""
     tokens: int
+    """T."""
     dim: int
-    here: int
-    """The first place that is the rank's own, or L where there is none."""
-    here_count: int
-    """Of such places, which follow each other."""
-    by_place: int
-    by_group: int
-    by_head: int
-    by_token: int
-    """Strides of the values, of which dims follow each other."""
-    together: int
-    """Tokens of a row."""
+    """D."""
+    local_start: int
+    """First slot of this rank, or L without local slots."""
+    local_count: int
+    """Number of slots of this rank, which are contiguous."""
+    slot_stride: int
+    """Stride of the values' slots, in values; the last dim is contiguous."""
+    group_stride: int
+    """Stride of the values' groups."""
+    head_stride: int
+    """Stride of the values' heads."""
+    token_stride: int
+    """Stride of the values' tokens."""
+    row_tokens: int
+    """Tokens per row."""
     active: int
-    """Tokens that are sent of each group."""
+    """Number of tokens sent per group."""
     levels: int
+    """Number of quantization levels."""
     per_byte: int
+    """Number of levels in a byte."""
     width: float
-    """Of a level, where the scale is 1."""
-    by_payload: int
-    """Bytes between payloads."""
-    scales_at: int
-    told_at: int
-    """Where the share is told; 0 where it is not."""
+    """Width of a level at scale 1."""
+    payload_stride: int
+    """Stride of the payload's slots, in bytes."""
+    scales_offset: int
+    """Byte at which the scales of a slot's payload begin."""
+    gain_offset: int
+    """Byte at which the gain of a slot's payload begins; 0 if it carries none."""
 
 
-@_compiled
-def _head(form, each):
-    """Of a head, counted over links and groups: its link, its group and its number there, and where its values and its
-    payload begin."""
-    pair, head = each // form.heads, each % form.heads
-    link, group = pair // form.groups, pair % form.groups
-    place = link + (form.here_count if link >= form.here else 0)
-    start = place * form.by_place + group * form.by_group + head * form.by_head
-    return link, group, head, start, place * form.by_payload
+@_jit
+def _locate_head(layout, index):
+    """Return the link, group and head of a flat head index, the index of its first value and its payload's offset."""
+    pair, head = index // layout.heads, index % layout.heads
+    link, group = pair // layout.groups, pair % layout.groups
+    slot = link + (layout.local_count if link >= layout.local_start else 0)
+    start = slot * layout.slot_stride + group * layout.group_stride + head * layout.head_stride
+    return link, group, head, start, slot * layout.payload_stride
 
 
-@_compiled
+@_jit
 def encode(
-    first, last, form, kind, root, by_maximum, sample, values, held, before, shares, numbers, table, payload, now, sums
-):
-    """Values of some heads to levels and scales, and the reference to what the other end makes of them. Writes four
-    sums of each head: of squares that are lacking and wanted, and for the share of the last change that has come
-    again."""
-    dim, tokens, together = form.dim, form.tokens, form.together
-    size = together * dim
-    taken, width_of = -(-size // form.per_byte), np.float32(form.width)
-    real = size * _REAL_BYTES
-    value, hoped, change, away, made = _room(real), _room(real), _room(real), _room(real), _room(real)
-    digits = _room(size)
-    for each in range(first, last):
-        link, group, head, start, far = _head(form, each)
-        share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
-        if form.told_at and group == 0 and head == 0:
-            for i in range(TOLD):
-                _poke(payload, far + form.told_at + i, _BYTE, _peek(shares, link, _BYTE))
-        lacking, wanted, found, whole = 0.0, 0.0, 0.0, 0.0
-        for row in range(tokens // together):
-            slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
-            own = (each * tokens + row * together) * dim
-            for i in range(together):
-                at = start + (row * together + i) * form.by_token
-                _near(values, at + _AHEAD * together * form.by_token, dim, kind)
-                wanted += _load(value + i * dim * _REAL_BYTES, values, at, dim, kind)
-            _hope(hoped, change, held, before, own, size, share, kind)
-            if slot >= 0:
-                square = _part(away, value, hoped, size, kind)
-                code = _scale(away, square, size, by_maximum, root)
-                width = width_of * _peek(table, code, _FLOAT)
-                _quantize(digits, made, hoped, away, size, form.levels, width, kind)
-                line = (group * form.heads + head) * (form.active // together) + slot
-                _packed(digits, size, payload, far + line * taken, form.levels)
-                _poke(payload, far + form.scales_at + line, _BYTE, np.uint8(code))
-            lacking += _keep_row(now, own, value, made if slot >= 0 else hoped, size, kind)
-            for i in range(together if before else 0):
-                token = row * together + i
-                if token % sample == 0:
-                    at, past = start + token * form.by_token, change + i * dim * _REAL_BYTES
-                    more = _came_again(values, at, held, own + i * dim, past, dim, kind)
-                    found, whole = found + more[0], whole + more[1]
-        _poke(sums, 4 * each, 0.0, lacking)
-        _poke(sums, 4 * each + 1, 0.0, wanted)
-        _poke(sums, 4 * each + 2, 0.0, found)
-        _poke(sums, 4 * each + 3, 0.0, whole)
+    first, last, layout, dtype, reference_norm, by_maximum, sample_stride,
+    values, reference, previous, gains, positions, scale_table, payload, new_reference, sums,
+):  # fmt: skip
+    """Encode the values of heads `first` to `last`, counted over links and groups, and write the new reference.
+
+    Args:
+        first: first head.
+        last: end of the heads.
+        layout: sizes, strides and offsets, an EncodingLayout.
+        dtype: type of the values and references in memory.
+        reference_norm: see :func:`_scale_code`.
+        by_maximum: whether scales follow the row's maximum.
+        sample_stride: stride over the tokens of which gains are estimated.
+        values: (P, G, H, T, D).
+        reference: link reference (L, G, H, T, D), contiguous.
+        previous: link reference of the step before, of the same shape, or 0.
+        gains: uint8 (L), or 0.
+        positions: positions of active tokens, int32 (L, G, T), or 0 to send all.
+        scale_table: scale of each code, float32 (256).
+        payload: uint8 (P, n), written.
+        new_reference: (L, G, H, T, D), written.
+        sums: float64 (L, G, H, 4), written: error energy, value energy, numerator and denominator of the gain.
+    """
+    dim, tokens, row_tokens = layout.dim, layout.tokens, layout.row_tokens
+    size = row_tokens * dim
+    row_bytes, level_width = -(-size // layout.per_byte), np.float32(layout.width)
+    values_row, predicted = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
+    change, residual = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
+    decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size)
+    for index in range(first, last):
+        link, group, head, start, message = _locate_head(layout, index)
+        gain = np.float32(_load(gains, link, _BYTE)) / _GAIN_STEPS if previous else _ZERO
+        if layout.gain_offset and group == 0 and head == 0:
+            for i in range(GAIN_BYTES):
+                _store(payload, message + layout.gain_offset + i, _BYTE, _load(gains, link, _BYTE))
+        error_energy, value_energy, numerator, denominator = 0.0, 0.0, 0.0, 0.0
+        for row in range(tokens // row_tokens):
+            position = _load(positions, index // layout.heads * tokens + row, _INT) - 1 if positions else row
+            offset = (index * tokens + row * row_tokens) * dim
+            for i in range(row_tokens):
+                at = start + (row * row_tokens + i) * layout.token_stride
+                _prefetch_row(values, at + _PREFETCH_ROWS * row_tokens * layout.token_stride, dim, dtype)
+                value_energy += _load_row(values_row + i * dim * _FLOAT_BYTES, values, at, dim, dtype)
+            _predict_row(predicted, change, reference, previous, offset, size, gain, dtype)
+            if position >= 0:
+                energy = _subtract_row(residual, values_row, predicted, size, dtype)
+                code = _scale_code(residual, energy, size, by_maximum, reference_norm)
+                width = level_width * _load(scale_table, code, _FLOAT)
+                _quantize_row(digits, decoded, predicted, residual, size, layout.levels, width, dtype)
+                sent_row = (group * layout.heads + head) * (layout.active // row_tokens) + position
+                _pack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
+                _store(payload, message + layout.scales_offset + sent_row, _BYTE, np.uint8(code))
+            received = decoded if position >= 0 else predicted
+            error_energy += _store_reference_row(new_reference, offset, values_row, received, size, dtype)
+            for i in range(row_tokens if previous else 0):
+                token = row * row_tokens + i
+                if token % sample_stride == 0:
+                    at, delta = start + token * layout.token_stride, change + i * dim * _FLOAT_BYTES
+                    more = _gain_sums(values, at, reference, offset + i * dim, delta, dim, dtype)
+                    numerator, denominator = numerator + more[0], denominator + more[1]
+        _store(sums, 4 * index, 0.0, error_energy)
+        _store(sums, 4 * index + 1, 0.0, value_energy)
+        _store(sums, 4 * index + 2, 0.0, numerator)
+        _store(sums, 4 * index + 3, 0.0, denominator)
 
 
-@_compiled
-def total(sums, links, heads, totals, again):
-    """What heads have found, to what is lacking and wanted in all, and to the shares that come again."""
-    lacking, wanted = 0.0, 0.0
+@_jit
+def reduce_sums(sums, links, heads, energies, gains):
+    """Reduce the sums of :func:`encode` to energies and gains.
+
+    Args:
+        sums: float64 (links, heads, 4).
+        links: number of links.
+        heads: number of heads per link, over all groups.
+        energies: float32 (2), written: error energy and value energy.
+        gains: uint8 (links), written with the gain of each link; or 0.
+    """
+    error_energy, value_energy = 0.0, 0.0
     for link in range(links):
-        found, whole = 0.0, 0.0
+        numerator, denominator = 0.0, 0.0
         for head in range(link * heads, (link + 1) * heads):
-            lacking += _peek(sums, 4 * head, 0.0)
-            wanted += _peek(sums, 4 * head + 1, 0.0)
-            found += _peek(sums, 4 * head + 2, 0.0)
-            whole += _peek(sums, 4 * head + 3, 0.0)
-        if again:
-            share = np.rint(found / whole * SHARES)
-            share = min(max(share, 0.0), float(SHARES)) if share == share else 0.0
-            _poke(again, link, _BYTE, np.uint8(share))
-    _poke(totals, 0, _FLOAT, np.float32(lacking))
-    _poke(totals, 1, _FLOAT, np.float32(wanted))
+            error_energy += _load(sums, 4 * head, 0.0)
+            value_energy += _load(sums, 4 * head + 1, 0.0)
+            numerator += _load(sums, 4 * head + 2, 0.0)
+            denominator += _load(sums, 4 * head + 3, 0.0)
+        if gains:
+            gain = np.rint(numerator / denominator * GAIN_STEPS)
+            gain = min(max(gain, 0.0), float(GAIN_STEPS)) if gain == gain else 0.0
+            _store(gains, link, _BYTE, np.uint8(gain))
+    _store(energies, 0, _FLOAT, np.float32(error_energy))
+    _store(energies, 1, _FLOAT, np.float32(value_energy))
 
 
-@_compiled
-def decode(first, last, form, kind, payload, held, before, shares, numbers, table, now, target):
-    """Levels and scales of some heads to values, in the reference and where attention reads them."""
-    dim, tokens, together = form.dim, form.tokens, form.together
-    size = together * dim
-    taken, width_of = -(-size // form.per_byte), np.float32(form.width)
-    real = size * _REAL_BYTES
-    hoped, change, made, digits = _room(real), _room(real), _room(real), _room(taken * form.per_byte)
-    for each in range(first, last):
-        link, group, head, start, far = _head(form, each)
-        told = _peek(payload, far + form.told_at, _BYTE) if form.told_at else _ZERO
-        share = np.float32(told if form.told_at else _peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
-        for row in range(tokens // together):
-            slot = _peek(numbers, each // form.heads * tokens + row, _INT) - 1 if numbers else row
-            own = (each * tokens + row * together) * dim
-            _hope(hoped, change, held, before, own, size, share, kind)
-            if slot >= 0:
-                line = (group * form.heads + head) * (form.active // together) + slot
-                width = width_of * _peek(table, int(_peek(payload, far + form.scales_at + line, _BYTE)), _FLOAT)
-                _unpacked(digits, size, payload, far + line * taken, form.levels)
-                _restore(made, digits, hoped, size, form.levels, width, kind)
-            come = made if slot >= 0 else hoped
+@_jit
+def decode(
+    first, last, layout, dtype, payload, reference, previous, gains, positions, scale_table, new_reference, target
+):  # fmt: skip
+    """Decode the payload of heads `first` to `last`, counted over links and groups.
+
+    Args:
+        first: first head.
+        last: end of the heads.
+        layout: sizes, strides and offsets, an EncodingLayout.
+        dtype: type of the values and references in memory.
+        payload: uint8 (P, n).
+        reference: link reference (L, G, H, T, D), contiguous.
+        previous: link reference of the step before, of the same shape, or 0.
+        gains: uint8 (L); 0 if the payload carries the gain.
+        positions: positions of active tokens, int32 (L, G, T), or 0 if all are sent.
+        scale_table: scale of each code, float32 (256).
+        new_reference: (L, G, H, T, D), written.
+        target: (P, G, H, T, D), written except for the local slots.
+    """
+    dim, tokens, row_tokens = layout.dim, layout.tokens, layout.row_tokens
+    size = row_tokens * dim
+    row_bytes, level_width = -(-size // layout.per_byte), np.float32(layout.width)
+    predicted, change = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(size * _FLOAT_BYTES)
+    decoded, digits = _stack_buffer(size * _FLOAT_BYTES), _stack_buffer(row_bytes * layout.per_byte)
+    for index in range(first, last):
+        link, group, head, start, message = _locate_head(layout, index)
+        gain = _ZERO
+        if previous:
+            is_sent, start_of_gain = layout.gain_offset > 0, message + layout.gain_offset
+            sent = _load(payload, start_of_gain, _BYTE) if is_sent else _load(gains, link, _BYTE)
+            gain = np.float32(sent) / _GAIN_STEPS
+        for row in range(tokens // row_tokens):
+            position = _load(positions, index // layout.heads * tokens + row, _INT) - 1 if positions else row
+            offset = (index * tokens + row * row_tokens) * dim
+            _predict_row(predicted, change, reference, previous, offset, size, gain, dtype)
+            if position >= 0:
+                sent_row = (group * layout.heads + head) * (layout.active // row_tokens) + position
+                code = int(_load(payload, message + layout.scales_offset + sent_row, _BYTE))
+                width = level_width * _load(scale_table, code, _FLOAT)
+                _unpack_row(digits, size, payload, message + sent_row * row_bytes, layout.levels)
+                _dequantize_row(decoded, digits, predicted, size, layout.levels, width, dtype)
+            received = decoded if position >= 0 else predicted
             for i in range(size):
-                _keep(now, own + i, kind, _peek(come, i, _FLOAT))
-            for i in range(together):
-                at = start + (row * together + i) * form.by_token
-                _near(target, at + _AHEAD * together * form.by_token, dim, kind)
+                _store_rounded(new_reference, offset + i, dtype, _load(received, i, _FLOAT))
+            for i in range(row_tokens):
+                at = start + (row * row_tokens + i) * layout.token_stride
+                _prefetch_row(target, at + _PREFETCH_ROWS * row_tokens * layout.token_stride, dim, dtype)
                 for j in range(dim):
-                    _keep(target, at + j, kind, _peek(come, i * dim + j, _FLOAT))
+                    _store_rounded(target, at + j, dtype, _load(received, i * dim + j, _FLOAT))
 
 
-@_compiled
-def score(first, last, form, kind, values, held, before, shares, found):
-    """Tokens of some groups, counted over links, over all heads."""
-    dim, tokens = form.dim, form.tokens
-    real = dim * _REAL_BYTES
-    value, hoped, change, away = _room(real), _room(real), _room(real), _room(real)
+@_jit
+def score(first, last, layout, dtype, values, reference, previous, gains, scores):
+    """Compute the scores of the tokens of groups `first` to `last`, counted over links.
+
+    Args:
+        first: first group.
+        last: end of the groups.
+        layout: sizes and strides, an EncodingLayout.
+        dtype: type of the values and references in memory.
+        values: (P, G, H, T, D).
+        reference: link reference (L, G, H, T, D), contiguous.
+        previous: link reference of the step before, of the same shape, or 0.
+        gains: uint8 (L), or 0.
+        scores: float32 (L, G, T), written: squared distance to the prediction, summed over heads and dims.
+    """
+    dim, tokens = layout.dim, layout.tokens
+    values_row, predicted = _stack_buffer(dim * _FLOAT_BYTES), _stack_buffer(dim * _FLOAT_BYTES)
+    change, residual = _stack_buffer(dim * _FLOAT_BYTES), _stack_buffer(dim * _FLOAT_BYTES)
     for pair in range(first, last):
-        for head in range(form.heads):
-            each = pair * form.heads + head
-            link, _, _, start, _ = _head(form, each)
-            share = np.float32(_peek(shares, link, _BYTE)) / _SHARES if before else _ZERO
+        for head in range(layout.heads):
+            index = pair * layout.heads + head
+            link, _, _, start, _ = _locate_head(layout, index)
+            gain = np.float32(_load(gains, link, _BYTE)) / _GAIN_STEPS if previous else _ZERO
             for token in range(tokens):
-                at = start + token * form.by_token
-                _near(values, at + _AHEAD * form.by_token, dim, kind)
-                _hope(hoped, change, held, before, (each * tokens + token) * dim, dim, share, kind)
-                _load(value, values, at, dim, kind)
-                total = _peek(found, pair * tokens + token, _FLOAT) if head else _ZERO
-                _poke(found, pair * tokens + token, _FLOAT, total + _part(away, value, hoped, dim, kind))
+                at, offset = start + token * layout.token_stride, (index * tokens + token) * dim
+                _prefetch_row(values, at + _PREFETCH_ROWS * layout.token_stride, dim, dtype)
+                _predict_row(predicted, change, reference, previous, offset, dim, gain, dtype)
+                _load_row(values_row, values, at, dim, dtype)
+                earlier_heads = _load(scores, pair * tokens + token, _FLOAT) if head else _ZERO
+                energy = _subtract_row(residual, values_row, predicted, dim, dtype)
+                _store(scores, pair * tokens + token, _FLOAT, earlier_heads + energy)

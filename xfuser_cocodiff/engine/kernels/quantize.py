@@ -1,11 +1,12 @@
-"""Values in a few bits: uniform levels, as far apart as the root mean square of a row asks for; in 8 bits, its maximum,
-so that no outlier is cut off.
+"""Quantizers: packed low-bit residuals, and int8 link references.
 
-Encoder and decoder share one arithmetic, so that the encoder knows bit for bit what the decoder gets.
+:func:`quantize` uses uniform levels whose width follows the root mean square of a row. With 8 bits it follows the row's
+maximum, so that no outlier is clipped. Encoder and decoder compute decoded values by the same operations: the encoder
+knows the receiver's values bit for bit.
 
-References that are kept in 8 bits have a quantiser of their own. Both ends of a link quantise them, perhaps on devices
-whose logarithms, roots and sums differ in the last bit, and must come to the same. So it has only what IEEE 754 rounds
-alike everywhere: comparisons, single products, and whole numbers.
+:func:`to_int8` quantizes link references. Both ends of a link run it, perhaps on devices whose logarithms, roots and
+sums differ in the last bit, and must get the same result. It therefore uses only operations that IEEE 754 rounds
+identically everywhere: comparisons, single products and integers.
 """
 
 import functools
@@ -17,22 +18,23 @@ import torch
 
 
 class Grid(NamedTuple):
-    """Levels that lie evenly around zero."""
+    """Uniform quantization levels, symmetric around zero."""
 
     levels: int
+    """Number of levels."""
     per_byte: int
-    """How many values a byte holds, as digits of a number to the base of `levels`."""
+    """Number of values in a byte, stored as the digits of a number in base `levels`."""
     width: float
-    """Of a level, in root mean squares of a row."""
+    """Width of a level, in root mean squares of a row."""
 
     @property
     def by_maximum(self) -> bool:
-        """Whether the row's maximum has the outermost level, as if it were so many root mean squares."""
+        """Whether scales follow the row's maximum, which takes the outermost level, instead of its root mean square."""
         return self.levels == 256
 
     @property
     def reach(self) -> float:
-        """The outermost level's far edge, in root mean squares."""
+        """Outer edge of the outermost level, in root mean squares."""
         return self.width * self.levels / 2
 
 
@@ -44,47 +46,50 @@ GRIDS = {
     4: Grid(16, 2, 0.3352),
     8: Grid(256, 1, 0.03087),
 }
-"""By bits per value. The widths lose least on a normal distribution (J. Max, "Quantizing for minimum distortion", 1960,
-table II); differences between steps have heavier tails, and with few levels a tenth more is better."""
+"""Grids by bits per value. Widths minimize the squared error for a normal distribution (J. Max, "Quantizing for minimum
+distortion", 1960, table II). Residuals between steps have heavier tails, so coarse grids use 10% wider levels."""
 ROW = 64
-"""Values that share a scale, at least, where heads are smaller than that and their tokens can be put together."""
+"""Minimum number of values that share a scale; smaller heads combine several tokens in a row, if T allows it."""
 PER_OCTAVE, ORIGIN = 6, 168
-"""A scale takes a byte: the nearest of six per octave from 2**-27.8 to 2**14.3; of maxima, the next above."""
+"""Encoding of scales, one byte each: six steps per octave from 2**-27.8 to 2**14.3. Root mean squares take the nearest
+step, maxima the next above."""
 _ZERO, NOT_FINITE = 0, 255
-_LEAST_OCTAVE, _MOST = 26, 127
-"""Of what is kept in 8 bits: maxima of rows go from about 2**-26 to 2**16.3, above what float16 has; and the level of a
-row's maximum."""
+_INT8_LOWEST_OCTAVE, _INT8_MAX = 26, 127
+"""Encoding of int8 references: row maxima range from about 2**-26 to 2**16.3, beyond float16's largest value, and the
+row's maximum takes level 127."""
 
 
 @functools.cache
-def tokens_per_row(bits: float, dim: int, tokens: int, all_go: bool) -> int:
-    """How many tokens of a head share a scale. In 8 bits each has its own: what comes of a token then depends on
-    nothing else.
+def tokens_per_row(bits: float, dim: int, tokens: int, sends_all: bool) -> int:
+    """Return how many tokens of a head share a scale.
+
+    With 8 bits, or if only active tokens are sent, each token has its own scale: its decoded value then depends on no
+    other token.
 
     Args:
-        bits: one of GRIDS.
-        dim: of a head.
-        tokens: of a group.
-        all_go: whether all of them are sent; where they are chosen, each has its own scale too.
+        bits: bits per value, one of GRIDS.
+        dim: head dim.
+        tokens: number of tokens in a group.
+        sends_all: whether all tokens are sent.
     """
-    return math.gcd(max(1, ROW // dim), tokens) if all_go and not GRIDS[bits].by_maximum else 1
+    return math.gcd(max(1, ROW // dim), tokens) if sends_all and not GRIDS[bits].by_maximum else 1
 
 
 def row_bytes(bits: float, size: int) -> int:
-    """That the levels of a row of so many values take."""
+    """Return the bytes that the packed levels of a row of `size` values take."""
     return -(-size // GRIDS[bits].per_byte)
 
 
 def quantize(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise rows.
+    """Quantize rows.
 
     Args:
-        values: shape (..., D), floating.
-        bits: one of GRIDS.
+        values: (..., D), floating point.
+        bits: bits per value, one of GRIDS.
 
     Returns:
-        Levels, packed, uint8 of shape (..., :func:`row_bytes`); scales, uint8 of shape (..., 1); and what
-        :func:`dequantize` makes of the two. A row with a value that is not finite has the scale of none.
+        Packed levels, uint8 (..., :func:`row_bytes`); scales, uint8 (..., 1); and the decoded values as
+        :func:`dequantize` returns them. A row with a value that is not finite has the scale NOT_FINITE.
     """
     grid, values = GRIDS[bits], values.float()
     if grid.by_maximum:
@@ -101,82 +106,91 @@ def quantize(values: torch.Tensor, bits: float) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantize(packed: torch.Tensor, scales: torch.Tensor, bits: float, size: int) -> torch.Tensor:
-    """The values that levels and scales stand for, float32 (..., size); NaN in rows that were not finite."""
+    """Return the decoded values of packed levels and scales, float32 (..., size); NaN in rows that were not finite.
+
+    Args:
+        packed: packed levels, uint8 (..., :func:`row_bytes`).
+        scales: uint8 (..., 1).
+        bits: bits per value, one of GRIDS.
+        size: number of values in a row.
+    """
     grid = GRIDS[bits]
     digits = _digits(grid, packed.device).index_select(0, packed.flatten().int())
     values = digits.view(*packed.shape[:-1], packed.shape[-1] * grid.per_byte)[..., :size]
     return values * (grid.width * _decode_scale(scales))
 
 
-def compact(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in 8 bits, by a rule that gives the same on every device.
+def to_int8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rows to int8, with the same result on every device.
 
     Args:
-        values: shape (..., D), floating.
+        values: (..., D), floating point.
 
     Returns:
-        Levels, int8 of that shape, and the code of each row's maximum, uint8 of shape (..., 1).
+        Levels, int8 (..., D), and the code of each row's maximum, uint8 (..., 1).
     """
-    maxima, _, inverses = _maxima(values.device)
+    maxima, _, inverses = _int8_tables(values.device)
     largest = values.abs().amax(-1, keepdim=True).float()
-    code = torch.bucketize(largest, maxima).clamp_(max=NOT_FINITE - 1)  # the least that is no smaller
+    code = torch.bucketize(largest, maxima).clamp_(max=NOT_FINITE - 1)  # the smallest maximum that is not below
     code = torch.where(largest.isfinite(), code, NOT_FINITE)
-    # The level of what is not finite does not matter: its width is none.
-    levels = (values * inverses[code]).round_().nan_to_num_(0.0).clamp_(-_MOST, _MOST)
+    # Levels of rows that are not finite do not matter: their width decodes to NaN.
+    levels = (values * inverses[code]).round_().nan_to_num_(0.0).clamp_(-_INT8_MAX, _INT8_MAX)
     return levels.to(torch.int8), code.to(torch.uint8)
 
 
-def restored(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The values that :func:`compact` kept, float32; NaN in rows that were not finite."""
-    return levels * _maxima(codes.device)[1][codes.int()]
+def from_int8(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of :func:`to_int8`'s levels and codes, float32; NaN in rows that were not finite."""
+    return levels * _int8_tables(codes.device)[1][codes.int()]
 
 
 @functools.cache
-def _maxima(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each code the maximum of a row, the width of its levels, and the inverse of that."""
-    maxima = [0.0, *(2.0 ** (code / PER_OCTAVE - _LEAST_OCTAVE) for code in range(1, NOT_FINITE))]
-    widths = [maximum / _MOST for maximum in maxima]
+def _int8_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return three tables over the 256 codes: row maximum, level width and inverse level width, float32 (256)."""
+    maxima = [0.0, *(2.0 ** (code / PER_OCTAVE - _INT8_LOWEST_OCTAVE) for code in range(1, NOT_FINITE))]
+    widths = [maximum / _INT8_MAX for maximum in maxima]
     inverses = [1 / width if width else 0.0 for width in widths]
     tables = maxima, [*widths, math.nan], [*inverses, 0.0]
     return tuple(torch.tensor(table, dtype=torch.float32, device=device) for table in tables)
 
 
-def _encode_scale(scale: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    code = rounded(scale.log2().mul_(PER_OCTAVE)).add_(ORIGIN)
-    # A row of zeros has the logarithm -inf.
+def _encode_scale(scale: torch.Tensor, round_code: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the codes of scales, uint8, rounded by the given function."""
+    code = round_code(scale.log2().mul_(PER_OCTAVE)).add_(ORIGIN)
+    # The clamp maps a row of zeros, whose logarithm is -inf, to the code of zero.
     code = torch.where(scale.isfinite(), code.clamp_(_ZERO, NOT_FINITE - 1), float(NOT_FINITE))
     return code.to(torch.uint8)
 
 
 def _decode_scale(code: torch.Tensor) -> torch.Tensor:
+    """Return the scales of codes, float32."""
     return scale_table(code.device)[code.int()]
 
 
 @functools.cache
 def scale_table(device: torch.device) -> torch.Tensor:
-    """The scale of each code: a table, since two devices, or two shapes, may round an exponential differently."""
+    """Return the scale of each code, float32 (256). A table, since exponentials round differently between devices."""
     table = [2.0 ** ((code - ORIGIN) / PER_OCTAVE) for code in range(256)]
     table[_ZERO], table[NOT_FINITE] = 0.0, float("nan")
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
 def _pack(levels: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """Several levels, whole numbers in float32, per byte, the first as its lowest digit."""
-    if rest := levels.shape[-1] % grid.per_byte:
-        levels = torch.nn.functional.pad(levels, (0, grid.per_byte - rest))
-    parts = levels.unflatten(-1, (-1, grid.per_byte))
-    return (parts @ _weights(grid, levels.device)).to(torch.uint8)  # exact: a byte has 8 bits, a float 24
+    """Pack levels, integers in float32, into bytes; the first level of a byte is its lowest digit."""
+    if remainder := levels.shape[-1] % grid.per_byte:
+        levels = torch.nn.functional.pad(levels, (0, grid.per_byte - remainder))
+    groups = levels.unflatten(-1, (-1, grid.per_byte))
+    return (groups @ _weights(grid, levels.device)).to(torch.uint8)  # exact: integers below 2**24
 
 
-@functools.cache  # made once: the host waits for what it copies to a device
+@functools.cache  # created once, since copying it to a device blocks the host
 def _weights(grid: Grid, device: torch.device) -> torch.Tensor:
-    """Of the levels in a byte."""
-    weights = [float(grid.levels**place) for place in range(grid.per_byte)]
+    """Return the weight of each digit in a byte, float32 (per_byte)."""
+    weights = [float(grid.levels**digit) for digit in range(grid.per_byte)]
     return torch.tensor(weights, dtype=torch.float32, device=device)
 
 
 @functools.cache
 def _digits(grid: Grid, device: torch.device) -> torch.Tensor:
-    """Of each byte the levels that it holds, counted from the middle: float32 (256, per_byte)."""
-    table = [[byte // grid.levels**place % grid.levels for place in range(grid.per_byte)] for byte in range(256)]
+    """Return the levels that each byte holds, relative to the middle of the grid, float32 (256, per_byte)."""
+    table = [[byte // grid.levels**digit % grid.levels for digit in range(grid.per_byte)] for byte in range(256)]
     return torch.tensor(table, dtype=torch.float32, device=device) - (grid.levels - 1) / 2

@@ -1,6 +1,12 @@
-"""What kernels are given and what they return: tokens that are sent, payloads, and places on slow axes.
+"""Arguments and results of the kernels: active tokens, predictions, encode results, and views of slots and payloads.
 
-Sizes in shapes: see the package.
+The backends `torch_kernels` (any device), `triton_kernels` (accelerators) and `numba_kernels` (CPUs) share them. The
+last two read and write each tensor once. A payload of one backend decodes to the same bits with any other: only the
+encoder computes scales, from sums whose order differs between backends.
+
+Sizes in shapes: P slots, one per destination; L links, the slots of other ranks; G groups of tokens, H heads, T tokens,
+D head dim. `local_slots` is the contiguous range of slots that belong to this rank and are skipped; None means that all
+P slots are links.
 """
 
 import functools
@@ -10,92 +16,93 @@ import torch
 
 
 class ActiveTokens:
-    """The tokens of each group that are sent, of each as many; either set of kernels has them as it needs them.
+    """The tokens of each group that are sent; every group sends the same number.
+
+    Each kernel backend reads them in the form that suits it: as a mask, as positions or as indices.
 
     Args:
-        mask: uint8 (L, G, at least T), 1 for those that are sent.
+        mask: uint8 (L, G, T or more); 1 marks a token that is sent.
         tokens: T.
-        count: of each group.
+        count: number of tokens sent per group.
     """
 
     def __init__(self, mask: torch.Tensor, tokens: int, count: int) -> None:
         self.mask, self.tokens, self.count = mask, tokens, count
 
     @functools.cached_property
-    def numbers(self) -> torch.Tensor:
-        """Of each token among those that are sent, from 1; 0 stands for one that is not. int32 (L, G, T)."""
+    def positions(self) -> torch.Tensor:
+        """Position of each token among those that are sent, counted from 1, or 0 if it is not sent. int32 (L, G, T)."""
         mask = self.mask[..., : self.tokens]
         return mask.cumsum(-1, dtype=torch.int32).mul_(mask)
 
     @functools.cached_property
     def indices(self) -> torch.Tensor:
-        """Of those that are sent, ascending, int64 (L, G, count); found without that the host waits for a device."""
+        """Indices of the tokens that are sent, ascending. int64 (L, G, count); computed without a device sync."""
         mask = self.mask[..., : self.tokens]
         return mask.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
 
 
 class Prediction(NamedTuple):
-    """What both ends of links know before values are sent."""
+    """Inputs of the prediction that both ends of a link make: reference + gain * (reference - previous)."""
 
-    held: torch.Tensor
-    """(L, G, H, T, D), contiguous."""
-    before: torch.Tensor | None = None
-    """As `held`: what was held before that; None where nothing is extrapolated."""
-    shares: torch.Tensor | None = None
-    """How many parts of SHARES of the change between them are expected again on each link, uint8 (L)."""
-
-
-SHARES = 32
-"""Of a change, in which it is counted how much of it comes again: from nothing to all."""
-TOLD = 8
-"""Bytes behind the values of a payload where a sender tells its share, in the first: as many as leave values where they
-can be read."""
-_SAMPLE = 64
+    reference: torch.Tensor
+    """Link reference, contiguous (L, G, H, T, D)."""
+    previous: torch.Tensor | None = None
+    """Link reference of the step before, of the same shape; None to predict the reference itself."""
+    gains: torch.Tensor | None = None
+    """Gain of each link in units of 1 / GAIN_STEPS, uint8 (L)."""
 
 
-def sampled(tokens: int) -> int:
-    """By every which token of so many it is judged how much of a change comes again."""
-    return max(1, tokens // _SAMPLE)
+GAIN_STEPS = 32
+"""Number of steps between a gain of 0 and a gain of 1."""
+GAIN_BYTES = 8
+"""Bytes at the end of a payload that carry the sender's gain in the first of them; 8 keep values aligned."""
+_SAMPLED_TOKENS = 64
 
 
-class Encoded(NamedTuple):
-    """What came of values."""
-
-    held: torch.Tensor
-    """What the receiver makes of them, (L, G, H, T, D)."""
-    lacking: torch.Tensor | None = None
-    """Sum of squares of what it lacks; not finite where the values are not. None where all are sent as they are."""
-    wanted: torch.Tensor | None = None
-    """Sum of squares of the values."""
-    again: torch.Tensor | None = None
-    """How much of the last change came again on each link, uint8 (L), see SHARES; None where that is not known."""
+def sample_stride(tokens: int) -> int:
+    """Return the stride over tokens at which the gain is estimated, so that about 64 of them are read."""
+    return max(1, tokens // _SAMPLED_TOKENS)
 
 
-def others(places: int, here: range | None) -> int:
-    """How many places are not the rank's own."""
-    return places - len(here or ())
+class EncodeResult(NamedTuple):
+    """The sender's new link reference, and the figures that encoding gives."""
+
+    reference: torch.Tensor
+    """Values as the receiver decodes them, (L, G, H, T, D)."""
+    error_energy: torch.Tensor | None = None
+    """Sum of squared reconstruction errors; not finite if the values are not. None if values are sent losslessly."""
+    value_energy: torch.Tensor | None = None
+    """Sum of squared values."""
+    gains: torch.Tensor | None = None
+    """Least-squares gain of each link for the next step, uint8 (L); None without a previous reference."""
 
 
-def away(values: torch.Tensor, here: range | None) -> torch.Tensor:
-    """Values of all places but `here`: a view where they follow each other, else a copy."""
-    if here is None:
+def num_links(slots: int, local_slots: range | None) -> int:
+    """Return L, the number of slots that belong to other ranks."""
+    return slots - len(local_slots or ())
+
+
+def remote_slots(values: torch.Tensor, local_slots: range | None) -> torch.Tensor:
+    """Return the slots of other ranks: a view if they are adjacent, else a copy."""
+    if local_slots is None:
         return values
-    before, after = values[: here.start], values[here.stop :]
+    before, after = values[: local_slots.start], values[local_slots.stop :]
     return torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
 
 
-def typed(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes (P, n) as values, in their place."""
-    # No token may be active, and then rows are nowhere in particular.
+def view_bytes(payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a view of bytes (P, n) as values of a type."""
+    # A payload without active tokens is empty, and its rows may be at any address.
     return payload.view(dtype) if payload.shape[1] else payload.new_empty(payload.shape, dtype=dtype)
 
 
-def put_away(target: torch.Tensor, values: torch.Tensor, here: range | None) -> None:
-    """The inverse of :func:`away`: write values to all places but `here`."""
-    if here is None:
+def write_remote_slots(target: torch.Tensor, values: torch.Tensor, local_slots: range | None) -> None:
+    """Write values (L, ...) to the slots of other ranks in a target (P, ...); the inverse of :func:`remote_slots`."""
+    if local_slots is None:
         target.copy_(values)
         return
-    if here.start > 0:
-        target[: here.start].copy_(values[: here.start])
-    if here.start < len(values):
-        target[here.stop :].copy_(values[here.start :])
+    if local_slots.start > 0:
+        target[: local_slots.start].copy_(values[: local_slots.start])
+    if local_slots.start < len(values):
+        target[local_slots.stop :].copy_(values[local_slots.start :])

@@ -1,4 +1,7 @@
-"""The kernels in plain PyTorch; see the package for what they do."""
+"""The PyTorch backend of the kernels, for any device.
+
+:mod:`xfuser_cocodiff.engine.kernels` documents the functions.
+"""
 
 import math
 
@@ -6,161 +9,173 @@ import torch
 
 from xfuser_cocodiff.engine.kernels.quantize import dequantize, quantize, row_bytes, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import (
-    SHARES,
-    TOLD,
+    GAIN_BYTES,
+    GAIN_STEPS,
     ActiveTokens,
-    Encoded,
+    EncodeResult,
     Prediction,
-    away,
-    put_away,
-    sampled,
-    typed,
+    remote_slots,
+    sample_stride,
+    view_bytes,
+    write_remote_slots,
 )
 
-_TOKENS = 3
+_TOKEN_DIM = 3
 
 
-def expected(known: Prediction) -> torch.Tensor:
-    """What both ends expect of the values."""
-    if known.before is None or known.shares is None:
-        return known.held
-    shares = (known.shares / SHARES).to(known.held.dtype).view(-1, 1, 1, 1, 1)
-    return (known.held - known.before).mul_(shares).add_(known.held)
+def predict(prediction: Prediction) -> torch.Tensor:
+    """Return the values that both ends of a link predict, (L, G, H, T, D)."""
+    if prediction.previous is None or prediction.gains is None:
+        return prediction.reference
+    gains = (prediction.gains / GAIN_STEPS).to(prediction.reference.dtype).view(-1, 1, 1, 1, 1)
+    return (prediction.reference - prediction.previous).mul_(gains).add_(prediction.reference)
 
 
-def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
-    """See the package."""
-    return (away(values, here) - expected(known)).float().square_().sum((2, 4))
+def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+    """Return the squared distance of each token from its prediction; see the package."""
+    return (remote_slots(values, local_slots) - predict(prediction)).float().square_().sum((2, 4))
 
 
 def encode(
     values: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     payload: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
-) -> Encoded:
-    """See the package."""
-    values = away(values, here)
-    if known is None:
-        put_away(_values_in(payload, values), values, here)
-        return Encoded(_kept(values))
-    if tells and known.shares is not None:
-        payload, told = payload.tensor_split([-TOLD], 1)
-        put_away(told, known.shares[:, None].expand(-1, TOLD), here)
-    hoped = expected(known)
-    part = _part(values, active)
+    local_slots: range | None,
+    sends_gain: bool = False,
+) -> EncodeResult:
+    """Encode values and write the payload; see the package."""
+    values = remote_slots(values, local_slots)
+    if prediction is None:
+        write_remote_slots(_value_section(payload, values), values, local_slots)
+        return EncodeResult(_finite_reference(values))
+    if sends_gain and prediction.gains is not None:
+        payload, gain_section = payload.tensor_split([-GAIN_BYTES], 1)
+        write_remote_slots(gain_section, prediction.gains[:, None].expand(-1, GAIN_BYTES), local_slots)
+    predicted = predict(prediction)
+    sent = _select(values, active)
     if bits is None:
-        put_away(_values_in(payload, part), part, here)
+        write_remote_slots(_value_section(payload, sent), sent, local_slots)
     else:
-        base = _part(hoped, active)
-        difference = torch.sub(part, base, out=torch.empty_like(base))
-        packed, scales, made = quantize(_in_rows(difference, bits, active), bits)
-        for room, found in zip(_encoded_in(payload, base, bits, active), (packed, scales), strict=True):
-            put_away(room, found, here)
-        part = _moved(base, made)
-    now = _with(hoped, part, active, known.before is not None)
-    return Encoded(now, square(values - now), square(values), _again(values, known))
+        base = _select(predicted, active)
+        residual = torch.sub(sent, base, out=torch.empty_like(base))
+        packed, scales, decoded = quantize(_in_rows(residual, bits, active), bits)
+        for section, encoded in zip(_encoded_sections(payload, base, bits, active), (packed, scales), strict=True):
+            write_remote_slots(section, encoded, local_slots)
+        sent = _add_residual(base, decoded)
+    reference = _replace(predicted, sent, active, in_place=prediction.previous is not None)
+    return EncodeResult(reference, energy(values - reference), energy(values), _estimated_gains(values, prediction))
 
 
 def decode(
     payload: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     target: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
+    local_slots: range | None,
+    sends_gain: bool = False,
 ) -> torch.Tensor:
-    """See the package."""
-    if known is None:
-        sent = away(_values_in(payload, target), here)
-        put_away(target, sent, here)
-        return _kept(sent)
-    if tells:
-        payload, told = payload.tensor_split([-TOLD], 1)
-        known = known._replace(shares=away(told, here)[:, 0])
-    hoped = expected(known)
-    base = _part(hoped, active)
+    """Decode a payload into the target and return the new link reference; see the package."""
+    if prediction is None:
+        received = remote_slots(_value_section(payload, target), local_slots)
+        write_remote_slots(target, received, local_slots)
+        return _finite_reference(received)
+    if sends_gain:
+        payload, gain_section = payload.tensor_split([-GAIN_BYTES], 1)
+        prediction = prediction._replace(gains=remote_slots(gain_section, local_slots)[:, 0])
+    predicted = predict(prediction)
+    base = _select(predicted, active)
     if bits is None:
-        part = away(_values_in(payload, base), here)
+        received = remote_slots(_value_section(payload, base), local_slots)
     else:
-        levels, scales = (away(part, here) for part in _encoded_in(payload, base, bits, active))
-        part = _moved(base, dequantize(levels, scales, bits, _in_rows(base, bits, active).shape[-1]))
-    now = _with(hoped, part, active, known.before is not None)
-    put_away(target, now, here)
-    return now
+        sections = _encoded_sections(payload, base, bits, active)
+        levels, scales = (remote_slots(section, local_slots) for section in sections)
+        row_size = _in_rows(base, bits, active).shape[-1]
+        received = _add_residual(base, dequantize(levels, scales, bits, row_size))
+    reference = _replace(predicted, received, active, in_place=prediction.previous is not None)
+    write_remote_slots(target, reference, local_slots)
+    return reference
 
 
-def _again(values: torch.Tensor, known: Prediction) -> torch.Tensor | None:
-    """The share of a change that has come again, by least squares over some of the tokens."""
-    if known.before is None:
+def energy(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares, float32."""
+    return torch.linalg.vector_norm(values, dtype=torch.float32).square_()
+
+
+def _estimated_gains(values: torch.Tensor, prediction: Prediction) -> torch.Tensor | None:
+    """Return the gain of each link that fits the current change to the previous one by least squares, uint8 (L)."""
+    if prediction.previous is None:
         return None
-    every = slice(None, None, sampled(values.shape[_TOKENS]))
-    now, held, before = (each[:, :, :, every].float() for each in (values, known.held, known.before))
-    change = held - before
-    found, whole = (each.sum((1, 2, 3, 4)) for each in ((now - held) * change, change.square()))
-    return (found / whole * SHARES).round_().nan_to_num_(0.0).clamp_(0, SHARES).to(torch.uint8)
+    sample = slice(None, None, sample_stride(values.shape[_TOKEN_DIM]))
+    tensors = (values, prediction.reference, prediction.previous)
+    current, reference, previous = (tensor[:, :, :, sample].float() for tensor in tensors)
+    change = reference - previous
+    numerator = ((current - reference) * change).sum((1, 2, 3, 4))
+    denominator = change.square().sum((1, 2, 3, 4))
+    gains = (numerator / denominator * GAIN_STEPS).round_().nan_to_num_(0.0)
+    return gains.clamp_(0, GAIN_STEPS).to(torch.uint8)
 
 
-def _kept(values: torch.Tensor) -> torch.Tensor:
-    """What both ends hold of values that were sent as they are: nothing that is not finite is a reference."""
+def _finite_reference(values: torch.Tensor) -> torch.Tensor:
+    """Return the reference for values that were sent unchanged: zeros replace values that are not finite."""
     return torch.nan_to_num(values, 0.0, 0.0, 0.0).contiguous()
 
 
-def _values_in(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bytes (P, n) as values of the shape (P, ...), in their place."""
-    return typed(payload, like.dtype).view(len(payload), *like.shape[1:])
+def _value_section(payload: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of a payload (P, n) as values of the shape (P, ...) and the type of `like`."""
+    return view_bytes(payload, like.dtype).view(len(payload), *like.shape[1:])
 
 
 def _in_rows(values: torch.Tensor, bits: float, active: ActiveTokens | None) -> torch.Tensor:
-    """Values (L, G, H, T, D) by what shares a scale, (L, G, H, rows, values of a row)."""
+    """Return values (L, G, H, T, D) as rows that share a scale, (L, G, H, rows, values per row)."""
     *outer, tokens, dim = values.shape
-    together = tokens_per_row(bits, dim, tokens, active is None)
-    return values.reshape(*outer, tokens // together, together * dim)
+    row_tokens = tokens_per_row(bits, dim, tokens, active is None)
+    return values.reshape(*outer, tokens // row_tokens, row_tokens * dim)
 
 
-def _encoded_in(
+def _encoded_sections(
     payload: torch.Tensor, like: torch.Tensor, bits: float, active: ActiveTokens | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels (P, G, H, rows, bytes of a row) and scales (P, G, H, rows, 1) in bytes (P, n), in their place, for values
-    (L, G, H, T, D)."""
-    _, *rows, size = _in_rows(like, bits, active).shape
-    width = row_bytes(bits, size)
+    """Return views of a payload (P, n): its levels (P, G, H, rows, bytes per row) and scales (P, G, H, rows, 1).
+
+    Args:
+        payload: the bytes.
+        like: values (L, G, H, T, D) of the shape that is encoded.
+        bits: bits per value.
+        active: tokens that are sent; None for all.
+    """
+    _, *rows, row_size = _in_rows(like, bits, active).shape
+    width = row_bytes(bits, row_size)
     levels, scales = payload.split([math.prod(rows) * width, math.prod(rows)], 1)
     return levels.view(len(payload), *rows, width), scales.view(len(payload), *rows, 1)
 
 
-def square(values: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, float32."""
-    return torch.linalg.vector_norm(values, dtype=torch.float32).square_()
+def _add_residual(base: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """Return prediction plus decoded residual, which is given in rows, rounded to the type of the prediction."""
+    return residual.view(base.shape).add_(base).to(base.dtype)
 
 
-def _moved(base: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-    """What both ends make of a quantised difference, which is in rows."""
-    return difference.view(base.shape).add_(base).to(base.dtype)
-
-
-def _part(values: torch.Tensor, active: ActiveTokens | None) -> torch.Tensor:
+def _select(values: torch.Tensor, active: ActiveTokens | None) -> torch.Tensor:
+    """Return the active tokens of values (L, G, H, T, D)."""
     if active is None:
         return values
-    part = values.flatten(0, _TOKENS).index_select(0, _rows(active, values))
-    return part.view(*values.shape[:_TOKENS], active.count, values.shape[-1])
+    selected = values.flatten(0, _TOKEN_DIM).index_select(0, _row_indices(active, values))
+    return selected.view(*values.shape[:_TOKEN_DIM], active.count, values.shape[-1])
 
 
-def _with(values: torch.Tensor, part: torch.Tensor, active: ActiveTokens | None, is_own: bool) -> torch.Tensor:
-    """Values with a part of them replaced; in their place where nobody else has them."""
+def _replace(values: torch.Tensor, tokens: torch.Tensor, active: ActiveTokens | None, in_place: bool) -> torch.Tensor:
+    """Return values with their active tokens replaced; `in_place` if nothing else uses the values."""
     if active is None:
-        return part
-    rows, index = values.flatten(0, _TOKENS), _rows(active, values)
-    copy = rows.index_copy_ if is_own else rows.index_copy
-    return copy(0, index, part.flatten(0, _TOKENS)).view(values.shape)
+        return tokens
+    rows, index = values.flatten(0, _TOKEN_DIM), _row_indices(active, values)
+    copy = rows.index_copy_ if in_place else rows.index_copy
+    return copy(0, index, tokens.flatten(0, _TOKEN_DIM)).view(values.shape)
 
 
-def _rows(active: ActiveTokens, values: torch.Tensor) -> torch.Tensor:
-    """Where active tokens lie among all rows of D values. Whole rows move several times as fast as single values."""
+def _row_indices(active: ActiveTokens, values: torch.Tensor) -> torch.Tensor:
+    """Return the indices of active tokens among all rows of D values, which copy much faster than single values."""
     links, groups, heads, tokens, _ = values.shape
     starts = torch.arange(0, links * groups * heads * tokens, tokens, device=values.device)
     return (starts.view(links, groups, heads, 1) + active.indices[:, :, None]).flatten()

@@ -1,8 +1,9 @@
-"""The kernels in Triton: each reads and writes every tensor once. See the package for what they do.
+"""The Triton backend of the kernels, for accelerators: each kernel reads and writes every tensor once.
 
-A program takes rows of values: of some tokens of one head, one token a row, or several where heads are small. Where
-three or five values share a byte, columns have gaps: bytes and the values of one are dims of powers of two. Products
-and sums are not fused into one rounding: encoder and decoder must come to the same bits.
+:mod:`xfuser_cocodiff.engine.kernels` documents the functions. A program processes rows of one head, of one token each,
+or of several tokens if heads are small. If three or five values share a byte, columns have gaps, since bytes and the
+values of a byte are dims whose sizes are powers of two. Multiply and add are never fused: encoder and decoder must
+compute the same bits.
 """
 
 import math
@@ -12,380 +13,497 @@ import torch
 import triton
 import triton.language as tl
 
-from xfuser_cocodiff.engine.kernels import quantize, rows
-from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Encoded, Prediction, away, put_away, sampled, typed
+from xfuser_cocodiff.engine.kernels import quantize
+from xfuser_cocodiff.engine.kernels.rows import (
+    GAIN_BYTES,
+    GAIN_STEPS,
+    ActiveTokens,
+    EncodeResult,
+    Prediction,
+    num_links,
+    remote_slots,
+    sample_stride,
+    view_bytes,
+    write_remote_slots,
+)
 
 _PER_OCTAVE, _ORIGIN = tl.constexpr(float(quantize.PER_OCTAVE)), tl.constexpr(float(quantize.ORIGIN))
 _NOT_FINITE = tl.constexpr(float(quantize.NOT_FINITE))
-_SHARES = tl.constexpr(float(rows.SHARES))
-_LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
-"""In the place of no width."""
-_VALUES = 4096
-"""Of a program."""
+_GAIN_STEPS = tl.constexpr(float(GAIN_STEPS))
+_MIN_WIDTH = tl.constexpr(torch.finfo(torch.float32).tiny)
+"""Replacement for a width of 0 in comparisons."""
+_VALUES_PER_PROGRAM = 4096
+"""Maximum number of values that a program processes at once."""
 
 
 @triton.jit
-def _place(groups, heads, rows, block_rows: tl.constexpr):
-    """The head that a program works on, by its number among all and by link, group and number, and the program's rows
-    of it. One head, so that divisions are made once for a program and not for each row. Programs lie on one axis of the
-    grid: CUDA has room for 65,535 of them on any other."""
+def _locate_program(groups, heads, rows, block_rows: tl.constexpr):
+    """Return the head of a program, as a flat index and as link, group and head, and the program's rows of that head.
+
+    A program has one head, so that it divides once and not for each row. The grid has one dim: CUDA limits the other
+    dims to 65,535 programs.
+    """
     blocks = tl.cdiv(rows, block_rows)
-    of_head = tl.program_id(0) // blocks
-    pair = of_head // heads
+    head_index = tl.program_id(0) // blocks
+    pair = head_index // heads
     row = tl.program_id(0) % blocks * block_rows + tl.arange(0, block_rows)
-    return of_head, pair // groups, pair % groups, of_head % heads, row
+    return head_index, pair // groups, pair % groups, head_index % heads, row
 
 
 @triton.jit
-def _columns(size, per: tl.constexpr, room: tl.constexpr, block: tl.constexpr):
-    """Which value of a row each column has, which byte of it and which digit of that, and whether it has any."""
-    place = tl.arange(0, block)
-    byte, digit = place // room, place % room
-    if per == room:  # without gaps, which the compiler would not see in a comparison of digits
-        return place, byte, digit, place < size
-    column = byte * per + digit
-    return column, byte, digit, (digit < per) & (column < size)
+def _columns(size, per_byte: tl.constexpr, byte_columns: tl.constexpr, block: tl.constexpr):
+    """Return for each column its value in the row, its byte, its digit in the byte, and whether it holds a value.
+
+    Args:
+        size: number of values in a row.
+        per_byte: values per byte.
+        byte_columns: columns per byte, `per_byte` rounded up to a power of two.
+        block: number of columns.
+    """
+    index = tl.arange(0, block)
+    byte, digit = index // byte_columns, index % byte_columns
+    if per_byte == byte_columns:  # no gaps; the compiler would not infer this from a comparison of digits
+        return index, byte, digit, index < size
+    column = byte * per_byte + digit
+    return column, byte, digit, (digit < per_byte) & (column < size)
 
 
 @triton.jit
-def _tokens(row, column, dim: tl.constexpr, together: tl.constexpr):
-    """The token of each value of rows, and which of its values that is."""
-    if together == 1:
+def _tokens(row, column, dim: tl.constexpr, row_tokens: tl.constexpr):
+    """Return the token of each value of the rows, and the value's index in the token."""
+    if row_tokens == 1:
         token, inner = row[:, None], column
     else:
-        token, inner = row[:, None] * together + (column // dim)[None, :], column % dim
+        token, inner = row[:, None] * row_tokens + (column // dim)[None, :], column % dim
     return token, inner
 
 
 @triton.jit
-def _weight(digit, levels: tl.constexpr, per: tl.constexpr):
-    """Of the digits of a byte."""
+def _weight(digit, levels: tl.constexpr, per_byte: tl.constexpr):
+    """Return the weight of each digit in its byte, `levels` to the power of the digit."""
     weight = tl.full(digit.shape, 1, tl.int32)
-    for place in tl.static_range(1, per):
-        weight = tl.where(digit >= place, weight * levels, weight)
+    for exponent in tl.static_range(1, per_byte):
+        weight = tl.where(digit >= exponent, weight * levels, weight)
     return weight
 
 
 @triton.jit
-def _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token):
-    """Where the values of a row begin in a tensor of any strides."""
-    far = place.to(tl.int64) * stride_place + group.to(tl.int64) * stride_group
-    return far + head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
+def _row_start(slot, group, head, token, stride_slot, stride_group, stride_head, stride_token):
+    """Return the offset of a token's values in a tensor of any strides."""
+    group_start = slot.to(tl.int64) * stride_slot + group.to(tl.int64) * stride_group
+    return group_start + head.to(tl.int64) * stride_head + token.to(tl.int64) * stride_token
 
 
 @triton.jit
-def _expected(held, before, offsets, inside, share, predicts: tl.constexpr):
-    """What both ends expect of values, what is held of them, and the last change of that, rounded as tensors of their
-    type are."""
-    now = tl.load(held + offsets, mask=inside, other=0.0)
-    hoped, change = now, now
+def _predict(reference, previous, offsets, inside, gain, predicts: tl.constexpr):
+    """Return prediction, reference and last change of the reference, rounded to its type as PyTorch's operations are.
+
+    Args:
+        reference: link reference.
+        previous: link reference of the step before; not read unless `predicts`.
+        offsets: offsets of the values in both.
+        inside: mask of the values that exist.
+        gain: gain of the link in units of 1 / GAIN_STEPS.
+        predicts: whether to extrapolate; else the prediction is the reference.
+    """
+    current = tl.load(reference + offsets, mask=inside, other=0.0)
+    predicted, change = current, current
     if predicts:
-        change = (now.to(tl.float32) - tl.load(before + offsets, mask=inside, other=0.0).to(tl.float32)).to(now.dtype)
-        part = (share.to(tl.float32) / _SHARES).to(now.dtype)
-        more = (part.to(tl.float32) * change.to(tl.float32)).to(now.dtype)
-        hoped = (more.to(tl.float32) + now.to(tl.float32)).to(now.dtype)
-    return hoped, now, change
+        before = tl.load(previous + offsets, mask=inside, other=0.0)
+        change = (current.to(tl.float32) - before.to(tl.float32)).to(current.dtype)
+        factor = (gain.to(tl.float32) / _GAIN_STEPS).to(current.dtype)
+        step = (factor.to(tl.float32) * change.to(tl.float32)).to(current.dtype)
+        predicted = (step.to(tl.float32) + current.to(tl.float32)).to(current.dtype)
+    return predicted, current, change
 
 
 @triton.jit
-def _restored(level, width, base, middle: tl.constexpr):
-    """What both ends make of levels."""
+def _dequantize(level, width, base, middle: tl.constexpr):
+    """Return the values that both ends decode from levels, added to their prediction."""
     return ((level.to(tl.float32) - middle) * width + base.to(tl.float32)).to(base.dtype)
 
 
 @triton.jit
 def _scores_kernel(
-    values, held, before, shares, found,
-    groups, heads, tokens, here, here_count, stride_place, stride_group, stride_head, stride_token,
+    values, reference, previous, gains, scores,
+    groups, heads, tokens, local_start, local_count, stride_slot, stride_group, stride_head, stride_token,
     dim: tl.constexpr, block_dim: tl.constexpr, block_tokens: tl.constexpr, predicts: tl.constexpr,
 ):  # fmt: skip
-    """One program for some tokens of one group of one link, over all heads."""
+    """Compute the scores of some tokens of one group and link per program, over all heads.
+
+    Args:
+        values: (P, G, H, T, D).
+        reference: link reference (L, G, H, T, D), contiguous.
+        previous: link reference of the step before, of the same shape; not read unless `predicts`.
+        gains: uint8 (L); not read unless `predicts`.
+        scores: float32 (L, G, T), written: squared distance to the prediction, summed over heads and dims.
+        groups, heads, tokens: G, H and T.
+        local_start, local_count: first slot of this rank, or L without local slots; number of local slots.
+        stride_slot, stride_group, stride_head, stride_token: strides of the values.
+        dim, block_dim: D, and D rounded up to a power of two.
+        block_tokens: tokens per program.
+        predicts: whether predictions extrapolate.
+    """
     blocks, column = tl.cdiv(tokens, block_tokens), tl.arange(0, block_dim)
     pair = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * block_tokens + tl.arange(0, block_tokens)
     link, group = pair // groups, pair % groups
-    place = link + (link >= here) * here_count
+    slot = link + (link >= local_start) * local_count
     inside = (token < tokens)[:, None] & (column < dim)[None, :]
-    share = tl.load(shares + link) if predicts else 0
+    gain = tl.load(gains + link) if predicts else 0
     total = tl.zeros([block_tokens], tl.float32)
     for head in range(heads):
-        own = ((pair.to(tl.int64) * heads + head) * tokens + token)[:, None] * dim + column[None, :]
-        start = _at(place, group, head + 0 * token, token, stride_place, stride_group, stride_head, stride_token)
+        offset = ((pair.to(tl.int64) * heads + head) * tokens + token)[:, None] * dim + column[None, :]
+        start = _row_start(slot, group, head + 0 * token, token, stride_slot, stride_group, stride_head, stride_token)
         value = tl.load(values + start[:, None] + column[None, :], mask=inside, other=0.0)
-        hoped, _, _ = _expected(held, before, own, inside, share, predicts)
-        away = (value.to(tl.float32) - hoped.to(tl.float32)).to(value.dtype).to(tl.float32)
-        total += tl.sum(tl.where(inside, away * away, 0.0), 1)
-    tl.store(found + pair.to(tl.int64) * tokens + token, total, mask=token < tokens)
+        predicted, _, _ = _predict(reference, previous, offset, inside, gain, predicts)
+        residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
+        total += tl.sum(tl.where(inside, residual * residual, 0.0), 1)
+    tl.store(scores + pair.to(tl.int64) * tokens + token, total, mask=token < tokens)
 
 
 @triton.jit
-def _finite(values):
-    """Zeros in the place of what is not finite, which is no reference for later values."""
+def _zero_not_finite(values):
+    """Return values with zeros in place of those that are not finite, which cannot be a reference."""
     return tl.where(tl.abs(values.to(tl.float32)) < float("inf"), values, 0.0).to(values.dtype)
 
 
 @triton.jit
 def _encode_kernel(
-    values, held, before, shares, numbers, table, payload, now, sums,
-    groups, heads, tokens, active, here, here_count,
-    stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, told_at, root, sample,
-    dim: tl.constexpr, together: tl.constexpr, levels: tl.constexpr, per: tl.constexpr, width_of: tl.constexpr,
-    by_maximum: tl.constexpr, room: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
-    is_known: tl.constexpr, predicts: tl.constexpr, selects: tl.constexpr, tells: tl.constexpr,
+    values, reference, previous, gains, positions, scale_table, payload, new_reference, sums,
+    groups, heads, tokens, active, local_start, local_count,
+    stride_slot, stride_group, stride_head, stride_token, stride_payload,
+    scales_offset, gain_offset, reference_norm, stride_sample,
+    dim: tl.constexpr, row_tokens: tl.constexpr, levels: tl.constexpr, per_byte: tl.constexpr,
+    level_width: tl.constexpr, by_maximum: tl.constexpr,
+    byte_columns: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
+    has_prediction: tl.constexpr, predicts: tl.constexpr, selects_tokens: tl.constexpr, sends_gain: tl.constexpr,
 ):  # fmt: skip
-    """Values to levels and scales, and the reference to what the other end makes of them."""
-    of_head, link, group, head, row = _place(groups, heads, tokens // together, block_rows)
-    column, _, digit, exists = _columns(together * dim, per, room, block)
-    valid = row < tokens // together
-    inside = valid[:, None] & exists[None, :]
-    place = link + (link >= here) * here_count
-    token, inner = _tokens(row, column, dim, together)
-    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
-    own = (of_head.to(tl.int64) * tokens + row * together)[:, None] * dim + column[None, :]
+    """Encode the rows of one head per program, and write the new reference and the error sums.
+
+    Args:
+        values: (P, G, H, T, D).
+        reference: link reference (L, G, H, T, D), contiguous; not read without a prediction.
+        previous: link reference of the step before, of the same shape; not read unless `predicts`.
+        gains: uint8 (L); not read unless `predicts` or `sends_gain`.
+        positions: positions of active tokens, int32 (L, G, T); not read unless `selects_tokens`.
+        scale_table: scale of each code, float32 (256).
+        payload: (P, n), written: uint8, or of the values' type if they are sent unchanged.
+        new_reference: (L, G, H, T, D), written.
+        sums: float32 (L, programs, 4), written: error energy, value energy, numerator and denominator of the gain.
+        groups, heads, tokens: G, H and T.
+        active: number of tokens sent per group.
+        local_start, local_count: first slot of this rank, or L without local slots; number of local slots.
+        stride_slot, stride_group, stride_head, stride_token: strides of the values.
+        stride_payload: stride of the payload's slots.
+        scales_offset, gain_offset: offsets of the scales and of the gain in a slot's payload.
+        reference_norm: inverse of the grid's outer edge with `by_maximum`, else inverse square root of the row size.
+        stride_sample: stride over the tokens of which gains are estimated.
+        dim: D.
+        row_tokens: tokens per row.
+        levels, per_byte, level_width: the grid: number of levels, values per byte, and width at scale 1. With 0 levels
+            the values are sent unchanged.
+        by_maximum: whether scales follow the row's maximum.
+        byte_columns, block, block_rows: columns per byte, columns and rows of a program.
+        has_prediction: whether there is a reference; if not, the residual is the value itself.
+        predicts: whether predictions extrapolate.
+        selects_tokens: whether only active tokens are sent.
+        sends_gain: whether the payload carries the gain.
+    """
+    head_index, link, group, head, row = _locate_program(groups, heads, tokens // row_tokens, block_rows)
+    column, _, digit, has_value = _columns(row_tokens * dim, per_byte, byte_columns, block)
+    valid = row < tokens // row_tokens
+    inside = valid[:, None] & has_value[None, :]
+    slot = link + (link >= local_start) * local_count
+    token, inner = _tokens(row, column, dim, row_tokens)
+    start = _row_start(slot, group, head, token, stride_slot, stride_group, stride_head, stride_token)
+    offset = (head_index.to(tl.int64) * tokens + row * row_tokens)[:, None] * dim + column[None, :]
     value = tl.load(values + start + inner[None, :], mask=inside, other=0.0)
-    if is_known:
-        share = tl.load(shares + link) if predicts or tells else 0
-        hoped, known, change = _expected(held, before, own, inside, share, predicts)
-    slot = row
-    if selects:
-        slot = tl.load(numbers + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
-    goes = valid & (slot >= 0)
-    line = ((group * heads + head) * (active // together) + slot).to(tl.int64)  # among those of the link
-    far = payload + place.to(tl.int64) * stride_payload
-    if tells:
-        tl.store(far.to(tl.pointer_type(tl.uint8)) + told_at, share)  # by each program of a link, the same
-    made = value
+    if has_prediction:
+        gain = tl.load(gains + link) if predicts or sends_gain else 0
+        predicted, current, change = _predict(reference, previous, offset, inside, gain, predicts)
+    position = row
+    if selects_tokens:
+        position = tl.load(positions + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
+    is_sent = valid & (position >= 0)
+    sent_row = ((group * heads + head) * (active // row_tokens) + position).to(tl.int64)  # among the link's rows
+    message = payload + slot.to(tl.int64) * stride_payload
+    if sends_gain:
+        tl.store(message.to(tl.pointer_type(tl.uint8)) + gain_offset, gain)  # every program of a link writes the same
+    decoded = value
     if levels:
-        difference = (value.to(tl.float32) - hoped.to(tl.float32)).to(value.dtype).to(tl.float32)
-        difference = tl.where(inside, difference, 0.0)
-        square = tl.sum(difference * difference, 1)
+        residual = (value.to(tl.float32) - predicted.to(tl.float32)).to(value.dtype).to(tl.float32)
+        residual = tl.where(inside, residual, 0.0)
+        energy = tl.sum(residual * residual, 1)
         if by_maximum:
-            code = tl.ceil(tl.log2(tl.max(tl.abs(difference), 1) * root) * _PER_OCTAVE) + _ORIGIN
+            code = tl.ceil(tl.log2(tl.max(tl.abs(residual), 1) * reference_norm) * _PER_OCTAVE) + _ORIGIN
         else:
-            code = tl.floor(tl.log2(tl.sqrt(square) * root) * _PER_OCTAVE + _ORIGIN + 0.5)
+            code = tl.floor(tl.log2(tl.sqrt(energy) * reference_norm) * _PER_OCTAVE + _ORIGIN + 0.5)
         code = tl.minimum(tl.maximum(code, 0.0), _NOT_FINITE - 1.0)
-        code = tl.where(square < float("inf"), code, _NOT_FINITE).to(tl.int32)
-        width = tl.load(table + code)[:, None] * width_of
+        code = tl.where(energy < float("inf"), code, _NOT_FINITE).to(tl.int32)
+        width = tl.load(scale_table + code)[:, None] * level_width
         if levels > 6:
-            level = tl.floor(tl.div_rn(difference, width))
+            level = tl.floor(tl.div_rn(residual, width))
             level = tl.where(level == level, level, 0.0) + levels // 2
             level = tl.minimum(tl.maximum(level, 0.0), levels - 1.0).to(tl.int32)
-        else:  # the same without a division: a comparison for each edge between levels
-            edge = tl.maximum(width, _LEAST)
-            level = tl.zeros(difference.shape, tl.int32)
+        else:  # the same result without a division: one comparison per edge between levels
+            edge = tl.maximum(width, _MIN_WIDTH)
+            level = tl.zeros(residual.shape, tl.int32)
             for number in tl.static_range(1, levels):
-                level += (difference >= (number - levels / 2) * edge).to(tl.int32)
+                level += (residual >= (number - levels / 2) * edge).to(tl.int32)
             level = tl.where((code == _NOT_FINITE)[:, None], levels // 2, level)
-        made = _restored(level, width, hoped, (levels - 1) / 2)
-        digits = tl.where(inside, level, 0) * _weight(digit, levels, per)[None, :]
-        packed = tl.sum(tl.reshape(digits, [block_rows, block // room, room]), 2)
-        each = tl.arange(0, block // room)
-        taken: tl.constexpr = (together * dim + per - 1) // per
-        place_of = far + (line * taken)[:, None] + each[None, :]
-        tl.store(place_of, packed.to(tl.uint8), mask=goes[:, None] & (each < taken)[None, :])
-        tl.store(far + scales_at + line, code.to(tl.uint8), mask=goes)
+        decoded = _dequantize(level, width, predicted, (levels - 1) / 2)
+        digits = tl.where(inside, level, 0) * _weight(digit, levels, per_byte)[None, :]
+        packed = tl.sum(tl.reshape(digits, [block_rows, block // byte_columns, byte_columns]), 2)
+        byte_index = tl.arange(0, block // byte_columns)
+        row_bytes: tl.constexpr = (row_tokens * dim + per_byte - 1) // per_byte
+        byte_pointers = message + (sent_row * row_bytes)[:, None] + byte_index[None, :]
+        tl.store(byte_pointers, packed.to(tl.uint8), mask=is_sent[:, None] & (byte_index < row_bytes)[None, :])
+        tl.store(message + scales_offset + sent_row, code.to(tl.uint8), mask=is_sent)
     else:
-        tl.store(far + (line * dim)[:, None] + column[None, :], value, mask=goes[:, None] & inside)
-    if selects:
-        made = tl.where(goes[:, None], made, hoped)
-    if is_known:
-        tl.store(now + own, made, mask=inside)
-        lacking = (value.to(tl.float32) - made.to(tl.float32)).to(value.dtype).to(tl.float32)
-        wanted = value.to(tl.float32)
-        own_sums = sums + 4 * tl.program_id(0)
-        tl.store(own_sums, tl.sum(tl.where(inside, lacking * lacking, 0.0)))
-        tl.store(own_sums + 1, tl.sum(tl.where(inside, wanted * wanted, 0.0)))
+        tl.store(message + (sent_row * dim)[:, None] + column[None, :], value, mask=is_sent[:, None] & inside)
+    if selects_tokens:
+        decoded = tl.where(is_sent[:, None], decoded, predicted)
+    if has_prediction:
+        tl.store(new_reference + offset, decoded, mask=inside)
+        error = (value.to(tl.float32) - decoded.to(tl.float32)).to(value.dtype).to(tl.float32)
+        exact = value.to(tl.float32)
+        program_sums = sums + 4 * tl.program_id(0)
+        tl.store(program_sums, tl.sum(tl.where(inside, error * error, 0.0)))
+        tl.store(program_sums + 1, tl.sum(tl.where(inside, exact * exact, 0.0)))
         if predicts:
-            counts, past = inside & (token % sample == 0), change.to(tl.float32)
-            tl.store(own_sums + 2, tl.sum(tl.where(counts, (wanted - known.to(tl.float32)) * past, 0.0)))
-            tl.store(own_sums + 3, tl.sum(tl.where(counts, past * past, 0.0)))
+            sampled, delta = inside & (token % stride_sample == 0), change.to(tl.float32)
+            tl.store(program_sums + 2, tl.sum(tl.where(sampled, (exact - current.to(tl.float32)) * delta, 0.0)))
+            tl.store(program_sums + 3, tl.sum(tl.where(sampled, delta * delta, 0.0)))
     else:
-        tl.store(now + own, _finite(value), mask=inside)
+        tl.store(new_reference + offset, _zero_not_finite(value), mask=inside)
 
 
 @triton.jit
-def _sums_kernel(sums, totals, again, links, programs, predicts: tl.constexpr, block: tl.constexpr):
-    """What programs have found, (L, programs, 4), to what is lacking and wanted in all, and to the shares of changes
-    that come again. By one program, which has little to do."""
-    place = tl.arange(0, block)
-    lacking, wanted = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
+def _sums_kernel(sums, energies, gains, links, programs, predicts: tl.constexpr, block: tl.constexpr):
+    """Reduce the sums of all programs to energies and gains, in a single program.
+
+    Args:
+        sums: float32 (L, programs, 4), as `_encode_kernel` writes it.
+        energies: float32 (2), written: error energy and value energy.
+        gains: uint8 (L), written with the gain of each link if `predicts`.
+        links: L.
+        programs: number of programs per link.
+        predicts: whether there are gains.
+        block: number of sums that are read at once.
+    """
+    index = tl.arange(0, block)
+    error_energy, value_energy = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
     for link in range(links):
-        found, whole = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
+        numerator, denominator = tl.zeros([block], tl.float32), tl.zeros([block], tl.float32)
         for first in range(0, programs, block):
-            own = sums + 4 * (link * programs + first + place)
-            inside = first + place < programs
-            lacking += tl.load(own, mask=inside, other=0.0)
-            wanted += tl.load(own + 1, mask=inside, other=0.0)
+            program_sums = sums + 4 * (link * programs + first + index)
+            inside = first + index < programs
+            error_energy += tl.load(program_sums, mask=inside, other=0.0)
+            value_energy += tl.load(program_sums + 1, mask=inside, other=0.0)
             if predicts:
-                found += tl.load(own + 2, mask=inside, other=0.0)
-                whole += tl.load(own + 3, mask=inside, other=0.0)
+                numerator += tl.load(program_sums + 2, mask=inside, other=0.0)
+                denominator += tl.load(program_sums + 3, mask=inside, other=0.0)
         if predicts:
-            part = tl.floor(tl.sum(found) / tl.sum(whole) * _SHARES + 0.5)
-            part = tl.where(part == part, tl.minimum(tl.maximum(part, 0.0), _SHARES), 0.0)
-            tl.store(again + link, part.to(tl.uint8))
-    tl.store(totals, tl.sum(lacking))
-    tl.store(totals + 1, tl.sum(wanted))
+            gain = tl.floor(tl.sum(numerator) / tl.sum(denominator) * _GAIN_STEPS + 0.5)
+            gain = tl.where(gain == gain, tl.minimum(tl.maximum(gain, 0.0), _GAIN_STEPS), 0.0)
+            tl.store(gains + link, gain.to(tl.uint8))
+    tl.store(energies, tl.sum(error_energy))
+    tl.store(energies + 1, tl.sum(value_energy))
 
 
 @triton.jit
 def _decode_kernel(
-    payload, held, before, shares, numbers, table, now, target,
-    groups, heads, tokens, active, here, here_count,
-    stride_place, stride_group, stride_head, stride_token, stride_payload, scales_at, told_at,
-    dim: tl.constexpr, together: tl.constexpr, levels: tl.constexpr, per: tl.constexpr, width_of: tl.constexpr,
-    room: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
-    is_known: tl.constexpr, predicts: tl.constexpr, selects: tl.constexpr, tells: tl.constexpr,
+    payload, reference, previous, gains, positions, scale_table, new_reference, target,
+    groups, heads, tokens, active, local_start, local_count,
+    stride_slot, stride_group, stride_head, stride_token, stride_payload, scales_offset, gain_offset,
+    dim: tl.constexpr, row_tokens: tl.constexpr, levels: tl.constexpr, per_byte: tl.constexpr,
+    level_width: tl.constexpr, byte_columns: tl.constexpr, block: tl.constexpr, block_rows: tl.constexpr,
+    has_prediction: tl.constexpr, predicts: tl.constexpr, selects_tokens: tl.constexpr, sends_gain: tl.constexpr,
 ):  # fmt: skip
-    """Levels and scales to values, in the reference and where attention reads them."""
-    of_head, link, group, head, row = _place(groups, heads, tokens // together, block_rows)
-    column, byte, digit, exists = _columns(together * dim, per, room, block)
-    valid = row < tokens // together
-    inside = valid[:, None] & exists[None, :]
-    own = (of_head.to(tl.int64) * tokens + row * together)[:, None] * dim + column[None, :]
-    place = link + (link >= here) * here_count
-    far = payload + place.to(tl.int64) * stride_payload
-    if is_known:
-        if tells:
-            share = tl.load(far.to(tl.pointer_type(tl.uint8)) + told_at)
+    """Decode the rows of one head per program into the new reference and the target.
+
+    Args:
+        payload: (P, n): uint8, or of the values' type if they are sent unchanged.
+        reference: link reference (L, G, H, T, D), contiguous; not read without a prediction.
+        previous: link reference of the step before, of the same shape; not read unless `predicts`.
+        gains: uint8 (L); not read unless `predicts`, or if the payload carries the gain.
+        positions: positions of active tokens, int32 (L, G, T); not read unless `selects_tokens`.
+        scale_table: scale of each code, float32 (256).
+        new_reference: (L, G, H, T, D), written.
+        target: (P, G, H, T, D), written except for the local slots.
+        groups, heads, tokens: G, H and T.
+        active: number of tokens sent per group.
+        local_start, local_count: first slot of this rank, or L without local slots; number of local slots.
+        stride_slot, stride_group, stride_head, stride_token: strides of the target.
+        stride_payload: stride of the payload's slots.
+        scales_offset, gain_offset: offsets of the scales and of the gain in a slot's payload.
+        dim: D.
+        row_tokens: tokens per row.
+        levels, per_byte, level_width: the grid: number of levels, values per byte, and width at scale 1. With 0 levels
+            the values are sent unchanged.
+        byte_columns, block, block_rows: columns per byte, columns and rows of a program.
+        has_prediction: whether there is a reference; if not, the residual is the value itself.
+        predicts: whether predictions extrapolate.
+        selects_tokens: whether only active tokens are sent.
+        sends_gain: whether the payload carries the gain.
+    """
+    head_index, link, group, head, row = _locate_program(groups, heads, tokens // row_tokens, block_rows)
+    column, byte, digit, has_value = _columns(row_tokens * dim, per_byte, byte_columns, block)
+    valid = row < tokens // row_tokens
+    inside = valid[:, None] & has_value[None, :]
+    offset = (head_index.to(tl.int64) * tokens + row * row_tokens)[:, None] * dim + column[None, :]
+    slot = link + (link >= local_start) * local_count
+    message = payload + slot.to(tl.int64) * stride_payload
+    if has_prediction:
+        if sends_gain:
+            gain = tl.load(message.to(tl.pointer_type(tl.uint8)) + gain_offset)
         else:
-            share = tl.load(shares + link) if predicts else 0
-        hoped, _, _ = _expected(held, before, own, inside, share, predicts)
-    slot = row
-    if selects:
-        slot = tl.load(numbers + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
-    goes = valid & (slot >= 0)
-    line = ((group * heads + head) * (active // together) + slot).to(tl.int64)
+            gain = tl.load(gains + link) if predicts else 0
+        predicted, _, _ = _predict(reference, previous, offset, inside, gain, predicts)
+    position = row
+    if selects_tokens:
+        position = tl.load(positions + (link * groups + group) * tokens + row, mask=valid, other=0) - 1
+    is_sent = valid & (position >= 0)
+    sent_row = ((group * heads + head) * (active // row_tokens) + position).to(tl.int64)
     if levels:
-        code = tl.load(far + scales_at + line, mask=goes, other=0).to(tl.int32)
-        taken: tl.constexpr = (together * dim + per - 1) // per
-        place_of = far + (line * taken)[:, None] + byte[None, :]
-        packed = tl.load(place_of, mask=goes[:, None] & inside, other=0).to(tl.int32)
-        if room == per:  # of as many bits each
-            level = (packed >> (digit * (8 // per))[None, :]) & (levels - 1)
+        code = tl.load(message + scales_offset + sent_row, mask=is_sent, other=0).to(tl.int32)
+        row_bytes: tl.constexpr = (row_tokens * dim + per_byte - 1) // per_byte
+        byte_pointers = message + (sent_row * row_bytes)[:, None] + byte[None, :]
+        packed = tl.load(byte_pointers, mask=is_sent[:, None] & inside, other=0).to(tl.int32)
+        if byte_columns == per_byte:  # a power of two: digits are bit fields
+            level = (packed >> (digit * (8 // per_byte))[None, :]) & (levels - 1)
         else:
-            level = packed // _weight(digit, levels, per)[None, :] % levels
-        made = _restored(level, tl.load(table + code)[:, None] * width_of, hoped, (levels - 1) / 2)
+            level = packed // _weight(digit, levels, per_byte)[None, :] % levels
+        decoded = _dequantize(level, tl.load(scale_table + code)[:, None] * level_width, predicted, (levels - 1) / 2)
     else:
-        made = tl.load(far + (line * dim)[:, None] + column[None, :], mask=goes[:, None] & inside, other=0.0)
-    if selects:
-        made = tl.where(goes[:, None], made, hoped)
-    if is_known:
-        tl.store(now + own, made, mask=inside)
+        pointers = message + (sent_row * dim)[:, None] + column[None, :]
+        decoded = tl.load(pointers, mask=is_sent[:, None] & inside, other=0.0)
+    if selects_tokens:
+        decoded = tl.where(is_sent[:, None], decoded, predicted)
+    if has_prediction:
+        tl.store(new_reference + offset, decoded, mask=inside)
     else:
-        tl.store(now + own, _finite(made), mask=inside)
-    token, inner = _tokens(row, column, dim, together)
-    start = _at(place, group, head, token, stride_place, stride_group, stride_head, stride_token)
-    tl.store(target + start + inner[None, :], made, mask=inside)
+        tl.store(new_reference + offset, _zero_not_finite(decoded), mask=inside)
+    token, inner = _tokens(row, column, dim, row_tokens)
+    start = _row_start(slot, group, head, token, stride_slot, stride_group, stride_head, stride_token)
+    tl.store(target + start + inner[None, :], decoded, mask=inside)
 
 
-def scores(values: torch.Tensor, known: Prediction, here: range | None) -> torch.Tensor:
-    """See the package."""
-    values, held = _rows_of(values), known.held
-    links, groups, heads, tokens, dim = held.shape
+def scores(values: torch.Tensor, prediction: Prediction, local_slots: range | None) -> torch.Tensor:
+    """Return the squared distance of each token from its prediction; see the package."""
+    values, reference = _with_contiguous_rows(values), prediction.reference
+    links, groups, heads, tokens, dim = reference.shape
     found = torch.empty(links, groups, tokens, device=values.device)
     block_dim = triton.next_power_of_2(dim)
-    block = max(1, min(64, _VALUES // block_dim))
+    block = max(1, min(64, _VALUES_PER_PROGRAM // block_dim))
     _scores_kernel[(links * groups * triton.cdiv(tokens, block),)](
-        values, held, _or(known.before, held), _or(known.shares, held), found,
-        groups, heads, tokens, *_skipped(here, links), *values.stride()[:4],
-        dim, block_dim, block, known.before is not None, enable_fp_fusion=False,
+        values, reference, _or(prediction.previous, reference), _or(prediction.gains, reference), found,
+        groups, heads, tokens, *_local_arguments(local_slots, links), *values.stride()[:4],
+        dim, block_dim, block, prediction.previous is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return found
 
 
 def encode(
     values: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     payload: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
-) -> Encoded:
-    """See the package."""
-    values = _rows_of(values)
-    places, *sizes = values.shape
-    links = rows.others(places, here)
-    now = values.new_empty(links, *sizes)
-    form, grid = _Form.of(now.shape, bits, active, payload, values.dtype), _grid(bits)
-    held, before, shares = known or (None, None, None)
-    sums = torch.empty(*form.programs, 4, device=values.device) if known else None
-    root = 1 / grid.reach if grid.by_maximum else (form.together * sizes[-1]) ** -0.5
-    _encode_kernel[form.grid](
-        values, _or(held, now), _or(before, now), _or(shares, now), _or(active and active.numbers, now),
-        quantize.scale_table(values.device), form.payload, now, _or(sums, now),
-        *sizes[:3], form.active, *_skipped(here, links), *values.stride()[:4], form.payload.stride(0),
-        form.scales_at, form.told_at, root, sampled(sizes[2]),
-        sizes[-1], form.together, grid.levels, grid.per_byte, grid.width, grid.by_maximum,
-        form.room, form.block, form.block_rows, known is not None, before is not None, active is not None, tells,
+    local_slots: range | None,
+    sends_gain: bool = False,
+) -> EncodeResult:
+    """Encode values and write the payload; see the package."""
+    values = _with_contiguous_rows(values)
+    slots, *sizes = values.shape
+    links = num_links(slots, local_slots)
+    out = values.new_empty(links, *sizes)
+    launch, grid = _Launch.of(out.shape, bits, active, payload, values.dtype), _grid(bits)
+    reference, previous, gains = prediction or (None, None, None)
+    sums = torch.empty(*launch.programs, 4, device=values.device) if prediction else None
+    reference_norm = 1 / grid.reach if grid.by_maximum else (launch.row_tokens * sizes[-1]) ** -0.5
+    _encode_kernel[launch.grid](
+        values, _or(reference, out), _or(previous, out), _or(gains, out), _or(active and active.positions, out),
+        quantize.scale_table(values.device), launch.payload, out, _or(sums, out),
+        *sizes[:3], launch.active, *_local_arguments(local_slots, links),
+        *values.stride()[:4], launch.payload.stride(0),
+        launch.scales_offset, launch.gain_offset, reference_norm, sample_stride(sizes[2]),
+        sizes[-1], launch.row_tokens, grid.levels, grid.per_byte, grid.width, grid.by_maximum,
+        launch.byte_columns, launch.block, launch.block_rows,
+        prediction is not None, previous is not None, active is not None, sends_gain,
         enable_fp_fusion=False,
     )  # fmt: skip
     if sums is None:
-        return Encoded(now)
-    totals = torch.empty(2, device=values.device)
-    again = None if before is None else torch.empty(links, dtype=torch.uint8, device=values.device)
-    _sums_kernel[(1,)](sums, totals, _or(again, now), *form.programs, before is not None, 1024)
-    return Encoded(now, totals[0], totals[1], again)
+        return EncodeResult(out)
+    energies = torch.empty(2, device=values.device)
+    next_gains = None if previous is None else torch.empty(links, dtype=torch.uint8, device=values.device)
+    _sums_kernel[(1,)](sums, energies, _or(next_gains, out), *launch.programs, previous is not None, 1024)
+    return EncodeResult(out, energies[0], energies[1], next_gains)
 
 
 def decode(
     payload: torch.Tensor,
-    known: Prediction | None,
+    prediction: Prediction | None,
     bits: float | None,
     active: ActiveTokens | None,
     target: torch.Tensor,
-    here: range | None,
-    tells: bool = False,
+    local_slots: range | None,
+    sends_gain: bool = False,
 ) -> torch.Tensor:
-    """See the package."""
+    """Decode a payload into the target and return the new link reference; see the package."""
     landing = target if target.stride(-1) == 1 else torch.empty_like(target, memory_format=torch.contiguous_format)
-    places, *sizes = target.shape
-    links = rows.others(places, here)
-    now = target.new_empty(links, *sizes)
-    form, grid = _Form.of(now.shape, bits, active, payload, target.dtype), _grid(bits)
-    held, before, shares = known or (None, None, None)
-    _decode_kernel[form.grid](
-        form.payload, _or(held, now), _or(before, now), _or(shares, now), _or(active and active.numbers, now),
-        quantize.scale_table(target.device), now, landing,
-        *sizes[:3], form.active, *_skipped(here, links), *landing.stride()[:4], form.payload.stride(0),
-        form.scales_at, form.told_at,
-        sizes[-1], form.together, grid.levels, grid.per_byte, grid.width,
-        form.room, form.block, form.block_rows, known is not None, before is not None, active is not None, tells,
+    slots, *sizes = target.shape
+    links = num_links(slots, local_slots)
+    out = target.new_empty(links, *sizes)
+    launch, grid = _Launch.of(out.shape, bits, active, payload, target.dtype), _grid(bits)
+    reference, previous, gains = prediction or (None, None, None)
+    _decode_kernel[launch.grid](
+        launch.payload, _or(reference, out), _or(previous, out), _or(gains, out),
+        _or(active and active.positions, out), quantize.scale_table(target.device), out, landing,
+        *sizes[:3], launch.active, *_local_arguments(local_slots, links),
+        *landing.stride()[:4], launch.payload.stride(0),
+        launch.scales_offset, launch.gain_offset,
+        sizes[-1], launch.row_tokens, grid.levels, grid.per_byte, grid.width,
+        launch.byte_columns, launch.block, launch.block_rows,
+        prediction is not None, previous is not None, active is not None, sends_gain,
         enable_fp_fusion=False,
     )  # fmt: skip
     if landing is not target:
-        put_away(target, away(landing, here), here)
-    return now
+        write_remote_slots(target, remote_slots(landing, local_slots), local_slots)
+    return out
 
 
-_AS_IT_IS = quantize.Grid(0, 1, 0.0)
+_NO_GRID = quantize.Grid(0, 1, 0.0)
+"""Grid of values that are sent unchanged."""
 
 
 def _grid(bits: float | None) -> quantize.Grid:
-    return _AS_IT_IS if bits is None else quantize.GRIDS[bits]
+    """Return the grid for bits per value, or that of unchanged values for None."""
+    return _NO_GRID if bits is None else quantize.GRIDS[bits]
 
 
-class _Form(NamedTuple):
-    """How values (L, G, H, T, D) are encoded by programs."""
+class _Launch(NamedTuple):
+    """Launch sizes and payload offsets for values (L, G, H, T, D)."""
 
     programs: tuple[int, int]
-    """For each link."""
-    together: int
-    """Tokens of a row."""
-    room: int
-    """Columns for the values of a byte."""
+    """L, and number of programs per link."""
+    row_tokens: int
+    """Tokens per row."""
+    byte_columns: int
+    """Columns per byte."""
     block: int
-    """Columns of a program, of which some are empty."""
+    """Columns of a program, some of them gaps."""
     block_rows: int
     """Rows of a program."""
     active: int
-    """Tokens that are sent of each group."""
+    """Number of tokens sent per group."""
     payload: torch.Tensor
-    """In the type in which it is written."""
-    scales_at: int
-    """Where scales begin in it."""
-    told_at: int
-    """Where the sender's share is, in bytes."""
+    """Payload in the type in which it is accessed."""
+    scales_offset: int
+    """Offset of the scales in a slot's payload."""
+    gain_offset: int
+    """Offset of the gain in a slot's payload, in bytes."""
 
     @classmethod
     def of(
@@ -395,41 +513,52 @@ class _Form(NamedTuple):
         active: ActiveTokens | None,
         payload: torch.Tensor,
         dtype: torch.dtype,
-    ) -> "_Form":
-        """For a codec, and a payload of bytes."""
+    ) -> "_Launch":
+        """Return the launch for a codec and its payload.
+
+        Args:
+            shape: (L, G, H, T, D).
+            bits: bits per value; None to send values unchanged.
+            active: tokens that are sent; None for all.
+            payload: uint8 (P, n).
+            dtype: type of the values.
+
+        Raises:
+            ValueError: the bytes of a slot's payload are not contiguous.
+        """
         links, groups, heads, tokens, dim = shape
         sent = tokens if active is None else active.count
-        together = 1 if bits is None else quantize.tokens_per_row(bits, dim, tokens, active is None)
-        per = _grid(bits).per_byte
-        row_bytes = triton.cdiv(together * dim, per)
-        room = triton.next_power_of_2(per)
-        block = triton.next_power_of_2(row_bytes) * room
-        count = tokens // together
-        block_rows = max(1, min(_VALUES // block, triton.next_power_of_2(count)))
+        row_tokens = 1 if bits is None else quantize.tokens_per_row(bits, dim, tokens, active is None)
+        per_byte = _grid(bits).per_byte
+        row_bytes = triton.cdiv(row_tokens * dim, per_byte)
+        byte_columns = triton.next_power_of_2(per_byte)
+        block = triton.next_power_of_2(row_bytes) * byte_columns
+        row_count = tokens // row_tokens
+        block_rows = max(1, min(_VALUES_PER_PROGRAM // block, triton.next_power_of_2(row_count)))
         if payload.stride(-1) != 1:
-            raise ValueError(f"bytes of a payload follow each other; its strides are {payload.stride()}")
-        told_at = payload.shape[1] - rows.TOLD
-        payload = typed(payload, dtype) if bits is None else payload
-        scales_at = groups * heads * sent // together * row_bytes
-        programs = links, groups * heads * triton.cdiv(count, block_rows)
-        return cls(programs, together, room, block, block_rows, sent, payload, scales_at, told_at)
+            raise ValueError(f"the bytes of a payload must be contiguous; its strides are {payload.stride()}")
+        gain_offset = payload.shape[1] - GAIN_BYTES
+        payload = view_bytes(payload, dtype) if bits is None else payload
+        scales_offset = groups * heads * sent // row_tokens * row_bytes
+        programs = links, groups * heads * triton.cdiv(row_count, block_rows)
+        return cls(programs, row_tokens, byte_columns, block, block_rows, sent, payload, scales_offset, gain_offset)
 
     @property
     def grid(self) -> tuple[int]:
-        """Of programs."""
+        """Total number of programs."""
         return (math.prod(self.programs),)
 
 
-def _rows_of(values: torch.Tensor) -> torch.Tensor:
-    """Values whose last dim is contiguous."""
+def _with_contiguous_rows(values: torch.Tensor) -> torch.Tensor:
+    """Return values whose last dim is contiguous, as a copy if need be."""
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def _skipped(here: range | None, links: int) -> tuple[int, int]:
-    """The first of the places that are the rank's own, and their number."""
-    return (links, 0) if here is None else (here.start, len(here))
+def _local_arguments(local_slots: range | None, links: int) -> tuple[int, int]:
+    """Return the kernels' arguments `local_start` and `local_count`."""
+    return (links, 0) if local_slots is None else (local_slots.start, len(local_slots))
 
 
-def _or(given: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A tensor to pass where there may be none."""
-    return other if given is None else given
+def _or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a placeholder for one that the kernel does not read."""
+    return placeholder if tensor is None else tensor

@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
-from xfuser_cocodiff.engine.kernels.rows import SHARES, ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.rows import GAIN_STEPS, ActiveTokens, Prediction
 from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -133,7 +133,7 @@ def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torc
     # Strides as after the all-to-all along fast axes: tokens outside of heads.
     values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
     held = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
-    shares = torch.full((len(held),), SHARES // 2, dtype=torch.uint8, device=device)
+    shares = torch.full((len(held),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
     known = Prediction(held, held + 0.1 * torch.randn_like(held), shares)
     target, here = torch.empty_like(values), range(1)
     count = int(SHARE * tokens)

@@ -167,7 +167,7 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
         sent_bytes=dict(sent_bytes),
         ring_bytes=dict(ring_bytes),
         reference_bytes=costs.reference_bytes.full * layer_calls,
-        compact_reference_bytes=costs.reference_bytes.compact * layer_calls,
+        compact_reference_bytes=costs.reference_bytes.int8 * layer_calls,
         a2a_seconds=a2a_seconds,
         ring_seconds=ring_seconds,
         compute_seconds=compute_seconds if has_flops else None,

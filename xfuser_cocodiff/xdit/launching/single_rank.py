@@ -48,8 +48,8 @@ class SingleRankPipeline:
         model.engine_config.parallel_config.sp_config.cocodiff = config
         initialize_runtime_state(model._get_runtime_state_pipeline(), model.engine_config)
         runtime = active().runtime
-        if virtual_ranks and runtime and runtime.virtual:
-            runtime.virtual = virtual_ranks(runtime.virtual.topology, runtime.virtual.slow_axes)
+        if virtual_ranks and runtime and runtime.virtual_ranks:
+            runtime.virtual_ranks = virtual_ranks(runtime.virtual_ranks.topology, runtime.virtual_ranks.slow_axes)
 
     def accepts_argument(self, argument: str) -> bool:
         """Return whether the pipeline has an argument of this name."""

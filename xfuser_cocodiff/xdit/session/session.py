@@ -97,7 +97,7 @@ class Session:
     @property
     def virtual(self) -> VirtualRanks | None:
         """Virtual ranks that this rank simulates; None where there are none."""
-        return self.runtime.virtual if self.runtime else None
+        return self.runtime.virtual_ranks if self.runtime else None
 
     @property
     def uses_custom_ops(self) -> bool:

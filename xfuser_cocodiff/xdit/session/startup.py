@@ -311,8 +311,8 @@ def _new_runtime(
         config.max_error,
         agreed,
         virtual,
-        budget=config.memory_budget,
-        say=info_once,
+        memory_budget=config.memory_budget,
+        info=info_once,
         warn=warn_always,
         ring_partition=ring_partition,
     )

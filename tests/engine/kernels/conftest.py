@@ -1,0 +1,43 @@
+"""Fixtures of the kernel tests: the Triton backend, and each backend that reads and writes tensors once."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.kernels.case import HAS_GPU
+from xfuser_cocodiff.engine import kernels
+
+
+@pytest.fixture(scope="package")
+def triton_kernels():
+    """Triton's kernels, run by its interpreter without a GPU (see tests/conftest.py)."""
+    if not HAS_GPU:
+        from triton.runtime import interpreter
+
+        interpreter._convert_float = _rounding_to_nearest(interpreter._convert_float)
+    from xfuser_cocodiff.engine.kernels import triton_kernels as module
+
+    return module
+
+
+@pytest.fixture(scope="package", params=[kernels.TRITON, kernels.NUMBA])
+def one_pass(request: pytest.FixtureRequest):
+    """Each backend that reads and writes every tensor once."""
+    if request.param == kernels.TRITON:
+        return request.getfixturevalue("triton_kernels")
+    if HAS_GPU:
+        pytest.skip("the values of these tests are on the GPU, and Numba's kernels are for CPUs")
+    from xfuser_cocodiff.engine.kernels import numba_kernels
+
+    return numba_kernels
+
+
+def _rounding_to_nearest(convert):
+    """Return a conversion that rounds float32 to bfloat16 as GPUs and PyTorch do; the interpreter truncates."""
+
+    def converted(data: np.ndarray, source, target, mode) -> np.ndarray:
+        if (str(source), str(target)) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        return torch.tensor(data.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    return converted

@@ -1,0 +1,106 @@
+"""Triton's kernels compile for a GPU, and address tensors of more than 2**31 values."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.kernels.case import HAS_GPU
+from xfuser_cocodiff.engine.compression.codecs import Codec
+from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, Prediction
+
+
+@pytest.mark.slow  # the interpreter runs the same kernels above
+def test_kernels_compile_for_a_gpu_without_fused_operations(tmp_path: Path) -> None:
+    """Compile to machine code by Triton's compiler and NVIDIA's assembler, which need no GPU.
+
+    Encoder and decoder must round identically, so no multiply and add may be fused. Only divisions, which the encoder
+    alone computes, contain fused operations. Memory is accessed 16 bytes at a time.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.engine.kernels.compile_kernels", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {row["kernel"] for row in found} == {f"_{name}_kernel" for name in ("scores", "encode", "sums", "decode")}
+    for row in found:
+        assert "cubin" in row["products"]
+        assert row["fused"] == 0 or row["kernel"] == "_encode_kernel"
+        # Only rows with gaps, and the few sums, are accessed value by value.
+        assert (
+            row["has_gaps"]
+            or row["kernel"] == "_sums_kernel"
+            or ("v4.b32" in row["widths"] and "b16" not in row["widths"])
+        )
+
+
+class LastProgram:
+    """Runs the last program of a kernel's launch and records the addresses that it reads and writes.
+
+    No memory is accessed.
+    """
+
+    def __init__(self, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import interpreter
+
+        self._kernel, self.addresses, builder = kernel, {"read": [], "written": []}, interpreter.InterpreterBuilder
+
+        def load(_, pointers, mask, *rest):
+            dtype = pointers.get_element_ty()
+            self.addresses["read"].append(pointers.data[mask.data])
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(dtype)), dtype)
+
+        def store(_, pointers, value, mask, *rest):
+            self.addresses["written"].append(pointers.data[mask.data])
+
+        monkeypatch.setattr(builder, "create_masked_load", load)
+        monkeypatch.setattr(builder, "create_masked_store", store)
+        monkeypatch.setattr(
+            builder, "set_grid_idx", lambda self, *_: setattr(self, "grid_idx", (LastProgram.number, 0, 0))
+        )
+        monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        LastProgram.number = grid[0] - 1
+        return self._kernel[(1,)]
+
+    def reaches_end_of(self, tensor: torch.Tensor, access: str) -> bool:
+        """Return whether the last value of a tensor was accessed ("read" or "written"), and nothing beyond it."""
+        begin, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        offsets = np.concatenate(self.addresses[access]).astype(np.int64) - begin
+        inside = offsets[(offsets >= 0) & (offsets < size)]
+        return len(inside) > 0 and inside.max() == size - tensor.itemsize
+
+
+@pytest.mark.skipif(HAS_GPU, reason="records addresses by the interpreter, which runs without a GPU only")
+@pytest.mark.parametrize("bits", [8, None])
+def test_kernels_address_more_than_2_to_the_31_values(
+    triton_kernels, monkeypatch: pytest.MonkeyPatch, bits: int | None
+) -> None:
+    """Address tensors of more than 2**31 values, whose memory is reserved but never accessed."""
+    shape = (1, 1, 17, 2**20 - 8, 128)
+    values, target = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    tokens = shape[3]
+    active = ActiveTokens(torch.ones(1, 1, tokens, dtype=torch.uint8), tokens, tokens)
+    payload = torch.empty(1, Codec(bits).payload_bytes(shape, values.dtype), dtype=torch.uint8)
+    assert values.numel() > 2**31 and payload.numel() > 2**31
+    last = LastProgram(triton_kernels._encode_kernel, monkeypatch)
+    monkeypatch.setattr(triton_kernels, "_encode_kernel", last)
+    # All tokens are sent: those of a selection would be written to the beginning.
+    prediction = Prediction(values) if bits else None
+    reference = triton_kernels.encode(values, prediction, bits, None, payload, None).reference
+    assert last.reaches_end_of(values, "read") and last.reaches_end_of(reference, "written")
+    assert last.reaches_end_of(payload if bits else payload.view(torch.bfloat16), "written")
+    last = LastProgram(triton_kernels._decode_kernel, monkeypatch)
+    monkeypatch.setattr(triton_kernels, "_decode_kernel", last)
+    reference = triton_kernels.decode(payload, Prediction(reference) if bits else None, bits, None, target, None)
+    assert last.reaches_end_of(target, "written") and last.reaches_end_of(reference, "written")
+    assert last.reaches_end_of(payload if bits else payload.view(torch.bfloat16), "read")
+    triton_kernels.decode(payload, Prediction(reference), bits, active, target, None)
+    assert last.reaches_end_of(active.positions, "read")

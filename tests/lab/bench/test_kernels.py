@@ -1,0 +1,39 @@
+"""`cocodiff bench kernels`: bytes, rows and the printed table."""
+
+import pytest
+
+from tests.engine.kernels.case import DEVICE
+from xfuser_cocodiff.lab.bench import kernels as bench
+from xfuser_cocodiff.lab.simulation.workloads import Workload
+
+SMALL = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+
+
+def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setitem(bench.WORKLOADS, "small", SMALL)
+    monkeypatch.setattr(bench.benchmark, "Timer", Once)
+    record = bench.measure(DEVICE, 4, 2, [("small", 64)])
+    tensor = 24 * 8 * 16 * 2 // 4  # per rank: 16 image tokens and 8 of text, 8 heads of 16, bf16
+    crossing = tensor // 2
+    payload = crossing // 2 // 8 * 2 + crossing // 2 // 32  # 2 bits per value, one scale for two of six tokens
+    found = {row["kernel"]: row["bytes"] for row in record["rows"]}
+    assert found["scores"] == 3 * crossing
+    assert found["encode"] == found["decode"] == 4 * crossing + payload
+    assert all(len(row["ratio_to_copy"]) == 2 for row in record["rows"])
+    assert [(layer["mode"], len(layer["share"])) for layer in record["layers"]] == [("balanced", 2), ("fast", 2)]
+    calls = [(calls["mode"], len(calls["seconds"])) for calls in record["host_calls"]]
+    assert calls == [("exact", 2), ("balanced", 2), ("fast", 2)]
+    bench.show(record)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "host time of a layer's all-to-alls in mode balanced: 1.00 ms (1.00 to 1.00)" in printed
+
+
+class Once:
+    """Stand-in for PyTorch's timer that calls a statement once."""
+
+    def __init__(self, statement: str, globals: dict) -> None:
+        self.call = globals["call"]
+
+    def blocked_autorange(self, min_run_time: float) -> object:
+        self.call()
+        return type("Measurement", (), {"median": 1e-3})
