@@ -28,16 +28,16 @@ python -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
 }
 
 # Reinstalling takes seconds even if nothing has changed, so it is done once per version of setup.py.
-wanted="$PWD $(cksum < setup.py)"
+required="$PWD $(cksum < setup.py)"
 stamp="$VIRTUAL_ENV/.cocodiff-installed"
-if [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ]; then
+if [ "$(cat "$stamp" 2> /dev/null)" != "$required" ]; then
     python -m pip --version > /dev/null 2>&1 || python -m ensurepip > /dev/null
     python -c 'import torch' 2> /dev/null ||
         python -m pip install --quiet ${COCODIFF_TORCH_INDEX:+--index-url "$COCODIFF_TORCH_INDEX"} "${COCODIFF_TORCH:-torch==2.13.0}"
     extras="test"
     python -c 'import triton, numba' 2> /dev/null || extras=test,cpu
     python -m pip install --quiet --editable ".[$extras]"
-    echo "$wanted" > "$stamp"
+    echo "$required" > "$stamp"
 fi
 
 # Hides all accelerators from PyTorch, so that any number of ranks can run.

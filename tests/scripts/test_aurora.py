@@ -135,11 +135,11 @@ def test_stock_runs_once_per_setting(campaign: tuple) -> None:
     assert stocks[0] == "None"  # the first mode runs stock, the others reuse it
     assert {Path(stock).parent for stock in stocks[1:]} == {job.out / "nodes-2/SD3.5-2304"}
     for mode, line in lines.items():
-        given = dict(zip(line[1::2], line[2::2], strict=True))
-        assert given["--cocodiff_mode"] == mode
+        options = dict(zip(line[1::2], line[2::2], strict=True))
+        assert options["--cocodiff_mode"] == mode
         # The greatest common divisor of 4 ranks and 38 heads is 2; the ring degree is 4 / 2.
-        assert (given["--ulysses_degree"], given["--ring_degree"]) == ("2", "2")
-        assert (given["--height"], given["--width"], given["--num_inference_steps"]) == ("2304", "2304", "50")
+        assert (options["--ulysses_degree"], options["--ring_degree"]) == ("2", "2")
+        assert (options["--height"], options["--width"], options["--num_inference_steps"]) == ("2304", "2304", "50")
 
 
 @pytest.mark.slow  # a job with one cell is below
@@ -157,7 +157,7 @@ def test_interrupted_job_is_resumed(campaign: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "text"),
     [
         ("AURORA_NODES", "1 4", "AURORA_NODES: '4' is not valid; valid are 1 to 2"),
         ("AURORA_MODELS", "FLUX.1-dev", "AURORA_MODELS: 'FLUX.1-dev' is not valid; valid are MODEL:HEADS"),
@@ -165,10 +165,10 @@ def test_interrupted_job_is_resumed(campaign: tuple) -> None:
         ("AURORA_MODES", "exact swift", "AURORA_MODES: 'swift' is not valid; valid are exact, balanced, fast, paper"),
     ],
 )
-def test_invalid_variables_are_reported_before_any_cell_runs(tmp_path: Path, name: str, value: str, words: str) -> None:
+def test_invalid_variables_are_reported_before_any_cell_runs(tmp_path: Path, name: str, value: str, text: str) -> None:
     job = Job(tmp_path, 2).with_synthetic_records()
     done = job.run(**{name: value})
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, text in done.stderr) == (2, True), done.stderr
     assert not list(job.out.glob("nodes-*"))
 
 

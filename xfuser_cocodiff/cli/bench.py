@@ -26,9 +26,9 @@ def _add_all(subjects: Any) -> None:
         "interrupted command can be resumed. The machine should be idle.",
         epilog="Exit status: 1 if a run failed.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=Path, metavar="DIR", help="folder of the records")
-    what.add_argument("--list", action="store_true", help="list the runs")
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="DIR", help="folder of the records")
+    action.add_argument("--list", action="store_true", help="list the runs")
     parser.add_argument("--only", metavar="NAMES", help="runs, such as speed,kernels (default: all)")
     parser.set_defaults(run=_all, parser=parser)
 

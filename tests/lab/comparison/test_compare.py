@@ -248,13 +248,13 @@ def test_baseline_of_an_earlier_comparison_is_reused(
 
 def test_complete_baseline_is_kept_when_the_plugin_fails(quick_script: Callable, tmp_path: Path, capsys) -> None:
     """The comparison continues in the same folder and launches only the variant that failed."""
-    failing, whole = quick_script("--fail-plugin", repeats=2), quick_script(repeats=2)
+    failing, succeeding = quick_script("--fail-plugin", repeats=2), quick_script(repeats=2)
     hint = f"the records of stock are complete: add --stock {tmp_path / 'out'} to reuse them"
     assert cli.main(failing) == 2
     printed = capsys.readouterr()
     assert "the exact 1 launch failed" in printed.err
     assert hint not in printed.out  # one of its two launches is missing
-    assert cli.main([whole[0], "--stock", str(tmp_path / "out"), *whole[1:]]) == 2
+    assert cli.main([succeeding[0], "--stock", str(tmp_path / "out"), *succeeding[1:]]) == 2
     assert "it has no complete records of stock" in capsys.readouterr().err
 
     once = quick_script("--fail-plugin")

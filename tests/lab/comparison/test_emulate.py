@@ -65,11 +65,11 @@ def test_cluster_has_the_requested_topology_and_rates() -> None:
 
 
 def test_topology_is_added_if_a_ulysses_group_spans_all_ranks() -> None:
-    whole, ring = [*FLUX, "4"], [*FLUX, "2", "--ring_degree", "2"]
-    for arguments, added in ((whole, ["--cocodiff_topology=node=2,gpu=2"]), (ring, [])):
+    all_ranks, ring = [*FLUX, "4"], [*FLUX, "2", "--ring_degree", "2"]
+    for arguments, added in ((all_ranks, ["--cocodiff_topology=node=2,gpu=2"]), (ring, [])):
         built = emulate.cluster_for(EmulationOptions("pcie"), arguments)
         assert emulate.with_topology(arguments, built) == [*arguments, *added]
-    given = [*whole, "--cocodiff_topology", "4"]
+    given = [*all_ranks, "--cocodiff_topology", "4"]
     assert emulate.with_topology(given, emulate.cluster_for(EmulationOptions("pcie"), given)) == given
 
 

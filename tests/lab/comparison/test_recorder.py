@@ -1,4 +1,4 @@
-"""The recorder with schedulers and pictures on one process; test_compare has whole recorded runs."""
+"""The recorder with schedulers and pictures on one process; test_compare has recorded runs of a command."""
 
 import copy
 import gzip
@@ -100,8 +100,11 @@ def test_compressed_fraction_or_reason_is_recorded(
     config = mode and SimpleNamespace(mode=mode, kernels="torch")
     reports = sent and [SimpleNamespace(sent_bytes=sent[0] / 2, exact_bytes=sent[1] / 2)] * 2
     runtime = reports and SimpleNamespace(reports=reports, inactive_reason=None)
-    found = recorder._compression(Session(config, runtime=runtime, lossless_reason=because))
-    assert (found["coded_fraction"], found["coded_reason"] and found["coded_reason"].partition(";")[0]) == expected
+    compression = recorder._compression(Session(config, runtime=runtime, lossless_reason=because))
+    assert (
+        compression["coded_fraction"],
+        compression["coded_reason"] and compression["coded_reason"].partition(";")[0],
+    ) == expected
 
 
 def test_run_without_latents_is_not_recorded(active_recorder: recorder.Recorder) -> None:
@@ -128,9 +131,9 @@ def test_last_steps_are_traced(active_recorder: recorder.Recorder, tmp_path: Pat
         with torch.autograd.profiler.record_function("decoding"):
             active_recorder.end_run()
     events = json.loads(gzip.decompress((tmp_path / "trace0.json.gz").read_bytes()))["traceEvents"]
-    found = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
+    traced = {event["name"] for event in events if event["name"].startswith(("step", "decoding"))}
     # If the number of steps is unknown, all steps but the first are traced.
-    assert found == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})
+    assert traced == ({"step 2", "step 3"} if total else {"step 1", "step 2", "step 3", "decoding"})
 
 
 def test_bytes_of_stock_ring_attention_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

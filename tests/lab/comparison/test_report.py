@@ -200,10 +200,10 @@ def test_report_shows_codec_statistics(tmp_path: Path) -> None:
         "repeated": 4,
         "reference_bytes": 5000,
     }
-    whole = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
-    html = report.write(whole, tmp_path).read_text()
-    for words in ("20.0 %", "5.00 kB", "4 messages had values"):
-        assert words in html
+    comparison = {**host.header(), "command": "cocodiff", "repeats": 1, "launches": "one", "runs": named}
+    html = report.write(comparison, tmp_path).read_text()
+    for text in ("20.0 %", "5.00 kB", "4 messages had values"):
+        assert text in html
 
 
 def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_compressed_fraction_or_reason_is_recorded(tmp_path: Path) -> None:
 def test_notes_name_the_variants_with_compiled_graphs(tmp_path: Path) -> None:
     uncounted = record_variant(tmp_path / "uncounted", *[[run(step(0.1))]] * 2)
     counted = record_variant(tmp_path / "counted", *[[run(step(0.1, flat=0.01))]] * 2)
-    for variants, words in (
+    for variants, text in (
         ((uncounted, uncounted), "not measured for stock and exact"),
         ((counted, uncounted), "not measured for exact"),
     ):
@@ -245,7 +245,7 @@ def test_notes_name_the_variants_with_compiled_graphs(tmp_path: Path) -> None:
             for name, variant in zip(("stock", "exact"), variants, strict=True)
         ]
         notes = " ".join(report.notes({"runs": runs}))
-        assert words in notes and "it runs inside compiled graphs" in notes
+        assert text in notes and "it runs inside compiled graphs" in notes
 
 
 def test_unknown_metrics_are_null(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
     assert "@import" not in html
     assert "M&lt;1&gt;" in html
     assert "M<1>" not in html
-    for words in (
+    for text in (
         *report.verdict(comparison),
         "xdit stock",
         "xdit exact",
@@ -313,7 +313,7 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
         "46.67 kB",
         "trace-stock.json.gz",
     ):
-        assert words in html.replace("&#39;", "'")
+        assert text in html.replace("&#39;", "'")
     assert ("The pictures are bit-identical" in html) == (not other)
     assert ("amplified 85 times" in html) == bool(other)
     assert (tmp_path / "difference-exact.png").exists() == bool(other)
@@ -340,5 +340,5 @@ def test_report_without_pictures_and_communication(tmp_path: Path) -> None:
     html = report.write({**host.header(), **record_of_both}, tmp_path).read_text()
     assert Page(html).images == 1
     assert "perfetto" not in html
-    for words in ("was inactive in this run", "were not measured", "returned no picture"):
-        assert words in html
+    for text in ("was inactive in this run", "were not measured", "returned no picture"):
+        assert text in html

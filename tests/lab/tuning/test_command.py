@@ -42,11 +42,11 @@ def interrupted_and_resumed(rank: int, folder: str) -> list[int]:
     """Run the command three times, and return each exit status with the number of runs so far."""
     from xfuser_cocodiff.lab.comparison.quality import QualityEvaluator
 
-    generate, made = QualityEvaluator.generate, []
+    generate, generated = QualityEvaluator.generate, []
 
     def counted(evaluator: QualityEvaluator, *arguments: object) -> object:
-        made.append(arguments)
-        if len(made) == 6:
+        generated.append(arguments)
+        if len(generated) == 6:
             raise KeyboardInterrupt
         return generate(evaluator, *arguments)
 
@@ -55,11 +55,11 @@ def interrupted_and_resumed(rank: int, folder: str) -> list[int]:
     prompts.write_text("a slice of a sponge\na photo of a cat\n\na slice of a stone\n")
     command = ["tune", "--steps", "4", "--seeds", "1", "--bytes", "0.35", "--prompts", str(prompts), "--out", str(out)]
     command += ["--sheet", str(Path(folder, "sheet.png"))]
-    found = []
+    statuses = []
     with mock.patch.object(QualityEvaluator, "generate", counted):
         for _ in range(3):
-            found.append((cli.main(command), len(made)))
-    return found
+            statuses.append((cli.main(command), len(generated)))
+    return statuses
 
 
 @pytest.mark.slow  # test_tune has the search; this runs a model some twenty times
@@ -77,8 +77,8 @@ def test_interrupted_command_resumes_and_writes_a_schedule(tmp_path: Path) -> No
     assert held_out["prompts"] == ["a photo of a cat"] and not {*held_out["seeds"]} & {*evidence["seeds"]}
     assert evidence["bytes_slow_fraction"] <= 0.35 + 1e-9
     assert record["target"] == {"bytes": 0.35}
-    found = bit_allocation.read(f"@{tmp_path / 'tuned.json'}")
-    assert found.model == "FLUX.1-dev" and len(found.layers) == 6
+    allocation = bit_allocation.read(f"@{tmp_path / 'tuned.json'}")
+    assert allocation.model == "FLUX.1-dev" and len(allocation.layers) == 6
     assert {*held_out["modes"]} == {"balanced", "fast"}
     assert held_out["psnr_db_mean"] > 25
     assert (tmp_path / "sheet.png").exists()

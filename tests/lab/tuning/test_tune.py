@@ -50,13 +50,15 @@ class SyntheticTrials:
 
     def _trial(self, name: str, bits_at, first: float | None, held_out: bool, lost_db: float = 0.0) -> BitTrial:
         self.runs.append(f"{name} {held_out}")
-        whole = sum(LAYER_WEIGHTS) * sum(TENSOR_WEIGHTS.values()) * sum(map(self._weight, range(1, STEPS)))
+        total_weight = sum(LAYER_WEIGHTS) * sum(TENSOR_WEIGHTS.values()) * sum(map(self._weight, range(1, STEPS)))
         error, fractions = 1e-12, [1.0 if first is None else 8.1 / 16]
         for step in range(1, STEPS):
             sizes = []
-            for (place, layer), letter in itertools.product(enumerate(LAYERS), LETTERS):
+            for (index, layer), letter in itertools.product(enumerate(LAYERS), LETTERS):
                 bits = bits_at(layer, letter, step / (STEPS - 1))
-                error += LAYER_WEIGHTS[place] * TENSOR_WEIGHTS[letter] * self._weight(step) * error_at(bits) / whole
+                error += (
+                    LAYER_WEIGHTS[index] * TENSOR_WEIGHTS[letter] * self._weight(step) * error_at(bits) / total_weight
+                )
                 sizes.append(bits_per_value(bits) + (0.1 if bits else 0.0))
             fractions.append(sum(sizes) / len(sizes) / 16)
         decibels = -10 * math.log10(error) - lost_db

@@ -94,7 +94,7 @@ def _draw_bar(axes: Any, position: int, run: dict[str, Any]) -> None:
     left = 0.0
     for axis, seconds in _exposed_seconds(run).items():
         width = MILLISECONDS * seconds
-        axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"exposed communication: {axis}")
+        axes.barh(position, width, 0.6, left, color=AXIS_COLORS.get(axis, INK), label=f"exposed: {axis}")
         left += width
     axes.barh(position, max(median - left, 0), 0.6, left, color=REST_COLOR, label=_rest_label(run))
     axes.errorbar(median, position, xerr=[[median - low], [high - median]], color=INK, capsize=4, linewidth=1.2)
@@ -115,4 +115,4 @@ def _legend(axes: Any) -> list[Any]:
 
 def _rest_label(run: dict[str, Any]) -> str:
     """Return the label for the rest of a step, which is the whole step if communication was not measured."""
-    return "step" if run["a2a_seconds_by_axis"] is None else "computation and all else"
+    return "step" if run["a2a_seconds_by_axis"] is None else "everything else"

@@ -296,7 +296,7 @@ def _number(arguments: Sequence[str], name: str, default: int) -> int:
     try:
         return default if value is None else int(value)
     except ValueError:
-        raise UsageError(f"--{name} {value!r} is not valid; it is a whole number") from None
+        raise UsageError(f"--{name} {value!r} is not valid; valid are integers") from None
 
 
 def _check_launcher(arguments: Sequence[str], launcher: str | None) -> None:

@@ -33,7 +33,7 @@ class LatentFormat(NamedTuple):
 def latent_format(pipe: Any) -> LatentFormat | None:
     """Return the latent format of a pipeline, or of xDiT's wrapper of the same name; None if it is unsupported."""
     name = type(pipe).__name__
-    return next((found for suffix, found in _FORMATS.items() if name.endswith(suffix)), None)
+    return next((known for suffix, known in _FORMATS.items() if name.endswith(suffix)), None)
 
 
 @torch.no_grad()
