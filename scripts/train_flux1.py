@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Train the small FLUX.1-dev that ships with the project, on one CPU core in a few hours.
+"""Trains the small FLUX.1-dev of the package on one CPU core, in a few hours.
 
     python scripts/train_flux1.py --out xfuser_cocodiff/lab/models/flux1_dev
 
-The autoencoder learns first, on crops; the transformer then learns flow matching in its latents. Text encoders keep
-their random weights: a random encoder still tells captions apart, which is all that conditioning needs here.
+The autoencoder is trained first, on crops, then the transformer by flow matching on its latents. The text encoders keep
+their random weights, which are enough to distinguish captions.
 """
 
 from pathlib import Path
@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline
 from PIL import Image
-from training import Prompts, arguments, learn, learn_averaged, report, save_pipeline
+from training import Prompts, arguments, read_training, save_pipeline, train, train_averaged
 
 from xfuser_cocodiff.lab.models import captions, flux1, slices
 
 SIZE = 128
 BATCH = 16
-PHOTO_SHARE = 0.25
-"""Of the pictures: there are four, soon known by heart, while slices are never the same twice."""
+PHOTO_FRACTION = 0.25
+"""Fraction of photos among the images. There are only four, while every slice is new."""
 
 
-class Pictures:
-    """An endless source of (picture in [-1, 1] of shape (3, SIZE, SIZE), caption)."""
+class Images:
+    """Random images with their captions."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -34,14 +34,15 @@ class Pictures:
         self.photos = {name: self._square(Image.open(folder / name)) for name in captions.PHOTOS}
 
     def draw(self) -> tuple[torch.Tensor, str]:
-        if self.rng.uniform() >= PHOTO_SHARE:
+        """Return an image of shape (3, SIZE, SIZE) in [-1, 1] and its caption."""
+        if self.rng.uniform() >= PHOTO_FRACTION:
             kind = self.rng.choice(slices.KINDS)
-            grey = slices.draw(kind, SIZE, self.rng)
-            picture, template, name = np.stack([grey] * 3), captions.SLICE_TEMPLATES, captions.SLICES[kind]
+            gray = slices.draw(kind, SIZE, self.rng)
+            image, template, name = np.stack([gray] * 3), captions.SLICE_TEMPLATES, captions.SLICES[kind]
         else:
             file = self.rng.choice(list(captions.PHOTOS))
-            picture, template, name = self._crop(self.photos[file]), captions.PHOTO_TEMPLATES, captions.PHOTOS[file]
-        return torch.tensor(picture * 2 - 1, dtype=torch.float32), self.rng.choice(template).format(name)
+            image, template, name = self._crop(self.photos[file]), captions.PHOTO_TEMPLATES, captions.PHOTOS[file]
+        return torch.tensor(image * 2 - 1, dtype=torch.float32), self.rng.choice(template).format(name)
 
     @staticmethod
     def _square(photo: Image.Image) -> Image.Image:
@@ -56,46 +57,46 @@ class Pictures:
         return np.asarray(crop, np.float32).transpose(2, 0, 1) / 255
 
 
-def train_autoencoder(vae, pictures: Pictures, minutes: float, crop: int = 64) -> float:
-    """Reconstruction (L1 and gradients) with a small KL term; returns the mean L1 of the last 100 steps.
+def train_autoencoder(vae, images: Images, minutes: float, crop: int = 64) -> float:
+    """Train an autoencoder by L1 of values and gradients and a small KL term; return the mean L1 of 100 steps.
 
-    The first three channels are held to the picture, four times smaller: neighbouring tokens then resemble each other
-    as neighbouring pixels do, and the transformer learns in thousands of steps rather than millions.
+    The first three latent channels are regularized to the downsampled image. Neighboring tokens then resemble each
+    other, and the transformer needs thousands of steps instead of millions.
     """
 
     def draw_loss() -> tuple[torch.Tensor, float]:
-        images = crops(pictures, crop)
+        batch = random_crops(images, crop)
         with torch.autocast("cpu", torch.bfloat16):
-            posterior = vae.encode(images).latent_dist
+            posterior = vae.encode(batch).latent_dist
             decoded = vae.decode(posterior.sample()).sample.float()
-        l1 = F.l1_loss(decoded, images)
-        edges = sum(F.l1_loss(decoded.diff(dim=d), images.diff(dim=d)) for d in (2, 3))
-        anchor = F.mse_loss(posterior.mean[:, :3].float(), F.avg_pool2d(images, 4))
+        l1 = F.l1_loss(decoded, batch)
+        edges = sum(F.l1_loss(decoded.diff(dim=d), batch.diff(dim=d)) for d in (2, 3))
+        anchor = F.mse_loss(posterior.mean[:, :3].float(), F.avg_pool2d(batch, 4))
         kl = posterior.kl().mean() / posterior.mean[0].numel()
         return l1 + edges + 10 * anchor + 1e-3 * kl, l1.item()
 
     optimizers = [torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)]
-    return float(np.mean(learn("autoencoder", vae, optimizers, minutes, 50, draw_loss)[-100:]))
+    return float(np.mean(train("autoencoder", vae, optimizers, minutes, 50, draw_loss)[-100:]))
 
 
-def crops(pictures: Pictures, size: int) -> torch.Tensor:
-    """Four pieces of each of a few pictures."""
-    found = []
+def random_crops(images: Images, size: int) -> torch.Tensor:
+    """Return a batch of crops of shape (BATCH, 3, size, size), four of each image."""
+    crops = []
     for _ in range(BATCH // 4):
-        picture, _ = pictures.draw()
+        image, _ = images.draw()
         for _ in range(4):
-            y, x = pictures.rng.integers(0, SIZE - size + 1, 2)
-            found.append(picture[:, y : y + size, x : x + size])
-    return torch.stack(found)
+            y, x = images.rng.integers(0, SIZE - size + 1, 2)
+            crops.append(image[:, y : y + size, x : x + size])
+    return torch.stack(crops)
 
 
 @torch.no_grad()
-def encode_pool(pipe, pictures: Pictures, count: int, fit_scale: bool) -> tuple[torch.Tensor, list[str]]:
-    """Latents of `count` pictures in the autoencoder's scale (fitted to them if asked), and their captions."""
+def encode_pool(pipe, images: Images, count: int, fit_scale: bool) -> tuple[torch.Tensor, list[str]]:
+    """Return normalized latents of `count` images and their captions; with `fit_scale`, fit the normalization first."""
     latents, texts = [], []
     for _ in range(count // 32):
-        images, batch_texts = zip(*(pictures.draw() for _ in range(32)), strict=True)
-        latents.append(pipe.vae.encode(torch.stack(images)).latent_dist.mean)
+        batch, batch_texts = zip(*(images.draw() for _ in range(32)), strict=True)
+        latents.append(pipe.vae.encode(torch.stack(batch)).latent_dist.mean)
         texts += batch_texts
     latents = torch.cat(latents)
     if fit_scale:
@@ -103,10 +104,10 @@ def encode_pool(pipe, pictures: Pictures, count: int, fit_scale: bool) -> tuple[
     return (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor, texts
 
 
-def train_transformer(pipe, pictures: Pictures, minutes: float, save, fit_scale: bool) -> None:
-    """Flow matching with logit-normal times."""
-    model, rng = pipe.transformer, pictures.rng
-    latents, texts = encode_pool(pipe, pictures, 8192, fit_scale)
+def train_transformer(pipe, images: Images, minutes: float, save, fit_scale: bool) -> None:
+    """Train a transformer by flow matching with logit-normal times."""
+    model, rng = pipe.transformer, images.rng
+    latents, texts = encode_pool(pipe, images, 8192, fit_scale)
     prompts = Prompts(lambda text, length: embeddings(pipe, text, length))
     tokens = pipe._pack_latents(latents, *latents.shape)
     image_ids = pipe._prepare_latent_image_ids(1, latents.shape[2] // 2, latents.shape[3] // 2, "cpu", torch.float32)
@@ -114,7 +115,7 @@ def train_transformer(pipe, pictures: Pictures, minutes: float, save, fit_scale:
     def draw_loss() -> torch.Tensor:
         chosen = rng.integers(0, len(tokens), BATCH)
         clean = tokens[chosen]
-        # Mostly short prompts, as in training budgets; now and then the padded lengths that scripts ask for.
+        # Mostly short prompts, which are cheap; sometimes the padded lengths that scripts use.
         length = int(rng.choice([16, 32, 64, 256, 512], p=[0.8, 0.1, 0.07, 0.02, 0.01]))
         embeds, pooled = prompts([texts[i] for i in chosen], length)
         noise = torch.randn_like(clean)
@@ -133,34 +134,35 @@ def train_transformer(pipe, pictures: Pictures, minutes: float, save, fit_scale:
             )[0]
         return F.mse_loss(velocity.float(), noise - clean)
 
-    learn_averaged("transformer", model, minutes, draw_loss, save)
+    train_averaged("transformer", model, minutes, draw_loss, save)
 
 
 def embeddings(pipe, text: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens, and of the whole."""
+    """Return the embeddings of the tokens and the pooled embedding of a caption."""
     embeds, pooled, _ = pipe.encode_prompt(text, None, max_sequence_length=length)
     return embeds[0], pooled[0]
 
 
 def main() -> None:
+    """Run the script."""
     args = arguments(__doc__, autoencoder=7, transformer=45)
-    pictures, before = Pictures(seed=0), report(args.start)
+    images, training = Images(seed=0), read_training(args.start)
     if args.start:
         pipe = FluxPipeline.from_pretrained(args.start, torch_dtype=torch.float32)
     else:
         pipe = flux1.pipeline(seed=0)
-        before["autoencoder_l1"] = train_autoencoder(pipe.vae, pictures, args.autoencoder_minutes)
-    # Text encoders as the pipelines will run them: dropout would teach embeddings that never come again.
+        training["autoencoder_l1"] = train_autoencoder(pipe.vae, images, args.autoencoder_minutes)
+    # Text encoders without dropout, as in inference.
     pipe.text_encoder.eval()
     pipe.text_encoder_2.eval()
     pipe.vae.eval()
     pipe.transformer.train()
 
     def save(transformer, loss: float, steps: int) -> None:
-        so_far = {"flow_matching_loss": loss, "steps": before["steps"] + steps, "batch": BATCH}
-        save_pipeline(pipe, transformer, args.out, {"autoencoder_l1": before["autoencoder_l1"], **so_far})
+        so_far = {"flow_matching_loss": loss, "steps": training["steps"] + steps, "batch": BATCH}
+        save_pipeline(pipe, transformer, args.out, {"autoencoder_l1": training["autoencoder_l1"], **so_far})
 
-    train_transformer(pipe, pictures, args.transformer_minutes, save, fit_scale=not args.start)
+    train_transformer(pipe, images, args.transformer_minutes, save, fit_scale=not args.start)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Flights through procedural volumes in the manner of X-ray micro-tomography, and a heart that beats.
+"""Generates videos that resemble flights through X-ray micro-tomography volumes, and a beating heart.
 
-The small Wan is trained on them. `xfuser_cocodiff.lab.models.slices` is the same for pictures. Everything is
-a function of place and time, evaluated where the moving view is, so that a frame costs what a slice does and motion is
-exact.
+The small Wan is trained on them. `xfuser_cocodiff.lab.models.slices` generates similar images. Volumes are functions of
+position and time, evaluated only on the moving plane of view, so a frame costs no more than an image.
 """
 
 from collections.abc import Iterator
@@ -14,28 +13,31 @@ FRAMES = 9
 
 
 def draw(kind: str, size: int, rng: np.random.Generator, frames: int = FRAMES) -> np.ndarray:
-    """Draw one video of a kind.
+    """Return one video of a kind.
 
     Args:
         kind: one of :data:`KINDS`.
-        size: edge length in pixels.
-        rng: source of all randomness.
-        frames: how many.
+        size: pixels per side.
+        rng: random generator.
+        frames: number of frames.
 
     Returns:
-        Float32 array of shape (frames, size, size), grey values in [0, 1].
+        Gray values in [0, 1], float32 of shape (frames, size, size).
+
+    Raises:
+        ValueError: `kind` is unknown.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    return np.clip(_DRAWERS[kind](size, frames, rng), 0.0, 1.0).astype(np.float32)
+    return np.clip(_GENERATORS[kind](size, frames, rng), 0.0, 1.0).astype(np.float32)
 
 
 View = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""z (frames, 1, 1), y (frames, size, 1) and x (frames, 1, size) of all pixels; a frame is 1 wide."""
+"""Coordinates of pixels, in units of the frame width: z (frames, 1, 1), y (frames, size, 1), x (frames, 1, size)."""
 
 
 def _flight(size: int, frames: int, rng: np.random.Generator) -> View:
-    """A steady flight into the volume that drifts to a side; half of it is behind z = 0."""
+    """Return the view of a flight into the volume at constant speed and sideways drift, centered at z = 0."""
     time = np.arange(frames, dtype=np.float32)[:, None, None] - (frames - 1) / 2
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
     heading, drift = rng.uniform(0, 2 * np.pi), rng.uniform(0.004, 0.018)
@@ -44,27 +46,35 @@ def _flight(size: int, frames: int, rng: np.random.Generator) -> View:
 
 
 def _step(value: np.ndarray) -> np.ndarray:
-    """A soft edge from 0 to 1."""
+    """Return a smooth step from 0 to 1."""
     return 0.5 + 0.5 * np.tanh(value / 2)
 
 
 def _waves(view: View, low: float, high: float, rng: np.random.Generator, along: float = 1.0) -> np.ndarray:
-    """Plane waves of unit variance together, `low` to `high` of them in a picture; fewer `along` fibres."""
+    """Return a sum of plane waves of unit variance.
+
+    Args:
+        view: coordinates of the pixels.
+        low: lowest frequency, in cycles per frame.
+        high: highest frequency, in cycles per frame.
+        rng: random generator.
+        along: factor on frequencies along a random direction; values below 1 make fibers.
+    """
     z, y, x = view
     count, angle = 16, rng.uniform(0, np.pi)
     total = 0.0
     for _ in range(count):
-        heading, pace = rng.uniform(0, 2 * np.pi), 2 * np.pi * rng.uniform(low, high)
-        fibre, across = along * np.cos(heading), np.sin(heading)
-        ky = pace * (fibre * np.cos(angle) - across * np.sin(angle))
-        kx = pace * (fibre * np.sin(angle) + across * np.cos(angle))
-        total = total + np.sin(ky * y + kx * x + 0.5 * pace * rng.uniform(-1, 1) * z + rng.uniform(0, 2 * np.pi))
+        heading, frequency = rng.uniform(0, 2 * np.pi), 2 * np.pi * rng.uniform(low, high)
+        fiber, across = along * np.cos(heading), np.sin(heading)
+        ky = frequency * (fiber * np.cos(angle) - across * np.sin(angle))
+        kx = frequency * (fiber * np.sin(angle) + across * np.cos(angle))
+        total = total + np.sin(ky * y + kx * x + 0.5 * frequency * rng.uniform(-1, 1) * z + rng.uniform(0, 2 * np.pi))
     return total * np.sqrt(2 / count)
 
 
 def _bodies(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
     z, y, x = view = _flight(size, frames, rng)
-    picture = 0.32 + 0.03 * _waves(view, 0.5, 2, rng)
+    image = 0.32 + 0.03 * _waves(view, 0.5, 2, rng)
     for _ in range(rng.integers(10, 19)):
         (cy, cx), cz = rng.uniform(-0.05, 1.05, 2), rng.uniform(-0.2, 0.2)
         long, angle = rng.uniform(0.1, 0.2), rng.uniform(0, np.pi)
@@ -73,8 +83,8 @@ def _bodies(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
         u, v = dy * np.cos(angle) + dx * np.sin(angle), dx * np.cos(angle) - dy * np.sin(angle)
         radius = np.sqrt((u / long) ** 2 + (v / short) ** 2 + ((z - cz) / deep) ** 2)
         inside, nucleus = _step((1 - radius) * 18), _step((0.45 - radius) * 18)
-        picture = picture * (1 - inside) + rng.uniform(0.65, 0.92) * inside - 0.35 * nucleus
-    return picture
+        image = image * (1 - inside) + rng.uniform(0.65, 0.92) * inside - 0.35 * nucleus
+    return image
 
 
 def _cells(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
@@ -93,15 +103,15 @@ def _cells(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
 
 def _vessels(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
     z, y, x = view = _flight(size, frames, rng)
-    picture = 0.65 + 0.03 * _waves(view, 0.5, 2, rng)
+    image = 0.65 + 0.03 * _waves(view, 0.5, 2, rng)
     inside = np.full((frames, size, size), -1.0, np.float32)
     for (cy, cx), cz, width in _tubes(rng):
         inside = np.maximum(inside, width - np.sqrt((z - cz) ** 2 + (y - cy) ** 2 + (x - cx) ** 2))
-    return picture + (0.12 - picture) * _step(inside * 150)
+    return image + (0.12 - image) * _step(inside * 150)
 
 
 def _tubes(rng: np.random.Generator) -> Iterator[tuple[np.ndarray, float, float]]:
-    """Points (y, x), their z, and the width there, along vessels that cross the picture and branch."""
+    """Yield points (y, x), z and radius along vessels that cross the frame and branch."""
     tips = []
     for _ in range(rng.integers(2, 4)):
         heading, width = rng.uniform(0, 2 * np.pi), rng.uniform(0.06, 0.1)
@@ -124,7 +134,7 @@ def _texture(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _heart(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
-    """A dark chamber in a bright wall that grows thick as the chamber grows small; about a beat in all frames."""
+    """Return a dark chamber whose bright wall thickens as the chamber contracts; about one beat per video."""
     axis = (np.arange(size, dtype=np.float32) + 0.5) / size
     (cy, cx), angle = rng.uniform(0.4, 0.6, 2), rng.uniform(0, np.pi)
     dy, dx = axis[:, None] - cy, axis - cx
@@ -138,4 +148,4 @@ def _heart(size: int, frames: int, rng: np.random.Generator) -> np.ndarray:
     return 0.1 + 0.3 * chest + rng.uniform(0.4, 0.5) * wall - rng.uniform(0.5, 0.6) * blood
 
 
-_DRAWERS = {"bodies": _bodies, "cells": _cells, "vessels": _vessels, "texture": _texture, "heart": _heart}
+_GENERATORS = {"bodies": _bodies, "cells": _cells, "vessels": _vessels, "texture": _texture, "heart": _heart}
