@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the packages and files that there are."""
+"""Tests that docs/architecture.md lists the packages and files that exist."""
 
 import importlib.util
 import re
@@ -13,11 +13,11 @@ NAMES = {
     "TABLE": "xdit/layers/v_source.py",
     "PLATFORMS": "xdit/platforms/platform.py",
 }
-"""Tables that the page says to extend, and their files."""
+"""Tables that the page says to extend, with their files."""
 
 
 def script(name: str) -> ModuleType:
-    """Return a script of the pictures as a module."""
+    """Return a script of docs/pictures as a module."""
     spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,10 +42,10 @@ def test_every_path_of_the_page_exists() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     paths = {path for path in re.findall(r"`([\w/]+(?:\.py|\.md|/))`", page) if path != "xfuser_cocodiff/"}
     assert len(paths) > 40
-    found = {path for path in paths if (ROOT / path).exists() or (ROOT / "xfuser_cocodiff" / path).exists()}
-    # Names of files in the folder of the path before them.
-    names = {path for path in paths - found if "/" not in path and [*(ROOT / "xfuser_cocodiff").rglob(path)]}
-    assert paths == found | names
+    existing = {path for path in paths if (ROOT / path).exists() or (ROOT / "xfuser_cocodiff" / path).exists()}
+    # Paths without a folder are in the folder of the path before them.
+    names = {path for path in paths - existing if "/" not in path and [*(ROOT / "xfuser_cocodiff").rglob(path)]}
+    assert paths == existing | names
 
 
 def test_the_page_lists_every_package_of_the_engine_and_of_xdit() -> None:

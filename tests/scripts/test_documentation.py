@@ -1,4 +1,4 @@
-"""README, the quickstarts and the other pages: lengths, links, commands, and log lines that the source has."""
+"""Tests of README and docs: lengths of pages, links, commands, and quoted log lines."""
 
 import argparse
 import ast
@@ -36,7 +36,7 @@ def name_of(page: Path) -> str:
 
 
 def fenced(page: Path, language: str) -> list[str]:
-    """Return the blocks of a language."""
+    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -54,7 +54,7 @@ def test_pages_are_short(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of the headings of a page, as on GitHub and the site."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFKC", each).lower()) for each in headings)
@@ -62,7 +62,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"[a-z]+:", link):
             continue
@@ -74,14 +74,14 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 @functools.cache
 def messages() -> tuple[re.Pattern, ...]:
-    """Return a pattern for every string of the package, in which what is put in stands for anything."""
+    """Return a pattern for every string of the package, with wildcards for formatted values."""
     found = []
     for file in (REPOSITORY / "xfuser_cocodiff").rglob("*.py"):
-        found += [pattern_of(node) for node in ast.walk(ast.parse(file.read_text())) if text_of(node)]
+        found += [pattern_of(node) for node in ast.walk(ast.parse(file.read_text())) if is_text(node)]
     return tuple(found)
 
 
-def text_of(node: ast.AST) -> bool:
+def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
@@ -92,63 +92,64 @@ def pattern_of(node: ast.AST) -> re.Pattern:
 
 
 def is_in_source(line: str) -> bool:
-    """Whether the package says this, with `...` for what varies."""
+    """Return whether a string of the package matches a line."""
     return any(pattern.fullmatch(line) for pattern in messages() if len(pattern.pattern) > len(line) / 4)
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_log_lines_are_those_of_the_source(page: Path) -> None:
+def test_quoted_log_lines_are_in_the_source(page: Path) -> None:
     for block in fenced(page, "text"):
         for line in block.splitlines():
             assert is_in_source(line.removeprefix("cocodiff: ")), line
 
 
-def test_troubleshooting_quotes_the_source() -> None:
+def test_troubleshooting_lines_are_in_the_source() -> None:
     quoted = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
     assert len(quoted) > 30
-    # What is put into a message, as what follows a colon, is a message of its own.
+    # Formatted values, such as the text after a colon, are strings of their own.
     source = "\n".join(re.sub(r"\\(.)", r"\1", pattern.pattern) for pattern in messages())
     for line in quoted:
         fixed = [part.strip(" :;,'") for part in line.split("...")]
         assert all(part in source for part in fixed), line
 
 
-def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a command by the parsers of whoever runs it; nothing runs."""
+def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a command by the parser of its program, without running it."""
     program, *arguments = words
     if program in ("torchrun", "mpiexec"):
         rest = next(i for i, word in enumerate(arguments) if word in ("cocodiff", "python") or word.endswith(".py"))
-        parsed(arguments[rest:], monkeypatch)
+        parse(arguments[rest:], monkeypatch)
     elif program == "python" or program.endswith(".py"):
         script, *arguments = words if program.endswith(".py") else arguments
         if script == "flux_example.py":
-            xdit(arguments)
+            parse_xdit(arguments)
         elif script != "-m":
             assert (REPOSITORY / script).is_file(), script
     elif program == "cocodiff":
         for command in cli.COMMANDS:
-            monkeypatch.setattr(command, "run", takes, raising=False)
-        monkeypatch.setattr(cli.bench, "run", takes, raising=False)
+            monkeypatch.setattr(command, "run", parse_xdit_arguments, raising=False)
+        monkeypatch.setattr(cli.bench, "run", parse_xdit_arguments, raising=False)
         assert cli.main(arguments) == 0
     elif program == "xdit":
-        xdit(arguments, "runner")
+        parse_xdit(arguments, "runner")
     elif program.startswith("scripts/"):
         assert (REPOSITORY / program).is_file(), program
     else:
         assert program in ("pip", "module", ".", "hf", "qsub", "export"), program
 
 
-def takes(options: argparse.Namespace) -> int:
-    """Stands in for what a command does: its arguments were parsed, and those for xDiT have to be."""
+def parse_xdit_arguments(options: argparse.Namespace) -> int:
+    """Parse the arguments for xDiT of a `cocodiff` command, in place of running it."""
     arguments = options.xdit_arguments
     if arguments:
         is_script = arguments[0].endswith(".py")
-        xdit(arguments[is_script:], "script" if is_script else "runner")
+        parse_xdit(arguments[is_script:], "script" if is_script else "runner")
     return 0
 
 
-def xdit(arguments: list[str], whose: str = "script") -> None:
-    add = xFuserArgs.add_cli_args if whose == "script" else xFuserArgs.add_runner_args
+def parse_xdit(arguments: list[str], parser: str = "script") -> None:
+    """Parse arguments by xDiT's parser of scripts, or that of its runner."""
+    add = xFuserArgs.add_cli_args if parser == "script" else xFuserArgs.add_runner_args
     xFuserArgs.from_cli_args(add(FlexibleArgumentParser()).parse_args([*arguments, "--use_cocodiff"]))
 
 
@@ -157,14 +158,14 @@ def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = [words for block in fenced(page, "bash") for words in commands(block)]
     assert found
     for words in found:
-        parsed(words, monkeypatch)
+        parse(words, monkeypatch)
 
 
 def test_the_readme_adds_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = fenced(README, "diff")
     lines = {sign: [line[1:] for line in block.splitlines() if line[0] in f" {sign}"] for sign in "-+"}
     before, after = (commands("\n".join(lines[sign]))[0] for sign in "-+")
-    parsed(after, monkeypatch)
+    parse(after, monkeypatch)
     assert after == [*before, "--use_cocodiff"]
 
 
@@ -188,16 +189,16 @@ def test_predictions_of_the_readme_are_those_of_the_simulator(row: str, cluster:
     assert [speedup for speedup in speedups if speedup] == [f"{found[mode]['speedup']:.2f}x" for mode in shown]
 
 
-def test_extras_exist() -> None:
+def test_extras_are_declared() -> None:
     known = set(re.findall(r'^        "(\w+)": \[|^        "(\w+)": \w', (REPOSITORY / "setup.py").read_text(), re.M))
     names = {name for pair in known for name in pair if name}
-    asked = {
+    mentioned = {
         name for page in PAGES for each in re.findall(r"'\.\[([\w,]+)\]'", page.read_text()) for name in each.split(",")
     }
-    assert asked <= names
+    assert mentioned <= names
 
 
-def test_pictures_are_drawn_by_their_scripts() -> None:
+def test_pictures_equal_the_output_of_their_scripts() -> None:
     scripts = sorted((REPOSITORY / "docs/pictures").glob("*.py"))
     assert scripts
     for script in scripts:
@@ -207,14 +208,14 @@ def test_pictures_are_drawn_by_their_scripts() -> None:
 
 
 def runnable(page: str, *programs: str) -> Iterator[str]:
-    """Yield the blocks of a quickstart that run one of these programs."""
+    """Yield the blocks of a page that start with one of these programs and can run on this machine."""
     for block in fenced(REPOSITORY / page, "bash"):
         if commands(block)[0][0] in programs and "--emulate" not in block and "NODE" not in block:
             yield block
 
 
 def run(text: str, folder: Path) -> str:
-    """Run a block as a user would, with the commands of this environment and the small models."""
+    """Run a block in a shell with the commands of this environment; return its output."""
     variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-euc", text],
@@ -229,13 +230,13 @@ def run(text: str, folder: Path) -> str:
 
 
 @pytest.mark.slow  # test_commands_are_valid has all of them
-def test_the_laptop_quickstart_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_laptop_quickstart_runs_unchanged(tmp_path: Path) -> None:
     blocks = list(runnable("docs/quickstart/laptop.md", "cocodiff", "xdit"))
     assert len(blocks) == 3
-    said = run("\n".join(blocks), tmp_path)
+    output = run("\n".join(blocks), tmp_path)
     for block in fenced(REPOSITORY / "docs/quickstart/laptop.md", "text"):
-        assert block in said
-    assert "bit-identical" in said
+        assert block in output
+    assert "bit-identical" in output
     assert (tmp_path / "cocodiff-report/report.html").exists() and (tmp_path / "pictures.png").exists()
 
 
