@@ -82,7 +82,7 @@ def test_without_a_profile_the_links_are_probed() -> None:
 
 def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are large, and several calls are timed per synchronization, else fast axes would be classified as slow."""
-    from xfuser_cocodiff.engine.topology import devices as devices
+    from xfuser_cocodiff.engine.topology import devices
 
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     timed_calls: list[int] = []

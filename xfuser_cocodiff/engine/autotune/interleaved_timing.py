@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 _SMALL_GROUP, _MAX_FACTOR = 8, 4
 _SECONDS_PER_RANK = 0.02

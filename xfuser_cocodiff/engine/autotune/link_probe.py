@@ -14,7 +14,7 @@ import torch
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.codecs import Codec, LinkReference, decode, encode
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage

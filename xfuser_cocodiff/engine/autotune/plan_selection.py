@@ -16,8 +16,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.engine.topology import devices as devices
-from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
 from xfuser_cocodiff.engine.topology.topology import Topology

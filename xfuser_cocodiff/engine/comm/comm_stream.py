@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from xfuser_cocodiff.engine.comm.groups import subgroup
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label, Span, Traffic
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology

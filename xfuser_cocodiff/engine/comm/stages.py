@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import default_pg_nccl_timeout, default_
 
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.traffic import Traffic
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.devices import CPU, is_captured
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import FLAT

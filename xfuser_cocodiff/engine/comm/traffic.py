@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 _NO_CONTEXT = nullcontext()
 

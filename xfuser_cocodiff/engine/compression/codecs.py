@@ -21,7 +21,7 @@ from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS, from_int8, row_bytes, to_int8, tokens_per_row
 from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS, ActiveTokens, Prediction
 from xfuser_cocodiff.engine.kernels.torch_kernels import energy, predict
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """Scores by which active tokens are selected: distance from the prediction, from the step before, or random."""

@@ -23,7 +23,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import (
 )
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 _FLAG_BYTES, _FINITE, _NOT_FINITE = 1, 0, 1
 """Flag at the start of a message: whether all values of its sender are finite. On accelerators it is neither written

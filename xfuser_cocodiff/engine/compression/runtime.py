@@ -20,7 +20,7 @@ from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCod
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 _EXCHANGES_PER_LAYER = 2
 """Number of exchanges of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""

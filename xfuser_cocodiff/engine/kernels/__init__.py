@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens, EncodeResult, Prediction
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 AUTO, TRITON, NUMBA, TORCH = "auto", "triton", "numba", "torch"
 CHOICES = (AUTO, TRITON, NUMBA, TORCH)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.topology import devices as devices
-from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.engine.topology import devices, launcher
 from xfuser_cocodiff.xdit.patching import symbol_lookup
 from xfuser_cocodiff.xdit.patching.log import info_once, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.platforms.platform import compute_device

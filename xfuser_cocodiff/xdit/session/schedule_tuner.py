@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, ScheduleCandidates
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 
 ROUNDS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
 """Candidate of each round; a round is one step. The first pair of rounds allocates memory, and does not count."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.engine.topology import devices as devices
+from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.xdit.layers.module_stack import named_arguments
 
 TIMES = ("timestep", "t", "sigma", "timesteps", "vision_timesteps")
