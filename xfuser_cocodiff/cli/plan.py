@@ -1,4 +1,4 @@
-"""Provides `cocodiff plan`: chosen plans for message sizes, or the best split of a degree for a full-size model."""
+"""`cocodiff plan`: chooses plans for message sizes, or splits of a degree for a full-size model."""
 
 import argparse
 import os

@@ -30,7 +30,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=50, help="denoising steps of each run (%(default)s)")
     parser.add_argument("--size", type=int, default=128, help="height and width of the images in pixels (%(default)s)")
     parser.add_argument("--frames", type=int, default=9, help="frames of videos (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="dtype of weights and activations (%(default)s)",
+    )
     parser.add_argument(
         "--memory_budget", type=float, metavar="GIB", help="memory for predictor state per rank (default: unlimited)"
     )

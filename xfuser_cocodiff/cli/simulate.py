@@ -1,4 +1,4 @@
-"""Provides `cocodiff simulate`: predicted steps of full-size models on known clusters."""
+"""`cocodiff simulate`: predicts step times of full-size models on known clusters."""
 
 import argparse
 from pathlib import Path

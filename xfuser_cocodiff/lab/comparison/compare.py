@@ -33,7 +33,7 @@ _BASELINE_PACKAGES = ("xfuser", "torch", "diffusers")
 
 
 class UsageError(ValueError):
-    """The command line is not valid for a comparison."""
+    """Error: the command line is not valid for a comparison."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ _ERROR = re.compile(r"^(?:\[[^\]]+\]:?\s*)*((?!\S*ChildFailedError)[\w.]*(?:Erro
 
 
 class LaunchError(RuntimeError):
-    """A launch of xDiT failed."""
+    """Error: a launch of xDiT failed."""
 
 
 def run(name: str, command: Sequence[str], environment: Mapping[str, str], out: Path, console: Console) -> Path:

@@ -55,7 +55,7 @@ _TEXT_TOKENS = 32
 
 @dataclass(frozen=True)
 class CodecCase:
-    """A mode with its codec schedule to evaluate."""
+    """Mode and codec schedule to evaluate."""
 
     mode: str
     schedule: str | None

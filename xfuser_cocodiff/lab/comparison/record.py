@@ -14,7 +14,7 @@ Repeat: TypeAlias = list[dict[str, Any]]
 
 
 class RecordError(RuntimeError):
-    """The records of a launch are missing or incomplete."""
+    """Error: the records of a launch are missing or incomplete."""
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:

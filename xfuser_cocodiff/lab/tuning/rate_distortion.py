@@ -26,7 +26,7 @@ _DECIBELS_PER_BIT = 6.02
 
 
 class AllocationUnit(NamedTuple):
-    """The part of a run whose values all have the same bits."""
+    """Part of a run whose values all have the same bits."""
 
     group: int
     """Index of the layer group."""

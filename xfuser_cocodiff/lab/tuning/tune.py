@@ -42,7 +42,7 @@ HELD_OUT_RUNS = 4
 
 @dataclass(frozen=True)
 class TuningTarget:
-    """A PSNR to reach, or a budget of bytes; one of the two is given."""
+    """Target of a search: either a PSNR to reach or a budget of bytes."""
 
     psnr_db: float | None = None
     bytes_fraction: float | None = None
@@ -51,7 +51,7 @@ class TuningTarget:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The tuned bit allocation with its evidence."""
+    """Tuned bit allocation with its evidence."""
 
     allocation: BitAllocation
     rate_distortion: RateDistortion
