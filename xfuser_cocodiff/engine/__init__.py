@@ -1,4 +1,4 @@
-"""Topology-aware, compressed sequence-parallel attention. Imports no xfuser and would serve any host.
+"""Topology-aware, compressed sequence-parallel attention, independent of the host: it imports no xfuser.
 
 Packages, lowest level first; each imports only those before it:
 `topology`, `kernels`, `comm`, `compression`, `attention`, `settings`, `autotune`.
