@@ -1,4 +1,4 @@
-"""Modes that approximate, in whole pipelines: near to stock, for fewer bytes, and no run knows of another."""
+"""Lossy modes in whole pipelines: close to stock for fewer bytes, and no run depends on another."""
 
 import json
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ STEPS = 6
 SIZE = ["--height", "128", "--width", "128", "--num_inference_steps", str(STEPS), "--seed", "3"]
 
 
-class Approximating(Run):
-    """xDiT's runner, with latents as the plugin's own clock sees them."""
+class LossyRun(Run):
+    """xDiT's runner, with latents as the plugin's run tracker receives them."""
 
     def __init__(self, rank: int, world_size: int, model: str, *more: str, dtype: torch.dtype = torch.float32) -> None:
         arguments = ["--model", model, "--ulysses_degree", str(world_size), *SIZE, *MODELS[model], *more]
@@ -32,11 +32,11 @@ class Approximating(Run):
         activation.activate()
         end_step = RunTracker.end_step
 
-        def keep(clock: Any, run: Any, latents: torch.Tensor) -> None:
+        def record(tracker: Any, run: Any, latents: torch.Tensor) -> None:
             self.latents = latents
-            end_step(clock, run, latents)
+            end_step(tracker, run, latents)
 
-        RunTracker.end_step = keep
+        RunTracker.end_step = record
 
     @property
     def runtime(self) -> Any:
@@ -45,17 +45,18 @@ class Approximating(Run):
         return active().runtime
 
 
-def decibels(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    peak = wanted.float().abs().max()
-    return (20 * peak.log10() - 10 * (found.float() - wanted.float()).square().mean().log10()).item()
+def decibels(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the PSNR of latents in dB."""
+    peak = expected.float().abs().max()
+    return (20 * peak.log10() - 10 * (found.float() - expected.float()).square().mean().log10()).item()
 
 
-def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], torch.Tensor]:
-    """Decibels and bytes of each mode against stock, and stock's latents."""
-    run = Approximating(rank, 4, model)
+def run_modes(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], torch.Tensor]:
+    """Return PSNR to stock and the fraction of bytes for each mode, and stock's latents."""
+    run = LossyRun(rank, 4, model)
     stock = run()
-    found, foreseen, of = {}, [], ReferenceBytes.of
-    ReferenceBytes.of = lambda *given: foreseen.append(of(*given)) or foreseen[-1]
+    found, planned, of = {}, [], ReferenceBytes.of
+    ReferenceBytes.of = lambda *arguments: planned.append(of(*arguments)) or planned[-1]
     for name, mode, schedule in (
         ("8 bit", "balanced", "bits=8,bits_o=8"),
         ("4 bit", "balanced", "bits=4,bits_o=4"),
@@ -64,10 +65,10 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
         ("paper", "paper", None),
     ):
         run.use_mode(mode, schedule=schedule)
-        foreseen.clear()
+        planned.clear()
         latents = run()
         reports = run.runtime.reports
-        assert sum(need.full for need in foreseen) == reports[-1].reference_bytes > 0
+        assert sum(each.full for each in planned) == reports[-1].reference_bytes > 0
         assert [report.step for report in reports] == list(range(STEPS))
         assert run.runtime.reference_bytes == 0, "references outlive their run"
         sent = sum(report.sent_bytes for report in reports) / sum(report.exact_bytes for report in reports)
@@ -81,11 +82,11 @@ def approximate(rank: int, model: str) -> tuple[dict[str, tuple[float, float]], 
     return found, stock
 
 
-@pytest.mark.slow  # of codecs by themselves this is quick
+@pytest.mark.slow  # the tests of codecs are the quick ones
 @pytest.mark.parametrize("model", MODELS)
-def test_more_bytes_are_nearer_to_stock(model: str) -> None:
-    (first, stock), *others = ranks.run(approximate, 4, model)
-    for other, latents in others:  # in SD3.5 each rank has a part of the picture, else all see the same one
+def test_more_bits_are_closer_to_stock(model: str) -> None:
+    (first, stock), *others = ranks.run(run_modes, 4, model)
+    for other, latents in others:  # in SD3.5 each rank has a part of the image, else all have the whole
         same = [other[name][0] == first[name][0] for name in first]
         assert all(same) or not torch.equal(latents, stock)
     quality, sent = ({name: pair[index] for name, pair in first.items()} for index in (0, 1))
@@ -95,56 +96,56 @@ def test_more_bytes_are_nearer_to_stock(model: str) -> None:
     assert sent["half"] < sent["4 bit"]
 
 
-def alone(rank: int, prompt: str) -> torch.Tensor:
-    run = Approximating(rank, 2, "FLUX.1-dev")
+def run_alone(rank: int, prompt: str) -> torch.Tensor:
+    run = LossyRun(rank, 2, "FLUX.1-dev")
     run.use_mode("fast", "node=2", schedule="cached=0.5")
     return run(prompt=prompt)
 
 
-def in_a_row(rank: int) -> list[torch.Tensor]:
-    """Three runs, then one that is broken off, then another."""
-    run = Approximating(rank, 2, "FLUX.1-dev")
+def run_in_sequence(rank: int) -> list[torch.Tensor]:
+    """Return the latents of three runs, and of one after an aborted run."""
+    run = LossyRun(rank, 2, "FLUX.1-dev")
     run.use_mode("fast", "node=2", schedule="cached=0.5")
     found = [run(prompt=prompt) for prompt in ("a cat", "the moon", "a cat")]
     transformer, calls = run.runner.model.pipe.transformer, []
 
-    def break_off(*_: Any) -> None:
+    def abort(*_: Any) -> None:
         calls.append(1)
         if len(calls) == 4:
             raise InterruptedError("by the user")
 
-    hook = transformer.register_forward_pre_hook(break_off)
+    hook = transformer.register_forward_pre_hook(abort)
     with pytest.raises(InterruptedError):
         run(prompt="old coins")
     hook.remove()
     return [*found, run(prompt="the moon")]
 
 
-def test_no_run_knows_of_another() -> None:
-    found = ranks.run(in_a_row, 2)[0]
-    fresh = {"a cat": found[0], "the moon": ranks.run(alone, 2, "the moon")[0]}
+def test_runs_do_not_depend_on_earlier_runs() -> None:
+    found = ranks.run(run_in_sequence, 2)[0]
+    fresh = {"a cat": found[0], "the moon": ranks.run(run_alone, 2, "the moon")[0]}
     assert not torch.equal(fresh["a cat"], fresh["the moon"])
     for latents, prompt in zip(found, ("a cat", "the moon", "a cat", "the moon"), strict=True):
         assert torch.equal(latents, fresh[prompt]), prompt
 
 
-def with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[list[torch.Tensor], list[int]]:
-    """Latents of stock, exact and twice a mode, all with a step cache, and what the mode moved at each step."""
-    run = Approximating(rank, 2, model, "--cache_method", method, "--cache_config", json.dumps(config))
+def run_with_step_cache(rank: int, model: str, method: str, config: dict) -> tuple[list[torch.Tensor], list[int]]:
+    """Return latents of stock, exact and twice a lossy mode, all with a step cache, and the mode's bytes per step."""
+    run = LossyRun(rank, 2, model, "--cache_method", method, "--cache_config", json.dumps(config))
 
-    def fresh() -> torch.Tensor:
+    def fresh_run() -> torch.Tensor:
         for module in run.runner.model.pipe.transformer.modules():
-            if type(module).__name__.endswith("CachedTransformerBlocks"):  # which know of the run before
+            if type(module).__name__.endswith("CachedTransformerBlocks"):  # keeps state of the run before
                 module.cache_context.modulated_inputs = None
                 module.use_cache, module.cnt = torch.tensor(False), torch.tensor(0)
                 module.accumulated_rel_l1_distance = torch.zeros(1)
         return run()
 
-    latents = [fresh()]
+    latents = [fresh_run()]
     run.use_mode("exact", "node=2")
-    latents.append(fresh())
+    latents.append(fresh_run())
     run.use_mode("balanced", "node=2", schedule="bits=8,bits_o=8")
-    latents += [fresh(), fresh()]
+    latents += [fresh_run(), fresh_run()]
     return latents, [report.exact_bytes for report in run.runtime.reports]
 
 
@@ -160,25 +161,25 @@ DBCACHE = {"Fn_compute_blocks": 1, "max_warmup_steps": 1, "scm_policy": None, "r
         slow("SD3.5", "dbcache", DBCACHE),
     ],
 )
-def test_a_step_cache_may_leave_layers_out(model: str, method: str, config: dict) -> None:
-    for (stock, exact, first, second), moved in ranks.run(with_step_cache, 2, model, method, config):
+def test_lossy_modes_work_with_step_caches(model: str, method: str, config: dict) -> None:
+    for (stock, exact, first, second), sent in ranks.run(run_with_step_cache, 2, model, method, config):
         assert torch.equal(exact, stock)
-        assert torch.equal(first, second), "a run knows of the one before"
+        assert torch.equal(first, second), "a run depends on the one before"
         assert decibels(first, stock) > 40
-        assert len(moved) == STEPS
-        assert moved[0] == max(moved) > min(moved), "no step was left out, so this shows nothing"
+        assert len(sent) == STEPS
+        assert sent[0] == max(sent) > min(sent), "the cache skipped no layer, so this test shows nothing"
 
 
-def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Stock's latents, those of a mode by real ranks or by one that stands for them, and bytes on slow axes."""
+def run_real_or_virtual(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return stock's latents, those of a mode on real or virtual ranks, and bytes on slow axes."""
     from xfuser_cocodiff.engine.topology.plans import Plan
     from xfuser_cocodiff.engine.topology.topology import Topology
 
-    run = Approximating(rank, world_size, model)
+    run = LossyRun(rank, world_size, model)
     stock = run()
     whole = Topology.parse("2x2")
     virtual = whole if world_size == 1 else None
-    together = Overlap(v_first=False)  # or the faster schedule has it: a V that goes alone has flags of its own
+    together = Overlap(v_first=False)  # as a message of its own, V has a flag of its own
     topology, plan = ("flat", None) if virtual else ("2x2", Plan.hierarchical(whole))
     run.use_mode("balanced", topology, plan=plan, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
     latents = run()
@@ -186,21 +187,22 @@ def in_fp32(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], ["FLUX.1-dev", "FLUX.2-dev"]))
-def test_one_rank_can_stand_for_many(model: str) -> None:
-    """As near to stock, for as many bytes; test_coding has the exchange alone, bit for bit.
+def test_virtual_ranks_are_as_close_to_stock_as_real_ones(model: str) -> None:
+    """Compare PSNR and bytes; test_coded_all_to_all compares the exchange alone, bit for bit.
 
-    Here rounding differs between degrees, tips values over the edges of their levels, and so grows from layer to layer.
+    Here rounding differs between degrees and moves values across edges of quantization levels, so that differences grow
+    from layer to layer.
     """
-    real, [virtual] = (ranks.run(in_fp32, size, model, size) for size in (4, 1))
+    real, [virtual] = (ranks.run(run_real_or_virtual, size, model, size) for size in (4, 1))
     stock, latents, _ = real[0]
     assert decibels(virtual[0], stock) > 120
     assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)
-    assert decibels(virtual[1], latents) > decibels(latents, stock) - 1.5  # errors of their own would be 3 dB apart
-    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=3e-2)  # messages also have flags and gaps
+    assert decibels(virtual[1], latents) > decibels(latents, stock) - 1.5  # independent errors would be 3 dB apart
+    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=3e-2)  # messages also have flags and padding
 
 
 def transformer(name: str, **config: object) -> torch.nn.Module:
-    """A transformer of a class of that name, in a wrapper."""
+    """Return a transformer whose class has a name, in a wrapper."""
     base = type(name, (torch.nn.Module,), {"config": SimpleNamespace(**config)})
     return type("Wrapper", (base,), {})()
 
@@ -216,7 +218,7 @@ def transformer(name: str, **config: object) -> torch.nn.Module:
         ("HunyuanVideoTransformer3DModel", {"patch_size": 2, "patch_size_t": 1}, (2, 16, 5, 8, 20), 232, [200, 32]),
     ],
 )
-def test_where_text_and_image_lie(name: str, config: dict, image: tuple, tokens: int, expected: list[int]) -> None:
+def test_segments_of_text_and_image(name: str, config: dict, image: tuple, tokens: int, expected: list[int]) -> None:
     from xfuser_cocodiff.xdit.attention.segments import segments
 
     shapes = {"hidden_states": torch.Size(image), "encoder_hidden_states": torch.Size((2, 32, 64))}

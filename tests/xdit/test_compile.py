@@ -216,9 +216,9 @@ def compile_a_pipeline(rank: int, world_size: int, model: str, degree: int, topo
     """Return the figures of :func:`compile_both` for a pipeline in xDiT's runner, with two prompts and other sizes."""
     from torch._dynamo.utils import counters
 
-    from tests.xdit.test_approximation import Approximating
+    from tests.xdit.test_approximation import LossyRun
 
-    run = Approximating(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
+    run = LossyRun(rank, world_size, model, "--num_inference_steps", "3", "--ulysses_degree", str(degree), *more)
     expected, figures = [], []
     modes = (None, "exact", "balanced") if world_size == 2 else (None, "exact")  # four code in test_traced_codecs
     for mode in modes:

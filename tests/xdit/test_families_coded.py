@@ -1,5 +1,7 @@
-"""Modes that approximate, in whole small transformers of all families: every layer is coded, for the bytes that the
-schedule promises, and the latents stay near stock's."""
+"""Lossy modes in small transformers of all families: every layer is coded, for the bytes that the schedule predicts.
+
+Latents stay close to stock's.
+"""
 
 import json
 import math
@@ -28,28 +30,27 @@ STEPS, DEGREE, BITS = 8, 4, 4
 
 
 class Coded(NamedTuple):
-    """What is to be coded of a model."""
+    """Expected figures of a model."""
 
     layers: int
-    """That go through the exchange in a step."""
+    """Number of coded layers in a step."""
     head_dim: int
     keyframes: tuple[int, ...] = (0,)
-    """Steps at which references begin, in 8 bits."""
+    """Keyframe steps, which have 8 bits."""
     decibels: float = 20
-    """Of PSNR to stock, at least."""
+    """Minimum PSNR to stock in dB."""
 
-    def share(self, step: int) -> float:
-        """Of exact bytes in float32: a value takes some bits, and a row of them a byte for its scale, which tokens of
-        small heads may share."""
+    def byte_fraction(self, step: int) -> float:
+        """Return coded bytes over float32 bytes: bits per value, and a byte per row for its scale."""
         if step in self.keyframes:
             return (self.head_dim + 1) / (self.head_dim * 4)
-        together = max(1, 64 // self.head_dim)
-        return (self.head_dim * BITS / 8 + 1 / together) / (self.head_dim * 4)
+        row_tokens = max(1, 64 // self.head_dim)
+        return (self.head_dim * BITS / 8 + 1 / row_tokens) / (self.head_dim * 4)
 
 
 CHAOTIC = 15
-"""Decibels of Krea 2, whose small model is chaotic: noise that is moved by a thousandth leads to latents 34 dB away,
-where other models come to 65 dB."""
+"""Minimum PSNR of Krea 2 in dB. Its small model is chaotic: noise that changes by a thousandth gives latents at 34 dB,
+where other models are at 65 dB."""
 CODED = {
     "Wan": Coded(2, 24),
     "WanA14B": Coded(2, 24, keyframes=(0, 4)),
@@ -77,7 +78,7 @@ CODED = {
 
 
 class Coding:
-    """A small model on one of some ranks, denoised by modes."""
+    """Runs of a small model on one rank, by mode."""
 
     def __init__(self, rank: int, model: str) -> None:
         from tests.small_transformers import MODELS, prepare_ranks, use
@@ -87,8 +88,8 @@ class Coding:
         use(self.small, DEGREE)
         self.stock = self.small.denoise(STEPS)
 
-    def by(self, mode: str | None, schedule: str | None) -> torch.Tensor:
-        """Latents; what was done is in the runtime's reports."""
+    def run(self, mode: str | None, schedule: str | None) -> torch.Tensor:
+        """Return the latents of a mode with changes to its schedule."""
         from tests.small_transformers import use
         from xfuser_cocodiff.xdit.session.session import active
 
@@ -99,26 +100,26 @@ class Coding:
         session.runs.begin(STEPS)
         return self.small.denoise(STEPS, session.runs.end_step)
 
-    def by_bits(self) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
-        """Stock's latents, those of a mode by :data:`BITS`, and what it did."""
-        latents = self.by("balanced", f"bits={BITS},bits_o={BITS}")
+    def run_bits(self) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
+        """Return stock's latents, those with :data:`BITS` per value, and the reports."""
+        latents = self.run("balanced", f"bits={BITS},bits_o={BITS}")
         return self.stock, latents, self.runtime.reports
 
 
-def code(rank: int, model: str) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
-    return Coding(rank, model).by_bits()
+def run_bits(rank: int, model: str) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
+    return Coding(rank, model).run_bits()
 
 
-def check_reports(reports: "list[StepReport]", wanted: Coded, steps: int) -> None:
-    """Every layer is coded at every step, for the bytes that are promised."""
+def check_reports(reports: "list[StepReport]", expected: Coded, steps: int) -> None:
+    """Check that every layer is coded at every step, for the expected bytes."""
     assert [report.step for report in reports] == list(range(steps))
     for report in reports:
         assert report.exact_bytes > 0
-        assert len(report.errors) == wanted.layers, sorted(report.errors)
+        assert len(report.errors) == expected.layers, sorted(report.errors)
         assert 0 < report.error < 0.4, report.errors
-        # These messages are small: beside the values in them there are flags, shares of changes, and what aligns them.
-        share = wanted.share(report.step)
-        assert share <= report.sent_bytes / report.exact_bytes < 1.4 * share, report
+        # Flags, gains and padding add up to 40% to these small messages.
+        fraction = expected.byte_fraction(report.step)
+        assert fraction <= report.sent_bytes / report.exact_bytes < 1.4 * fraction, report
 
 
 def check_bits(model: str, found: "list[tuple[torch.Tensor, torch.Tensor, list[StepReport]]]") -> None:
@@ -130,14 +131,14 @@ def check_bits(model: str, found: "list[tuple[torch.Tensor, torch.Tensor, list[S
 
 
 ONE_TRANSFORMER = [model for model in CASES if CODED[model].keyframes == (0,)]
-"""For which every feature of a schedule is tested, and this beside it."""
+"""Models for which every feature of a schedule is tested, and coding of every layer with it."""
 
 
 @pytest.mark.parametrize(
     "model", slow_but(["MiniMaxH3Fused"], ["MiniMaxH3Fused", *sorted(CASES.keys() - {*ONE_TRANSFORMER})])
 )
 def test_every_layer_is_coded(model: str) -> None:
-    check_bits(model, ranks.run(code, DEGREE, model))
+    check_bits(model, ranks.run(run_bits, DEGREE, model))
 
 
 FEATURES = [
@@ -157,65 +158,62 @@ FEATURES = [
 ]
 """Changes to a mode's schedule; a model's first layer and a tuned file are filled in."""
 FIGURES = {**dict.fromkeys("qkv", (4.0, 2.0)), "k": (NOT_SENT, 8.0), "o": (None, 4.0)}
-"""Bits of the file, in the first half of a run and in the second."""
+"""Bits in the schedule file, for the first and the second half of a run."""
 
 
 def codecs_of(schedule: CodecSchedule, step: int, layer: str | None = None) -> Mapping[str, Codec]:
-    """Of a step, at the first of which there is nothing to differ from."""
+    """Return the codecs of a step; at the first there is no reference."""
     return schedule.codecs(step, STEPS, layer) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
 
 
 class Messages:
-    """Tells what crosses slow axes from what is handed to the exchange, by sizes alone."""
+    """Computes expected bytes on slow axes from the sizes of all coded exchanges."""
 
     def __init__(self) -> None:
         from xfuser_cocodiff.engine.compression import coded_all_to_all
         from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
-        self.seen: dict[tuple, tuple[dict, list]] = {}
-        send, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
+        self.exchanges: dict[tuple, tuple[dict, list]] = {}
+        start, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
 
-        def asked(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
+        def recorded_codecs(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
             self._call, self._step = (layer, key, branch), runtime.step
             return layer_codecs(runtime, layer, key, branch, *given)
 
-        def sent(pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any) -> Any:
+        def recorded_start(
+            pieces: Any, targets: Any, mesh: Any, layer_codecs: Any, label: Any, group: Any, *more: Any
+        ) -> Any:
             partition, key = layer_codecs.partition, (self._step, self._call, label.tensors == "o", group)
-            shapes, flags = self.seen.setdefault(key, ({}, []))
-            links = (
-                partition.num_slow - 1
-                if not layer_codecs.single_stage
-                else (partition.num_slow - 1) * partition.num_fast
-            )
+            shapes, flags = self.exchanges.setdefault(key, ({}, []))
+            links = (partition.num_slow - 1) * (partition.num_fast if layer_codecs.single_stage else 1)
             for name, piece in zip(label.tensors, pieces, strict=True):
                 batch, *rest = piece.shape[-4:]
                 shapes[name] = (links, batch * (1 if layer_codecs.single_stage else partition.num_fast), *rest)
             flags.append(codecs.aligned(1))
-            return send(pieces, targets, mesh, layer_codecs, label, group, *more)
+            return start(pieces, targets, mesh, layer_codecs, label, group, *more)
 
-        coded_all_to_all.start, CodecRuntime.layer_codecs = sent, asked
+        coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
 
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
-        """Bytes of each step, by a schedule and as they are; clears what was seen."""
+        """Return coded and lossless bytes of each step by a schedule, and forget the exchanges."""
         found = [(0, 0)] * STEPS
-        for (step, (layer, *_), *_), (shapes, flags) in self.seen.items():
+        for (step, (layer, *_), *_), (shapes, flags) in self.exchanges.items():
             names = "".join(shapes)
-            used = codecs_of(schedule, step, layer)
+            step_codecs = codecs_of(schedule, step, layer)
             links = next(iter(shapes.values()))[0]
-            size = modes.link_bytes(used, names, [*shapes.values()], torch.float32) + sum(flags[1:])
+            size = modes.link_bytes(step_codecs, names, [*shapes.values()], torch.float32) + sum(flags[1:])
             exact = 4 * sum(map(math.prod, shapes.values()))
             found[step] = found[step][0] + links * size, found[step][1] + exact
-        self.seen.clear()
+        self.exchanges.clear()
         return found
 
 
-def code_by_features(
+def run_features(
     rank: int, model: str, cases: list[tuple[str, str | None]], folder: str
 ) -> "tuple[tuple[torch.Tensor, torch.Tensor, list[StepReport]], list[tuple]]":
-    """What a mode by :data:`BITS` did, and what each case promised and did: whether steps are exact, bytes and reports;
-    and its latents and stock's."""
+    """Return the run with :data:`BITS`, and for each case expected lossless steps and bytes, reports and latents."""
     coding, found = Coding(rank, model), []
-    messages, by_bits = Messages(), coding.by_bits()
+    messages, bits_run = Messages(), coding.run_bits()
     layers = sorted(coding.runtime.reports[0].errors)
     file = Path(folder, "tuned.json")
     if rank == 0:
@@ -223,48 +221,48 @@ def code_by_features(
             json.dumps(BitAllocation((0.0, 0.5), dict.fromkeys(layers, FIGURES), 8.0, steps=STEPS).to_json())
         )
     dist.barrier()
-    messages.seen.clear()
+    messages.exchanges.clear()
     for mode, feature in cases:
-        changes = feature and feature.format(layer=layers[0], file=file)
-        latents = coding.by(None if feature and feature.startswith("@") else mode, changes)
+        overrides = feature and feature.format(layer=layers[0], file=file)
+        latents = coding.run(None if feature and feature.startswith("@") else mode, overrides)
         schedule = modes.preset(mode, STEPS)
-        schedule = CodecSchedule.parse(changes, schedule) if changes else schedule
+        schedule = CodecSchedule.parse(overrides, schedule) if overrides else schedule
         exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
-        left_out = len([layer for layer in layers if schedule.is_lossless_layer(layer)])
-        done = messages.expected(schedule), coding.runtime.reports, latents
-        found.append((exact_steps, left_out, *done, coding.stock))
-    return by_bits, found
+        exact_layers = len([layer for layer in layers if schedule.is_lossless_layer(layer)])
+        results = messages.expected(schedule), coding.runtime.reports, latents
+        found.append((exact_steps, exact_layers, *results, coding.stock))
+    return bits_run, found
 
 
 TRANSFORMERS = {"Ideogram4": 2}
-"""Those of a step, where there are several: their layers have the same names."""
+"""Number of transformers in a step if there are several, whose layers have the same names."""
 
 
 def check_features(model: str, cases: list[tuple[str, str | None]], folder: Path) -> None:
     lossy = set()
-    by_bits, by_cases = zip(*ranks.run(code_by_features, DEGREE, model, cases, str(folder)), strict=True)
-    check_bits(model, by_bits)
-    for rank in by_cases:
-        for case, (exact_steps, left_out, foreseen, reports, latents, stock) in zip(cases, rank, strict=True):
-            for report, is_exact, (sent, exact) in zip(reports, exact_steps, foreseen, strict=True):
-                as_it_is = report.exact_bytes - exact  # of layers that always travel exactly
-                assert report.sent_bytes == sent + as_it_is, (case, report)
-                assert (as_it_is > 0) == (left_out > 0), (case, report)
-                assert report.exact_layers == left_out * TRANSFORMERS.get(model, 1), (case, report)
+    bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases, str(folder)), strict=True)
+    check_bits(model, bits_runs)
+    for rank in feature_runs:
+        for case, (exact_steps, exact_layers, expected, reports, latents, stock) in zip(cases, rank, strict=True):
+            for report, is_exact, (sent, exact) in zip(reports, exact_steps, expected, strict=True):
+                lossless_bytes = report.exact_bytes - exact  # of lossless layers
+                assert report.sent_bytes == sent + lossless_bytes, (case, report)
+                assert (lossless_bytes > 0) == (exact_layers > 0), (case, report)
+                assert report.exact_layers == exact_layers * TRANSFORMERS.get(model, 1), (case, report)
                 assert report.repeated == 0 and len(report.errors) == CODED[model].layers, (case, report)
-                # Of a token that was sent long ago nothing may be left: an error of root two, more if extrapolated.
+                # Tokens that were sent long ago may be unrelated: an error of root two, or more if extrapolated.
                 assert report.error < (1e-9 if is_exact else 2), (case, report)
-                lossy |= {case} if report.error else set()  # a rank may have nothing but zeros to send
+                lossy |= {case} if report.error else set()  # a rank may send zeros only
             assert latents.isfinite().all() and not torch.equal(latents, stock), case
     assert lossy == {*cases}
 
 
 def cases_of(number: int) -> list[tuple[str, str | None]]:
-    """Of a model by its number: all features, each in another mode than in the model before, and all modes."""
-    return [(MODES[1:][(number + place) % len(MODES[1:])], feature) for place, feature in enumerate(FEATURES)]
+    """Return all features for a model, each in another mode than for the model before."""
+    return [(MODES[1:][(number + index) % len(MODES[1:])], feature) for index, feature in enumerate(FEATURES)]
 
 
 @pytest.mark.parametrize("model", slow_but(["Cosmos3"], ONE_TRANSFORMER))
-def test_every_mode_and_every_feature_of_a_schedule(model: str, tmp_path: Path) -> None:
-    """Pairwise over models, modes and features: for the bytes that the schedule foretells, and finite errors."""
+def test_every_mode_with_every_schedule_feature(model: str, tmp_path: Path) -> None:
+    """Combine models, modes and features pairwise; bytes equal the prediction and errors are finite."""
     check_features(model, cases_of(ONE_TRANSFORMER.index(model)), tmp_path)

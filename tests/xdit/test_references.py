@@ -1,4 +1,4 @@
-"""Codecs in xDiT's transformers on real ranks: references foretold are those held later, and schedules are kept."""
+"""Codecs in xDiT's transformers on real ranks: planned reference memory, schedule files, budgets and log messages."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT,
 STEPS = 4
 
 
-class Held:
-    """Runs of a small transformer, and what is said and held of them."""
+class SmallRuns:
+    """Runs of a small transformer, with log messages and reference memory."""
 
     def __init__(self, rank: int, degree: int, model: str) -> None:
         from tests.small_transformers import MODELS, prepare_ranks
@@ -36,34 +36,34 @@ class Held:
         config, _ = xFuserArgs(model="small", ulysses_degree=self.degree, **options).create_config()
         initialize_runtime_state(self.small.pipeline, config)
         self.small.ready()
-        self.runtime, self.said = active().runtime, []
+        self.runtime, self.logged = active().runtime, []
         if self.runtime:
-            self.runtime._info = self.runtime._warn = self.said.append
+            self.runtime._info = self.runtime._warn = self.logged.append
 
     @torch.no_grad()
     def run(self, branches: int = 1) -> tuple[list[int], list[int]]:
-        """What was foretold after each step, and what was held."""
+        """Return planned and allocated reference bytes after each step."""
         import xfuser_cocodiff
 
-        foretold, latents = [], self.small.start
+        planned, latents = [], self.small.start
         with xfuser_cocodiff.run(STEPS) as run:
             for step in range(STEPS):
                 time = torch.full((self.small.batch,), 1 - step / STEPS)
                 velocities = [self.small.velocity(latents, time) for _ in range(branches)]
                 latents = latents - velocities[0] / STEPS
                 if step == STEPS - 1:
-                    foretold.append(self.runtime.planned_reference_bytes)
+                    planned.append(self.runtime.planned_reference_bytes)
                 run.step()
                 if step < STEPS - 1:
-                    foretold.append(self.runtime.planned_reference_bytes)
+                    planned.append(self.runtime.planned_reference_bytes)
         self.latents = latents
-        return foretold, [report.reference_bytes for report in self.runtime.reports]
+        return planned, [report.reference_bytes for report in self.runtime.reports]
 
 
-def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
-    held = Held(rank, 2, model)
-    held.use()
-    return *held.run(), held.said
+def reference_bytes(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
+    runs = SmallRuns(rank, 2, model)
+    runs.use()
+    return *runs.run(), runs.logged
 
 
 @pytest.mark.parametrize(
@@ -81,109 +81,110 @@ def foretell(rank: int, model: str) -> tuple[list[int], list[int], list[str]]:
         ],
     ),
 )
-def test_what_is_foretold_is_what_is_held(model: str, layers: int) -> None:
-    for foretold, held, said in ranks.run(foretell, 2, model):
-        assert set(foretold) == {held[-1]} and held[-1] > 0
-        assert [line for line in said if line.startswith(f"link references of {layers} layers: ")], said
+def test_planned_reference_bytes_equal_allocated_bytes(model: str, layers: int) -> None:
+    for planned, allocated, logged in ranks.run(reference_bytes, 2, model):
+        assert set(planned) == {allocated[-1]} and allocated[-1] > 0
+        assert [line for line in logged if line.startswith(f"link references of {layers} layers: ")], logged
 
 
-def by_a_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
-    """Errors of each layer by a tuned schedule, and what is said of a file that lacks one."""
-    held = Held(rank, 2, "Wan")
-    held.use()
-    held.run()
-    first, *others = held.runtime.reports[-1].errors
+def run_by_file(rank: int, folder: str) -> tuple[list[dict[str, float]], str]:
+    """Return errors of each layer by a schedule file, and the error of a file that lacks one layer."""
+    runs = SmallRuns(rank, 2, "Wan")
+    runs.use()
+    runs.run()
+    first, *others = runs.runtime.reports[-1].errors
     fine, rough = (dict.fromkeys(LETTERS, (bits,)) for bits in (8.0, 1.0))
     rough = {**rough, "q": (NOT_SENT,)}
     for name, layers in (("whole", [first, *others]), ("lacking", others)):
         bits = {layer: fine if layer == first else rough for layer in layers}
         Path(folder, f"{name}_{rank}.json").write_text(json.dumps(BitAllocation((0.0,), bits, 8.0).to_json()))
-    held.use(cocodiff_mode=None, cocodiff_schedule=f"@{_same(folder, 'whole', rank)}")
-    held.run()
-    errors = [report.errors for report in held.runtime.reports]
-    held.use(cocodiff_schedule=f"@{_same(folder, 'lacking', rank)}")
+    runs.use(cocodiff_mode=None, cocodiff_schedule=f"@{_same(folder, 'whole', rank)}")
+    runs.run()
+    errors = [report.errors for report in runs.runtime.reports]
+    runs.use(cocodiff_schedule=f"@{_same(folder, 'lacking', rank)}")
     with pytest.raises(ValueError, match="has no bits for the layer") as caught:
-        held.run()
+        runs.run()
     return errors, str(caught.value)
 
 
 def _same(folder: str, name: str, rank: int) -> Path:
-    """A file that all ranks read."""
+    """Return a file that all ranks read."""
     dist.barrier()
     return Path(folder, f"{name}_0.json")
 
 
-def test_real_ranks_go_by_a_tuned_schedule_and_refuse_one_of_other_layers_alike(tmp_path: Path) -> None:
-    for errors, said in ranks.run(by_a_file, 2, str(tmp_path)):
+def test_schedule_files_apply_on_all_ranks_and_must_have_all_layers(tmp_path: Path) -> None:
+    for errors, message in ranks.run(run_by_file, 2, str(tmp_path)):
         first, *others = errors[-1]
         assert others
         assert all(errors[-1][first] < 0.1 * errors[-1][other] for other in others)
-        assert repr(first) in said
+        assert repr(first) in message
 
 
-def on_a_budget(rank: int) -> list[tuple[list[int], list[str], list[int], int, torch.Tensor]]:
-    held, found, whole = Held(rank, 2, "Klein"), [], None
-    for share in (1, 0.6, 0.2):  # all there is, in 8 bits, and for some layers
-        # V alone is a message more, with a flag of its own: a trial's choice would show in the bytes.
-        held.use(cocodiff_memory_budget=whole and whole * share / 2**30, cocodiff_v_first="off")
+def run_with_budgets(rank: int) -> list[tuple[list[int], list[str], list[int], int, torch.Tensor]]:
+    """Return memory, log messages, lossless layers, bytes and latents with all memory, with 60% and with 20% of it."""
+    runs, found, full_bytes = SmallRuns(rank, 2, "Klein"), [], None
+    for fraction in (1, 0.6, 0.2):  # unlimited, int8 references, and some lossless layers
+        # Without V-First: V as a message of its own has a flag, and the tuner's choice would show in the bytes.
+        runs.use(cocodiff_memory_budget=full_bytes and full_bytes * fraction / 2**30, cocodiff_v_first="off")
         for _ in range(2):
-            held.said.clear()
-            _, sizes = held.run()
-            reports = held.runtime.reports
+            runs.logged.clear()
+            _, sizes = runs.run()
+            reports = runs.runtime.reports
             sent = sum(report.sent_bytes for report in reports)
-            found.append((sizes, list(held.said), [report.exact_layers for report in reports], sent, held.latents))
-        whole = whole or sizes[-1]
+            found.append((sizes, list(runs.logged), [report.exact_layers for report in reports], sent, runs.latents))
+        full_bytes = full_bytes or sizes[-1]
     return found
 
 
-def test_the_budget_decides_by_all_layers_and_costs_little_quality_and_then_bytes() -> None:
-    for found in ranks.run(on_a_budget, 2):
-        sizes, _, _, at_first, full = found[0]
-        whole = sizes[-1]
-        for (sizes, said, exact, sent, latents), share in zip(found, (1, 1, 0.6, 0.6, 0.2, 0.2), strict=True):
-            assert max(sizes) <= share * whole
-            assert (exact[0] > 0) == (share == 0.2) and len(set(exact)) == 1
-            # In the second run of a session too.
-            assert any("of 6 layers are lossless" in line for line in said) == (share == 0.2), said
-            assert sent == at_first if share > 0.2 else sent > 1.1 * at_first
+def test_memory_budgets_use_int8_first_and_lossless_layers_then() -> None:
+    for found in ranks.run(run_with_budgets, 2):
+        sizes, _, _, full_sent, full = found[0]
+        full_bytes = sizes[-1]
+        for (sizes, logged, exact, sent, latents), fraction in zip(found, (1, 1, 0.6, 0.6, 0.2, 0.2), strict=True):
+            assert max(sizes) <= fraction * full_bytes
+            assert (exact[0] > 0) == (fraction == 0.2) and len(set(exact)) == 1
+            # Warned in the second run of a session too.
+            assert any("of 6 layers are lossless" in line for line in logged) == (fraction == 0.2), logged
+            assert sent == full_sent if fraction > 0.2 else sent > 1.1 * full_sent
             assert decibels(latents, full) > 20
 
 
-def speak(rank: int) -> list[list[str]]:
-    """What is said at the start, in runs of few and of many steps, and under compile."""
+def log_messages(rank: int) -> list[list[str]]:
+    """Return messages at the start, in runs of few and of many steps, and with torch.compile."""
     import logging
 
     import xfuser_cocodiff
 
-    held, said, found = Held(rank, 2, "Wan"), [], []
+    runs, logged, found = SmallRuns(rank, 2, "Wan"), [], []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
 
-    def heard() -> list[str]:
-        found.append([line for line in said if "mode" in line or "exactly" in line])
-        said.clear()
+    def collect() -> None:
+        found.append([line for line in logged if "mode" in line])
+        logged.clear()
 
-    held.use()
-    heard()
-    held.runtime._info = held.runtime._warn = said.append
+    runs.use()
+    collect()
+    runs.runtime._info = runs.runtime._warn = logged.append
     for steps in (3, 3, 20):
         with xfuser_cocodiff.run(steps) as run, torch.no_grad():
             for _ in range(3):
-                held.small.velocity(held.small.start, torch.ones(1))
+                runs.small.velocity(runs.small.start, torch.ones(1))
                 run.step()
-        heard()
-    held.use(use_torch_compile=True)
-    heard()
+        collect()
+    runs.use(use_torch_compile=True)
+    collect()
     return found
 
 
-def test_what_codes_and_how_to_measure_its_error_is_said_when_something_is_coded() -> None:
-    at_start, few, again, many, compiled = ranks.run(speak, 2)[0]
+def test_the_schedule_and_how_to_measure_its_error_are_logged_once() -> None:
+    at_start, few, again, many, compiled = ranks.run(log_messages, 2)[0]
     assert [line.startswith("cocodiff: lossy: ") and "node" in line for line in at_start] == [True], at_start
     for lines, bits, steps in ((few, 4, 3), (many, 2, 20)):
         assert [f"bits={bits}," in line for line in lines] == [True]
         assert f"measure it with cocodiff quality --model NAME --steps {steps} --mode 'balanced'" in lines[0]
     assert again == []
-    assert not any("dB" in line for line in (*at_start, *few, *many))  # no figure of another model
-    assert compiled == at_start  # where modes do what they do elsewhere
+    assert not any("dB" in line for line in (*at_start, *few, *many))  # no figures of other models
+    assert compiled == at_start  # modes work in compiled graphs too

@@ -14,7 +14,7 @@ from tests import ranks
 from tests.engine.settings.test_ring_placement import profile
 from tests.lab.simulation.test_simulate import step_flops
 from tests.quick import slow
-from tests.xdit.test_approximation import STEPS, Approximating
+from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
@@ -157,7 +157,7 @@ def traffic_and_references(
     flags = ["--use_cocodiff", "--cocodiff_ring", split.placement, "--cocodiff_topology", str(whole)]
     length = ["--max_sequence_length", str(text)] if model == "FLUX.1-dev" else []
     flags += ["--cocodiff_a2a", "flat"]
-    run = Approximating(rank, whole.size, model, *length, *degrees, *flags, dtype=torch.bfloat16)
+    run = LossyRun(rank, whole.size, model, *length, *degrees, *flags, dtype=torch.bfloat16)
     topology = split.ulysses_topology(whole)
     overlap = Overlap(v_first=False, head_groups=1)
     ring_topology = split.ring_topology(whole) if split.ring > 1 else None

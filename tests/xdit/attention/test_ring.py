@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.engine.topology.test_planner import profile_of
-from tests.xdit.test_approximation import STEPS, Approximating, decibels
+from tests.xdit.test_approximation import STEPS, LossyRun, decibels
 from tests.xdit.test_pipelines import MODELS, SIZE, Run, used_axes
 from xfuser_cocodiff.engine.autotune import link_probe
 from xfuser_cocodiff.engine.autotune.link_probe import Probe
@@ -248,7 +248,7 @@ def ring_alone(rank: int) -> tuple[dict[str, int], float, float]:
     flags = [f"--{name}={value}" for name, value in options.items()][1:]
     degrees = "--ulysses_degree", "1", "--ring_degree", "4"
     with mock.patch.object(link_probe, "measure", lambda *_: profile_of([2, 2], [1e6, 1e12], 0.0, 0.0)):
-        run = Approximating(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
+        run = LossyRun(rank, WORLD, "FLUX.1-dev", *degrees, "--use_cocodiff", *flags)
     exact = run()
     sent = active().traffic.sent_bytes
     run.use_plugin(None)
@@ -263,7 +263,7 @@ def share(reports: list[Any]) -> float:
 
 def virtual_ring(rank: int) -> tuple[float, float]:
     """Return the PSNR in dB and the fraction of bytes sent of a virtual ring on one rank."""
-    run = Approximating(rank, 1, "FLUX.1-dev")
+    run = LossyRun(rank, 1, "FLUX.1-dev")
     stock = run()
     run.use_mode("balanced", "flat", virtual=Topology.parse(WHOLE), virtual_ring=True)
     return decibels(run(), stock), share(run.runtime.reports)
@@ -282,7 +282,7 @@ def whole_pipeline(rank: int, model: str, placement: str) -> tuple[torch.Tensor,
     """Return stock's latents, which exact mode must equal, and the PSNR in dB of two lossy modes."""
     flags = [f"--{name}={value}" for name, value in ring_options(placement, cocodiff_mode="exact").items()][1:]
     degrees = ["--ulysses_degree", str(ULYSSES), "--ring_degree", str(RING)]
-    run = Approximating(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
+    run = LossyRun(rank, WORLD, model, *degrees, "--use_cocodiff", *flags, "--cocodiff_a2a", "hierarchical")
     assert [other - rank for other in members()[0] if other != rank] in ([[1], [-1]], [[2], [-2]])[placement == "inner"]
     axis = "node" if placement == "inner" else "gpu"
     exact = run()

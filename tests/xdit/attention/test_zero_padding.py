@@ -7,7 +7,7 @@ from torch.nn import functional
 from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.attention.test_ring import ring_options, start
-from tests.xdit.test_approximation import Approximating, decibels
+from tests.xdit.test_approximation import LossyRun, decibels
 from xfuser_cocodiff.xdit.session.session import active
 
 
@@ -60,7 +60,7 @@ def pipeline(rank: int, world: int, ring: int, size: int, flags: tuple[str, ...]
     degrees = ["--ulysses_degree", str(world // ring), "--ring_degree", str(ring)]
     more = ["--height", str(size), "--width", str(size), "--max_sequence_length", "36", *flags]
     ours = ["--use_cocodiff", "--cocodiff_mode", "exact"] if world > 1 else []
-    run = Approximating(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
+    run = LossyRun(rank, world, "FLUX.1-dev", *degrees, *more, *ours)
     exact = run()
     if world == 1 or ring > 1 or flags:
         return exact, None
