@@ -148,7 +148,7 @@ def long_context_error(rank: int, ring: int) -> float:
         (xFuserLongContextAttention()(None, *own, causal=True), attend(q, k, v, is_causal=True)),
         (sanas(None, *own).unflatten(-1, (4, 8)), scores @ v / scores.sum(-1, keepdim=True)),
     ]
-    return max(relative_error(output, plain.transpose(1, 2).chunk(2, dim=1)[rank]) for output, plain in outputs)
+    return max(relative_error(output, full.transpose(1, 2).chunk(2, dim=1)[rank]) for output, full in outputs)
 
 
 def exchange_between_stages(rank: int) -> bool:
@@ -173,10 +173,10 @@ FLUX = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "num_attentio
 FLUX |= {"joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)}
 
 
-def pair(ours: type, plain: type, sizes: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
+def with_equal_weights(xdit: type, diffusers: type, sizes: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return xDiT's transformer and that of diffusers, with the same weights."""
     torch.manual_seed(0)
-    transformer, reference = ours(**sizes).eval(), plain(**sizes).eval()
+    transformer, reference = xdit(**sizes).eval(), diffusers(**sizes).eval()
     reference.load_state_dict(transformer.state_dict())
     return transformer, reference
 
@@ -186,7 +186,7 @@ def flux(tokens: int) -> tuple[Callable[[], torch.Tensor], ...]:
     from diffusers import FluxTransformer2DModel
     from xfuser.model_executor.models.transformers.transformer_flux import xFuserFlux1Transformer2DWrapper
 
-    transformer, reference = pair(xFuserFlux1Transformer2DWrapper, FluxTransformer2DModel, FLUX)
+    transformer, reference = with_equal_weights(xFuserFlux1Transformer2DWrapper, FluxTransformer2DModel, FLUX)
     text = {"encoder_hidden_states": noise(1, 1, TEXT, 16), "pooled_projections": noise(2, 1, 16)}
     inputs = {**text, "timestep": torch.ones(1), "txt_ids": torch.zeros(TEXT, 3), "return_dict": False}
     image, ids = noise(3, 1, tokens, 4), torch.arange(3.0 * tokens).view(tokens, 3)
@@ -202,8 +202,8 @@ def flux(tokens: int) -> tuple[Callable[[], torch.Tensor], ...]:
 def flux_error(rank: int) -> float:
     """Return the error of FLUX.1 with a number of tokens that is not divisible by the ranks."""
     start(heads=2)
-    ours, plain = flux(tokens=7)
-    return relative_error(ours(), plain())
+    xdit, diffusers = flux(tokens=7)
+    return relative_error(xdit(), diffusers())
 
 
 QWEN = {"in_channels": 4, "out_channels": 1, "num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -223,7 +223,7 @@ def qwen(text: int, rows: int, lengths: tuple[int, int] | None) -> tuple[Callabl
         "img_shapes": [[(1, rows, 3)]] * 2,
         "return_dict": False,
     }
-    models = pair(xFuserQwenImageTransformerWrapper, QwenImageTransformer2DModel, QWEN)
+    models = with_equal_weights(xFuserQwenImageTransformerWrapper, QwenImageTransformer2DModel, QWEN)
     return tuple(lambda model=model: model(**inputs)[0] for model in models)
 
 
@@ -232,7 +232,7 @@ def qwen_errors(rank: int) -> list[float]:
     """Return the errors of Qwen-Image: divisible text, other text, another image too, texts of different lengths."""
     start(heads=2)
     cases = ((6, 2, None), (5, 2, None), (5, 1, None), (6, 2, (6, 3)), (5, 1, (2, 5)))
-    return [relative_error(ours(), plain()) for ours, plain in (qwen(*case) for case in cases)]
+    return [relative_error(xdit(), diffusers()) for xdit, diffusers in (qwen(*case) for case in cases)]
 
 
 Z_IMAGE = {"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}

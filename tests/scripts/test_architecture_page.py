@@ -30,12 +30,12 @@ def test_the_picture_of_the_packages_is_up_to_date() -> None:
 
 def test_the_picture_has_every_package() -> None:
     packages = script("packages")
-    found = {
+    existing = {
         floor.name: sorted(path.name for path in floor.iterdir() if (path / "__init__.py").exists())
         for floor in (ROOT / packages.PACKAGE).iterdir()
         if (floor / "__init__.py").exists()
     }
-    assert found == {floor: sorted(names) for floor, (_, _, names) in packages.FLOORS.items()}
+    assert existing == {floor: sorted(names) for floor, (_, _, names) in packages.FLOORS.items()}
 
 
 def test_every_path_of_the_page_exists() -> None:

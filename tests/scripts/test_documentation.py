@@ -43,9 +43,9 @@ def fenced(page: Path, language: str) -> list[str]:
 def commands(text: str) -> list[list[str]]:
     """Return the words of each command of a block, without leading assignments and `export`s."""
     lines = text.replace("\\\n", " ").splitlines()
-    found = [shlex.split(re.sub(r'"?\$\([^)]*\)"?', "value", line), comments=True) for line in lines]
-    found = [words for words in found if words and words[0] != "export"]
-    return [words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in found]
+    lists = [shlex.split(re.sub(r'"?\$\([^)]*\)"?', "value", line), comments=True) for line in lines]
+    lists = [words for words in lists if words and words[0] != "export"]
+    return [words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in lists]
 
 
 @pytest.mark.parametrize("page", [README, *DOCS], ids=name_of)
@@ -57,8 +57,8 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of the headings of a page, as on GitHub and the site."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    plain = (re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFKC", each).lower()) for each in headings)
-    return {each.strip().replace(" ", "-") for each in plain}
+    slugs = (re.sub(r"[^\w\- ]", "", unicodedata.normalize("NFKC", each).lower()) for each in headings)
+    return {slug.strip().replace(" ", "-") for slug in slugs}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -75,10 +75,10 @@ def test_links_have_targets(page: Path) -> None:
 @functools.cache
 def messages() -> tuple[re.Pattern, ...]:
     """Return a pattern for every string of the package, with wildcards for formatted values."""
-    found = []
+    patterns = []
     for file in (REPOSITORY / "xfuser_cocodiff").rglob("*.py"):
-        found += [pattern_of(node) for node in ast.walk(ast.parse(file.read_text())) if is_text(node)]
-    return tuple(found)
+        patterns += [pattern_of(node) for node in ast.walk(ast.parse(file.read_text())) if is_text(node)]
+    return tuple(patterns)
 
 
 def is_text(node: ast.AST) -> bool:
@@ -155,9 +155,9 @@ def parse_xdit(arguments: list[str], parser: str = "script") -> None:
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
 def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [words for block in fenced(page, "bash") for words in commands(block)]
-    assert found
-    for words in found:
+    page_commands = [words for block in fenced(page, "bash") for words in commands(block)]
+    assert page_commands
+    for words in page_commands:
         parse(words, monkeypatch)
 
 
@@ -180,13 +180,13 @@ def test_the_readme_adds_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1 node, 8 H100", "dgx-h100", "1"),
     ],
 )
-def test_predictions_of_the_readme_are_those_of_the_simulator(row: str, cluster: str, nodes: str) -> None:
+def test_predictions_in_the_readme_equal_the_simulator(row: str, cluster: str, nodes: str) -> None:
     [line] = re.findall(rf"^\| {row} \|(.*)\|$", README.read_text(), re.MULTILINE)
     _, share, *speedups = (cell.strip() for cell in line.split("|"))
-    found = {each["mode"]: each for each in simulate.sweep(cluster, nodes, "flux.1-dev", "1024")}
-    assert share == f"{1 - found['stock']['compute_seconds'] / found['stock']['step_seconds']:.0%}".replace("%", " %")
-    shown = [mode for mode, speedup in zip(("exact", "balanced", "fast"), speedups, strict=True) if speedup]
-    assert [speedup for speedup in speedups if speedup] == [f"{found[mode]['speedup']:.2f}x" for mode in shown]
+    rows = {each["mode"]: each for each in simulate.sweep(cluster, nodes, "flux.1-dev", "1024")}
+    assert share == f"{1 - rows['stock']['compute_seconds'] / rows['stock']['step_seconds']:.0%}".replace("%", " %")
+    modes = [mode for mode, speedup in zip(("exact", "balanced", "fast"), speedups, strict=True) if speedup]
+    assert [speedup for speedup in speedups if speedup] == [f"{rows[mode]['speedup']:.2f}x" for mode in modes]
 
 
 def test_extras_are_declared() -> None:

@@ -25,7 +25,7 @@ FLAG = " --use_cocodiff"
 
 
 def commands(heading: str) -> str:
-    """Return the commands under a heading of the page, changed to generate a small picture."""
+    """Return the commands under a heading of the page, changed to generate a small image."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     text = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]
     for original, replacement in (("flux_example.py", str(SCRIPT)), (MODEL, SMALL), ("29500", str(ranks.free_port()))):

@@ -1,4 +1,4 @@
-"""`cocodiff plan`: chooses plans for message sizes, or splits of a degree for a full-size model."""
+"""`cocodiff plan`: chooses plans for message sizes, or a split of a degree for a full-size model."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "--degree", type=int, help="number of ranks that share a sequence: Ulysses degree times ring degree"
     )
     group.add_argument("--cluster", help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet")
-    group.add_argument("--mode", help="exact, paper, balanced, fast (default: the default mode of a run)")
+    group.add_argument("--mode", help="exact, paper, balanced, fast (default: as in a run without --cocodiff_mode)")
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
     group.add_argument(

@@ -64,7 +64,7 @@ class TokenShard:
 
 
 def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
-    """Divide the tokens of a model among `degree` ranks.
+    """Return the tokens of one rank when `degree` ranks share the sequence of a model.
 
     Args:
         workload: model with an entry in :data:`RULES`.
