@@ -34,7 +34,7 @@ DEGREES = (2, 4, 6, 8, 12, 24)
 """Ulysses degrees that divide the heads of both models, on two nodes."""
 NODES = 2
 """Size of the slow axis."""
-BITS, SHARE = 2, 0.6
+BITS, TOKEN_FRACTION = 2, 0.6
 """Bits per value, and fraction of tokens sent, as in the lossy modes."""
 CODED = ("balanced", "fast")
 """Modes whose codecs are timed."""
@@ -132,27 +132,32 @@ def _kernel_calls(workload: Workload, resolution: int, degree: int, device: torc
     tokens, dim = _tokens(workload, resolution, degree), workload.head_dim
     # Strides as after the all-to-all along fast axes: tokens outside of heads.
     values = torch.randn(NODES, groups, tokens, heads, dim, device=device).bfloat16().transpose(2, 3)
-    held = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
-    shares = torch.full((len(held),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
-    known = Prediction(held, held + 0.1 * torch.randn_like(held), shares)
-    target, here = torch.empty_like(values), range(1)
-    count = int(SHARE * tokens)
-    mask = torch.zeros(*held.shape[:2], tokens, dtype=torch.uint8, device=device)
-    active = ActiveTokens(
-        mask.scatter_(-1, kernels.scores(values, known, here).topk(count, -1).indices, 1), tokens, count
-    )
-    sizes = [Codec(BITS).payload_bytes((*held.shape[:3], sent, dim), held.dtype) for sent in (tokens, count)]
-    payload, some = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
-    full, encoded = held.nbytes, (NODES - 1) * sizes[0]
+    reference = torch.randn(NODES - 1, groups, heads, tokens, dim, device=device).bfloat16()
+    gains = torch.full((len(reference),), GAIN_STEPS // 2, dtype=torch.uint8, device=device)
+    prediction = Prediction(reference, reference + 0.1 * torch.randn_like(reference), gains)
+    target, local_slots = torch.empty_like(values), range(1)
+    count = int(TOKEN_FRACTION * tokens)
+    mask = torch.zeros(*reference.shape[:2], tokens, dtype=torch.uint8, device=device)
+    indices = kernels.scores(values, prediction, local_slots).topk(count, -1).indices
+    active = ActiveTokens(mask.scatter_(-1, indices, 1), tokens, count)
+    sizes = [Codec(BITS).payload_bytes((*reference.shape[:3], sent, dim), reference.dtype) for sent in (tokens, count)]
+    payload, smaller = (torch.zeros(NODES, size, dtype=torch.uint8, device=device) for size in sizes)
+    full, encoded, selected = reference.nbytes, (NODES - 1) * sizes[0], (NODES - 1) * sizes[1]
+
+    def scores() -> object:
+        return kernels.scores(values, prediction, local_slots)
+
+    def encode(active: ActiveTokens | None, payload: torch.Tensor) -> object:
+        return kernels.encode(values, prediction, BITS, active, payload, local_slots)
+
+    def decode() -> object:
+        return kernels.decode(payload, prediction, BITS, None, target, local_slots)
+
     return [
-        _Timed("scores", lambda: kernels.scores(values, known, here), 3 * full),
-        _Timed("encode", lambda: kernels.encode(values, known, BITS, None, payload, here), 4 * full + encoded),
-        _Timed(
-            "encode, chosen tokens",
-            lambda: kernels.encode(values, known, BITS, active, some, here),
-            4 * full + (NODES - 1) * sizes[1],
-        ),
-        _Timed("decode", lambda: kernels.decode(payload, known, BITS, None, target, here), 4 * full + encoded),
+        _Timed("scores", scores, 3 * full),
+        _Timed("encode", lambda: encode(None, payload), 4 * full + encoded),
+        _Timed("encode, chosen tokens", lambda: encode(active, smaller), 4 * full + selected),
+        _Timed("decode", decode, 4 * full + encoded),
     ]
 
 
