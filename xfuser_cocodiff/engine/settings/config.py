@@ -52,7 +52,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 @dataclass(frozen=True)
 class Overlap:
-    """Overlap of communication and computation that the user fixed; None leaves a value to the schedule trials."""
+    """Overlap of communication and computation that the user fixed; None leaves a value to the autotuner."""
 
     v_first: bool | None = None
     """Whether V is sent before Q and K are computed."""
@@ -255,7 +255,7 @@ def _schedule(text: str, mode: str, model: str | None) -> str:
 
 def _virtual(text: str, degree: int) -> tuple[Topology, bool]:
     if degree > 1:
-        raise ValueError(f"{text!r} is not valid with {degree} ranks; valid is it with --ulysses_degree 1")
+        raise ValueError(f"{text!r} is not valid with {degree} ranks; virtual ranks need --ulysses_degree 1")
     return parse_virtual_ranks(text)
 
 
