@@ -111,7 +111,7 @@ def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     assert xfuser_cocodiff.install()
     from xfuser.model_executor.layers import usp
 
-    from tests.xdit.attention import test_patch_points
+    from tests.xdit.attention import test_all_to_all
     from xfuser_cocodiff.xdit.launching import bare_runtime
     from xfuser_cocodiff.xdit.session.session import Session, active
 
@@ -119,9 +119,9 @@ def compare_with_stock(rank: int, folder: str) -> tuple[bool, bool, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
-    test_patch_points.start(rank)
-    test_patch_points.use("node=2", cocodiff_mode="fast")
-    tensors = [test_patch_points.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
+    test_all_to_all.start(rank)
+    test_all_to_all.use("node=2", cocodiff_mode="fast")
+    tensors = [test_all_to_all.random(i, 2, 4, 6, 8, dtype=torch.float32) for i in range(3)]
     session = active()
     session.runs.begin(3)
     found = []

@@ -1,6 +1,6 @@
 """Patches of xDiT's attention: its all-to-alls, USP, all-gather and long-context attention.
 Input: Q, K and V as xDiT's functions take them.
 Output: the results of these functions, computed over the plugin's collectives.
-Public: `usp.patches`, `patch_points.patches`, `output_gather.patches`, `long_context.patches`,
+Public: `usp.patches`, `all_to_all.patches`, `output_gather.patches`, `long_context.patches`,
 `attention_kernels.patches`.
 """

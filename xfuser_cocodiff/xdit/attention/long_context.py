@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.xdit.attention.all_to_all import is_supported
 from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
-from xfuser_cocodiff.xdit.attention.patch_points import is_supported
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from xfuser_cocodiff import autoload
 from xfuser_cocodiff.xdit.attention import (
+    all_to_all,
     attention_kernels,
     long_context,
     output_gather,
-    patch_points,
     usp,
     zero_padding,
 )
@@ -106,7 +106,7 @@ def patch_table(tracker: run_tracker.RunTracker | None = None) -> list[Patch]:
     """Return all patches for this machine."""
     machine, tracker = platform.detect(), tracker or run_tracker.RunTracker()
     in_steps = [
-        *patch_points.patches(),
+        *all_to_all.patches(),
         *output_gather.patches(),
         *usp.patches(),
         *zero_padding.patches(),
