@@ -98,6 +98,8 @@ def test_proposed_sizes_are_valid() -> None:
         assert sharding.shard(WORKLOADS["sd3.5-large"], resolution, 24).problem is None
     shorter = dataclasses.replace(WORKLOADS["flux.2-dev"], text_tokens=504)
     assert sharding.shard(shorter, 1024, 24).problem is None
+    few = dataclasses.replace(WORKLOADS["flux.2-dev"], text_tokens=20)
+    assert "--max_sequence_length 24" in sharding.shard(few, 1024, 24).problem
 
 
 # Traffic and memory.

@@ -112,12 +112,12 @@ def _text_note(workload: Workload, degree: int) -> str | None:
     if rule == PADDED:
         return _padding_note(f"{tokens} text tokens", -(-tokens // degree) * degree)
     reason = f"{tokens} text tokens are not divisible by {degree}"
-    shorter = f"--max_sequence_length {tokens // degree * degree}"
+    divisible = f"--max_sequence_length {max(tokens // degree, 1) * degree}"
     if rule == UNSUPPORTED:
-        return f"{reason}: xDiT fails; use {shorter}"
+        return f"{reason}: xDiT fails; use {divisible}"
     if rule == REPLICATED:
         copies = f"replicated on every rank, and attention sees {degree} copies"
-        return f"{reason}: {copies}; use {shorter} to shard them"
+        return f"{reason}: {copies}; use {divisible} to shard them"
     return f"{reason}: replicated on every rank, and attention sees one copy"
 
 
