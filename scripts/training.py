@@ -21,7 +21,7 @@ def arguments(about: str | None, **minutes: float) -> argparse.Namespace:
 
     Args:
         about: description of the script.
-        minutes: default training time of each part; 0 skips the part.
+        minutes: default training time of each part.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the pipeline")
@@ -145,7 +145,7 @@ class Prompts:
 
 
 def read_training(folder: Path | None) -> dict[str, Any]:
-    """Return the training record of the pipeline in a folder; None for an untrained pipeline."""
+    """Return the training record of the pipeline in a folder; without a folder, that of an untrained one."""
     return json.loads((folder / "training.json").read_text()) if folder else {"steps": 0}
 
 
