@@ -105,7 +105,7 @@ def measure(
 
 
 def _warm_up(step: Step, tried: Variant, expected: torch.Tensor) -> bool:
-    """Run steps until schedule trials have ended; return whether all outputs were bit-identical to `expected`."""
+    """Run steps until all schedules are tuned; return whether all outputs were bit-identical to `expected`."""
     equal = True
     for _ in range(_MOST_STEPS):
         equal &= torch.equal(tried.run(step), expected)
@@ -132,8 +132,8 @@ def _compare(
     rows = []
     for mode, each in variants.items():
         each.session.traffic.timed = False
-        share = each.refresh_share
-        seconds = [share * key + (1 - share) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
+        weight = each.keyframe_fraction
+        seconds = [weight * key + (1 - weight) * own for key, own in zip(keyframes[mode], times[mode], strict=True)]
         a2a, hidden = (
             mean_over_ranks(median(taken[-TIMED_STEPS:]), _CPU) for taken in (each.a2a_seconds, each.hidden_seconds)
         )

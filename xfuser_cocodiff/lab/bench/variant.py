@@ -79,7 +79,7 @@ class Variant:
         return self.runtime.step / _RUN_STEPS if self.runtime else 0.5
 
     @property
-    def refresh_share(self) -> float:
+    def keyframe_fraction(self) -> float:
         """Fraction of a run's steps that are keyframes."""
         if self.runtime is None:
             return 0.0
@@ -88,13 +88,12 @@ class Variant:
     @property
     def bytes_slow_fraction(self) -> float:
         """Bytes that a run sends on slow axes, relative to sending them exactly."""
-        refreshed, encoded = (
-            _sent_fraction(
-                [one for one in self.runtime.reports if one.was_keyframe == refreshed] if self.runtime else []
-            )
-            for refreshed in (True, False)
+        reports = self.runtime.reports if self.runtime else []
+        keyframes, encoded = (
+            _sent_fraction([report for report in reports if report.was_keyframe == is_keyframe])
+            for is_keyframe in (True, False)
         )
-        return self.refresh_share * refreshed + (1 - self.refresh_share) * encoded
+        return self.keyframe_fraction * keyframes + (1 - self.keyframe_fraction) * encoded
 
 
 def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDiffConfig:
