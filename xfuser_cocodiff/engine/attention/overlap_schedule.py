@@ -44,11 +44,12 @@ class ScheduleCandidates:
         self.calls = 0
         """Number of layers that ran in this step."""
         self.is_representative = True
-        """Whether all layers of this step did the usual work: a lossless refresh says nothing about coded steps."""
+        """Whether all layers of this step did the usual work. The time of a lossless keyframe says nothing about
+        lossy steps."""
 
     @property
     def schedule(self) -> OverlapSchedule:
-        """OverlapSchedule of the next layer: the chosen one, else the candidate under test."""
+        """Schedule of the next layer: the chosen one, else the candidate under test."""
         return self.chosen or self.schedules[self.candidate]
 
     def count_call(self, is_representative: bool = True) -> None:

@@ -127,7 +127,7 @@ class _PairProbe:
         return size / seconds
 
     def _decide(self, peer: int, proposal: bool) -> bool:
-        """Return the proposal of the lower of the two ranks, so that both continue alike."""
+        """Return the proposal of the lower of the two ranks, so that both make the same decision."""
         decision = torch.tensor([proposal], dtype=torch.uint8, device=self._device)
         self._wait(self._post(dist.isend if self._rank < peer else dist.irecv, decision, peer), peer)
         return bool(decision.item())
