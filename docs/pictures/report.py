@@ -19,13 +19,13 @@ COMPARED = ("Bit-identical", "Largest difference", "PSNR", "SSIM")
 CALLOUTS = (
     ("Verdict", "speedup and fidelity in a sentence; red: a lossless run differs from stock"),
     ("Speed", "median and range of the repeats"),
-    ("Quality", "PSNR of the picture; bit-identical is by the final latents"),
-    ("Pictures", "look here before you trust a PSNR"),
+    ("Quality", "PSNR of the image; bit-identical is by the final latents"),
+    ("Images", "look here before you trust a PSNR"),
     ("Colors", "exposed all-to-alls by axis: what the plugin can save"),
     ("Gray", "computation and everything else"),
     ("Warnings", "reasons not to trust the figures, such as an unstable seed"),
     ("Details", "communication, hidden part, bytes, memory"),
-    ("Differences", "of latents and picture, for each mode"),
+    ("Differences", "of latents and image, for each mode"),
 )
 WIDTH, PANEL, MARGIN = 940, 610, 12
 INK, FAINT, LINE, MARK = "#202124", "#667079", "#dfe3e7", "#1f7a4d"
@@ -48,7 +48,7 @@ def draw() -> str:
         parts += [_text(MARGIN + x, base, cell, INK if number else FAINT) for x, cell in zip(COLUMNS, row, strict=True)]
         parts.append(f'<path d="M{MARGIN + 4} {base + 6} H{PANEL - 8}" stroke="{LINE}"/>')
     marks += [(top + 20, EDGE), (top + 70, EDGE)]
-    parts.append(_text(MARGIN + 4, 226, "Pictures", INK, weight="bold"))
+    parts.append(_text(MARGIN + 4, 226, "Images", INK, weight="bold"))
     for number, row in enumerate(ROWS[1:]):
         parts.append(_box(MARGIN + 4 + 145 * number, 236, 130, 64, "#f5f6f8", LINE))
         parts.append(_text(MARGIN + 69 + 145 * number, 272, row[0], FAINT, anchor="middle"))

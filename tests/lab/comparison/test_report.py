@@ -314,7 +314,7 @@ def test_report_is_one_self_contained_page(tmp_path: Path, other: dict) -> None:
         "trace-stock.json.gz",
     ):
         assert text in html.replace("&#39;", "'")
-    assert ("The pictures are bit-identical" in html) == (not other)
+    assert ("The images are bit-identical" in html) == (not other)
     assert ("amplified 85 times" in html) == bool(other)
     assert (tmp_path / "difference-exact.png").exists() == bool(other)
     if other:
@@ -340,5 +340,5 @@ def test_report_without_pictures_and_communication(tmp_path: Path) -> None:
     html = report.write({**host.header(), **record_of_both}, tmp_path).read_text()
     assert Page(html).images == 1
     assert "perfetto" not in html
-    for text in ("was inactive in this run", "were not measured", "returned no picture"):
+    for text in ("was inactive in this run", "were not measured", "returned no image"):
         assert text in html

@@ -124,13 +124,13 @@ def verdict(record: dict[str, Any]) -> tuple[str, str]:
         runs = "the run" if repeats == 1 else f"each of the {repeats} runs"
         return (
             "Bit-identical to stock",
-            f"The final latents, from which the picture is decoded, are bit-identical to those of stock xDiT in {runs} "
+            f"The final latents, from which the image is decoded, are bit-identical to those of stock xDiT in {runs} "
             "with the plugin, on every rank.",
         )
     places = latents["differs_at"]
     ranks, differing = {place["rank"] for place in places}, {place["repeat"] for place in places}
     text = (
-        f"The final latents, from which the picture is decoded, differ from those of stock xDiT in {len(differing)} of "
+        f"The final latents, from which the image is decoded, differ from those of stock xDiT in {len(differing)} of "
         f"{repeats} runs, on {_count(len(ranks), 'rank')}"
     )
     if latents["max_abs"] is not None:
@@ -166,7 +166,7 @@ def notes(record: dict[str, Any]) -> list[str]:
     if plugin["codecs"] and plugin["codecs"]["repeated"]:
         remarks.append(f"{plugin['codecs']['repeated']} messages had values that are not finite and were sent exactly.")
     if stock["image"]["path"] is None:
-        remarks.append("The pipeline returned no picture.")
+        remarks.append("The pipeline returned no image.")
     return remarks
 
 
