@@ -84,7 +84,7 @@ def _add_model(subjects: Any) -> None:
         description="Runs on every rank of scripts/emulated_cluster.sh and scales its link rates.",
     )
     on_ranks.add_arguments(parser)
-    parser.add_argument("--shape", default="high-resolution", help="or low-resolution (%(default)s)")
+    parser.add_argument("--shape", default="high-resolution", help="high-resolution or low-resolution (%(default)s)")
     parser.add_argument("--scale", default="1", help="factors on the link rates, such as 2,1,0.25 (%(default)s)")
     parser.add_argument(
         "--mode",
@@ -93,7 +93,13 @@ def _add_model(subjects: Any) -> None:
     )
     parser.add_argument("--repeats", type=int, default=5, help="interleaved steps of each variant (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the transformer, as --use_torch_compile does")
-    parser.add_argument("--ring", type=int, default=1, metavar="DEGREE", help="ring across the slowest axis (none)")
+    parser.add_argument(
+        "--ring",
+        type=int,
+        default=1,
+        metavar="DEGREE",
+        help="degree of a ring across the slowest axis (%(default)s: no ring)",
+    )
     parser.set_defaults(run=_model, parser=parser)
 
 

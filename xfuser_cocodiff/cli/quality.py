@@ -14,8 +14,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "quality",
         help="measure bytes on slow links against image quality, by mode and codec",
-        description="Generates and inpaints images with virtual ranks on a single rank, and compares them with exact "
-        "runs at the same seeds. The model is loaded as by the xdit command, from HF_HOME.",
+        description="Generates and inpaints images with virtual ranks on a single rank, and compares them with "
+        "lossless runs at the same seeds. The model is loaded as by the xdit command, from HF_HOME.",
     )
     parser.add_argument("--model", default="FLUX.1-dev", help="name in xDiT's registry (%(default)s)")
     add_virtual_ranks(parser)
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         help="dtype of weights and activations (%(default)s)",
     )
     parser.add_argument(
-        "--memory_budget", type=float, metavar="GIB", help="memory for predictor state per rank (default: unlimited)"
+        "--memory_budget", type=float, metavar="GIB", help="GiB of link references on each rank (default: no limit)"
     )
     parser.add_argument("--no_inpainting", action="store_true", help="generate images only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record to this file")

@@ -29,13 +29,13 @@ def add_parser(subparsers: Any) -> None:
     )
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument(
-        "--psnr", type=float, metavar="DB", help="target: this PSNR to exact images in dB, with the fewest bytes"
+        "--psnr", type=float, metavar="DB", help="target: this PSNR to lossless images in dB, with the fewest bytes"
     )
     target.add_argument(
         "--bytes",
         type=float,
         metavar="FRACTION",
-        help="target: this fraction of the bytes of exact bfloat16 on slow links, with the highest PSNR",
+        help="target: this fraction of the lossless bytes of bfloat16 on slow links, with the highest PSNR",
     )
     parser.add_argument(
         "--prompts",

@@ -1,4 +1,4 @@
-"""`cocodiff quality`: bytes on slow links against PSNR and SSIM to exact runs at the same seeds, by mode and codec.
+"""`cocodiff quality`: bytes on slow links against PSNR and SSIM to lossless runs at the same seeds, by mode and codec.
 
 Virtual ranks on a single rank apply the codecs as many ranks would. Inpainting, the task of the paper, is compared with
 the original pictures. Of videos, all frames are compared.
@@ -78,18 +78,18 @@ class GeneratedImages:
 
     values: np.ndarray
     step_fractions: tuple[float, ...]
-    """Bytes on slow links over exact ones, by step; empty if no compression was active."""
+    """Bytes on slow links over lossless ones, by step; empty if no compression was active."""
     layers: tuple[str, ...]
     """Layers whose messages were compressed, in call order."""
 
     @property
     def bytes_slow_fraction(self) -> float:
-        """Bytes on slow links over exact ones; all steps have equally many exact bytes."""
+        """Bytes on slow links over lossless ones; all steps have equally many lossless bytes."""
         return fmean(self.step_fractions) if self.step_fractions else 1.0
 
 
 class QualityEvaluator:
-    """Generator of images with a model, exactly or by a codec, for the same seeds and prompts.
+    """Generator of images with a model, losslessly or by a codec, for the same seeds and prompts.
 
     Args:
         model: its name in xDiT's registry.
@@ -331,7 +331,7 @@ def show(record: dict[str, Any]) -> None:
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print("bytes: on slow links, over exact ones; PSNR and SSIM: to exact runs, mean over seeds")
+    console.print("bytes: on slow links, over lossless ones; PSNR and SSIM: to lossless runs, mean over seeds")
     if not record["inpaints"]:
         console.print("no inpainting: the latent format of this pipeline is unknown")
 

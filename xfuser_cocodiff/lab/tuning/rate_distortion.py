@@ -100,7 +100,7 @@ class RateDistortion:
         return sum(self.error_fraction(unit) * self.uniform_error(bits) for unit, bits in allocation.items())
 
     def bytes_fraction(self, allocation: Allocation) -> float:
-        """Return the bytes of an allocation as a fraction of the exact bytes, after the first step."""
+        """Return the bytes of an allocation as a fraction of the lossless bytes, after the first step."""
         bits_per_value = sum(self.value_fractions[unit] * self.sent_bits(bits) for unit, bits in allocation.items())
         return bits_per_value / EXACT_BITS
 
@@ -117,7 +117,7 @@ class RateDistortion:
         byte, until the target is met.
 
         Args:
-            max_bytes: as a fraction of the exact bytes after the first step.
+            max_bytes: as a fraction of the lossless bytes after the first step.
             max_error: mean squared error.
         """
         allocation: dict[AllocationUnit, Bits] = dict.fromkeys(self.value_fractions, NOT_SENT)
@@ -158,7 +158,7 @@ class _Upgrade(NamedTuple):
     bits: Bits
     error_reduction: float
     extra_bytes: float
-    """As a fraction of the exact bytes."""
+    """As a fraction of the lossless bytes."""
 
 
 def stored_bits(bits: float) -> float:

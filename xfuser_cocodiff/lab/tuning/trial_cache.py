@@ -40,7 +40,7 @@ class BitTrial:
     ssim: float
     lpips: float | None
     step_fractions: tuple[float, ...]
-    """By step, bytes on slow axes over those of exact bfloat16; exact float32 has a fraction of 2."""
+    """By step, bytes on slow axes over those of lossless bfloat16; lossless float32 has a fraction of 2."""
 
     @property
     def bytes_fraction(self) -> float:
@@ -84,7 +84,7 @@ class TrialCache:
     ) -> None:
         self._evaluator, self._prompts, self._file, self._report = evaluator, prompts, file, report
         self.exact_fraction = DTYPES[key["dtype"]].itemsize * 8 / EXACT_BITS
-        """Bytes of an exact step over those of exact bfloat16, see :attr:`BitTrial.step_fractions`."""
+        """Bytes of a lossless step over those of lossless bfloat16, see :attr:`BitTrial.step_fractions`."""
         self._exact_images: dict[bool, np.ndarray] = {}
         self.gallery: dict[str, np.ndarray] = {}
         """Images of the held-out runs, by name."""
@@ -123,7 +123,7 @@ class TrialCache:
             return self._trial(name, CodecCase("balanced", f"@{file}", sweep=False), held_out)
 
     def _exact(self, held_out: bool) -> np.ndarray:
-        """Return the exact images, which are generated once."""
+        """Return the lossless images, which are generated once."""
         if held_out not in self._exact_images:
             self._report("exact, held out" if held_out else "exact")
             self._exact_images[held_out] = self._generate(CodecCase(EXACT, None, sweep=False), held_out).values

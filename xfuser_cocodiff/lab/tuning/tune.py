@@ -128,7 +128,7 @@ class Tuner:
             allocation = self._to_bit_allocation(units)
             tuned = self._trials.run_allocation(f"try {_checksum(allocation)}", allocation)
             fraction = (first_step + (self._steps - 1) * model.bytes_fraction(units)) / self._steps
-            self._report(f"{fraction:.3f} of the exact bytes, {tuned.mean_psnr_db:.1f} dB (predicted {predicted:.1f})")
+            self._report(f"{fraction:.3f} of lossless bytes, {tuned.mean_psnr_db:.1f} dB (predicted {predicted:.1f})")
             missing = 0.0 if target.psnr_db is None else target.psnr_db - tuned.mean_psnr_db
             is_exact = set(units.values()) == {None}
             if target.psnr_db is None or -2 * _TOLERANCE_DB <= missing <= 0 or is_exact:
