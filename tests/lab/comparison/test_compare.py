@@ -321,10 +321,10 @@ def test_interrupt_stops_all_processes_and_keeps_the_baseline(
         (["compare", "--", "--model", "M", "--ulysses_degree", "two"], "--ulysses_degree 'two' is not valid"),
         (
             ["compare", "--", "--ulysses_degree=2", "--num_iterations=0"],
-            "--num_iterations 0 is not valid; it starts at 1",
+            "--num_iterations 0 is not valid; valid are integers from 1",
         ),
         (["compare", "--launcher", "mpiexec 'rank", "--", "--ulysses_degree=2"], '"mpiexec \'rank" is not valid: No c'),
-        (["compare", "--launcher", " ", "--", "--ulysses_degree=2"], "--launcher ' ' is not valid: No command"),
+        (["compare", "--launcher", " ", "--", "--ulysses_degree=2"], "--launcher ' ' is not valid: it is empty"),
         (["compare", "--", "nowhere.py", "--ulysses_degree=2"], "script nowhere.py does not exist"),
         (
             ["compare", "--modes", "exact,mad", "--", "--ulysses_degree=2"],

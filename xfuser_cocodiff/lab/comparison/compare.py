@@ -174,7 +174,9 @@ def compare(arguments: Sequence[str], out: Path, console: Console, options: Comp
     degree, script = ulysses_degree(arguments), command_line.is_script(arguments)
     repeats = options.repeats if script else _number(arguments, "num_iterations", options.repeats)
     if repeats < 1:
-        raise UsageError(f"{'--repeats' if script else '--num_iterations'} {repeats} is not valid; it starts at 1")
+        raise UsageError(
+            f"{'--repeats' if script else '--num_iterations'} {repeats} is not valid; valid are integers from 1"
+        )
     _check_modes(options.modes, arguments)
     target = _select_target(arguments, options)
     if degree == 1:

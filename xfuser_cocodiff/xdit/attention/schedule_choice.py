@@ -35,7 +35,7 @@ def usable_head_groups(session: Session, *heads: int) -> int:
 
 
 class HeadGroupCheck:
-    """Attention that also checks whether it is bit-identical in groups of heads.
+    """Attention that also checks whether it is bit-identical by head groups.
 
     Args:
         attend: attention of a head group.
@@ -79,7 +79,7 @@ def choose_schedules(
         key: K, likewise.
         value: V, likewise.
         groups: number of head groups.
-        is_same: whether attention in that many groups is bit-identical on this rank.
+        is_same: whether attention by that many head groups is bit-identical on this rank.
     """
     fixed, policy, flat = session.overlap.v_first, session.mesh.policy, session.comm_setup.flat_mesh
     nbytes = query.nbytes + key.nbytes + value.nbytes
@@ -93,7 +93,7 @@ def choose_schedules(
     if not is_same:
         signature.unequal = (groups,)
         warn_once(
-            f"--cocodiff_head_groups {groups} has no effect: attention in groups of heads is not bit-identical; "
+            f"--cocodiff_head_groups {groups} has no effect: attention by head groups is not bit-identical; "
             "leave it out"
         )
         groups = 1

@@ -85,7 +85,7 @@ def launch_command(arguments: Sequence[str], launcher: str | None = None) -> lis
         program = [] if is_script(arguments) else ["-m", "xfuser.runner"]
         start = shlex.split(launcher.replace("{ranks}", str(num_ranks(arguments))))
         if not start:
-            raise ValueError("No command")
+            raise ValueError("it is empty")
         return [*start, sys.executable, *program, *arguments]
     if is_script(arguments):
         ranks = f"--nproc_per_node={num_ranks(arguments)}"
