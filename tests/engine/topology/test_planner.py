@@ -194,7 +194,7 @@ def test_profile_is_read_as_written(tmp_path: Path) -> None:
         lambda values: values.update(copy_bytes_per_second=float("nan")),
         lambda values: values["links"].pop(),
         lambda values: values["links"][0].update(bytes_per_second=0),
-        lambda values: values["links"][0].update(colour="red"),
+        lambda values: values["links"][0].update(color="red"),
         lambda values: values.update(topology="2x2"),
     ],
 )

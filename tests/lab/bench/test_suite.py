@@ -29,8 +29,8 @@ def test_every_command_parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, r
 def test_runs_are_listed_and_unknown_names_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "all", "--list", "--only", "kernels,equal"]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "equal"]
-    assert cli.main(["bench", "all", "--list", "--only", "kernels,colour"]) == 2
-    assert "--only 'colour' is not valid; valid are speed, first-1, " in capsys.readouterr().err
+    assert cli.main(["bench", "all", "--list", "--only", "kernels,color"]) == 2
+    assert "--only 'color' is not valid; valid are speed, first-1, " in capsys.readouterr().err
 
 
 def test_a_failed_run_is_reported_and_retried(

@@ -1,6 +1,7 @@
 """The planner: an alpha-beta cost model of the links, and the fastest plan for a message size under it.
 
-The same model makes predictions for a measured machine and, in `cocodiff simulate`, for one known only on paper.
+The same model makes predictions for measured machines and, in `cocodiff simulate`, for machines known by published
+figures only.
 """
 
 import math
@@ -13,10 +14,10 @@ from xfuser_cocodiff.engine.topology.plans import Plan, Stage, candidates
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 MARGIN = 0.08
-"""Share of its time that a plan must save for each stage beyond the first. Predictions have errors of this order, which
-grow with the number of stages."""
+"""Fraction of its time that a plan must save for each stage beyond the first. Predictions have errors of this order,
+which grow with the number of stages."""
 DIRECT_MARGIN = 0.05
-"""Share of its time that a stage must save by direct sends in place of a collective."""
+"""Fraction of its time that a stage must save by direct sends in place of a collective."""
 CODED_RATIO = 0.1
 """Typical size of a coded message relative to the original, by which single-stage all-to-alls are chosen."""
 

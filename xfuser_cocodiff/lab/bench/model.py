@@ -164,7 +164,7 @@ def _bound(exact_bytes: Sequence[int], profile: Profile | None, each: Variant, a
     """Return a lower bound of the step time without launch and codec overhead, in seconds.
 
     Exact modes: the longer of computation and the busiest link. Lossy modes: computation plus the compressed transfer.
-    None with a ring, whose transfers are not modelled.
+    None with a ring, whose transfers are not modeled.
     """
     if profile is None:
         return None

@@ -60,7 +60,7 @@ def overlaps(traces: Sequence[Path]) -> dict[str, float]:
 
 
 def _covered(begin: float, end: float, kernels: Sequence[dict[str, Any]]) -> float:
-    """Return how long at least one of the kernels, which are sorted by start, runs between begin and end."""
+    """Return how long at least one of the kernels, which are sorted by start, runs between two times."""
     covered, last_end = 0.0, begin
     for kernel in kernels:
         covered += max(0.0, min(_end(kernel), end) - max(kernel["ts"], last_end))

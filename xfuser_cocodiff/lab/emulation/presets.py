@@ -32,7 +32,7 @@ PRESETS = {
     "aurora": Preset("node=2,gpu=2,tile=2", {"tile": 185, "gpu": 15, "node": 8 * 25 / 12}),
     # Eight GPUs in one box of two sockets, without NVLink or peer access. `node` is a socket: two UPI links of
     # 10.4 GT/s carry 20.8 GB/s each (Intel, Xeon Scalable), for four GPUs. A PCIe 4.0 x16 slot carries 31.5 GB/s
-    # (PCI-SIG: 16 GT/s, 128b/130b), which the three neighbours of a GPU share in an all-to-all. `tile` is a pair with
+    # (PCI-SIG: 16 GT/s, 128b/130b), which the three neighbors of a GPU share in an all-to-all. `tile` is a pair with
     # an NVLink bridge, as of RTX A6000: 56.25 GB/s (NVIDIA, "Ampere GA102 GPU Architecture").
     "pcie": Preset("node=2,gpu=4", {"tile": 56.25, "gpu": 31.5 / 3, "node": 2 * 20.8 / 4}),
     # Nodes of four A100, each pair of them on four NVLinks of 25 GB/s (NVIDIA, "Introducing HGX A100": the board of

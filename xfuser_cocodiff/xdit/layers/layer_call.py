@@ -1,4 +1,4 @@
-"""Calls of attention layers, from their begin to their end."""
+"""Calls of attention layers, from their start to their end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class EarlyProjection(NamedTuple):
 
 @dataclass(eq=False)
 class EagerCall(LayerCall):
-    """A call of a module in eager mode, from the begin of its block to the end of it."""
+    """A call of a module in eager mode, from the start of its block to its end."""
 
     hidden: torch.Tensor | None = None
     """Hidden states, among the module's arguments."""

@@ -24,7 +24,7 @@ class RunListener(Protocol):
     """An observer of runs and steps, such as the recorder."""
 
     def begin_run(self, total: int | None) -> None:
-        """Observe the begin of a run, with its number of steps if that is known."""
+        """Observe the start of a run, with its number of steps if that is known."""
 
     def end_step(self, latents: torch.Tensor | None) -> None:
         """Observe the end of a step, with its latents if they are known."""
