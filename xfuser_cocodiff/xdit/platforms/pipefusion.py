@@ -15,7 +15,7 @@ _MODULE, _STAGES = "xfuser.core.distributed.group_coordinator", "PipelineGroupCo
 _NATIVE_SUPPORT = (_MODULE, f"{_STAGES}._communicate_shapes_over_gloo")
 """Symbol of an xDiT whose stages communicate over gloo without patches; the series in patches/ adds it."""
 _MAX_IN_FLIGHT = 64
-"""Maximum number of sends in flight; more than one stage is ever ahead of another."""
+"""Maximum number of sends in flight, more than a stage needs to be ahead of the next one."""
 
 
 def patches() -> list[Patch]:
