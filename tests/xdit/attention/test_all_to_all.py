@@ -96,8 +96,9 @@ def test_all_to_all_equals_stock(degree: int) -> None:
     ranks.run(check_usp, degree, TOPOLOGIES[degree])
 
 
-def test_all_to_all_in_a_ring_equals_stock() -> None:
-    ranks.run(check_usp, 4, ["2x1"], 2)
+@pytest.mark.parametrize(("world_size", "topology"), slow_but([(4, "2x1")], [(4, "2x1"), (8, "2x2")]))
+def test_all_to_all_in_a_ring_equals_stock(world_size: int, topology: str) -> None:
+    ranks.run(check_usp, world_size, [topology], 2)
 
 
 def check_yunchang(rank: int, topologies: list[str]) -> None:
