@@ -162,7 +162,7 @@ def log_messages(rank: int) -> list[list[str]]:
     logging.getLogger("xfuser_cocodiff").addHandler(handler)
 
     def collect() -> None:
-        found.append([line for line in logged if "mode" in line])
+        found.append([line for line in logged if "mode" in line or "lossless" in line])
         logged.clear()
 
     runs.use()
