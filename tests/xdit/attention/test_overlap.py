@@ -30,10 +30,7 @@ from xfuser_cocodiff.xdit.session.session import Session
 
 def start(rank: int, depth: int = 6, text_tokens: int | None = None) -> tuple:
     """Return the group of all ranks, a FLUX.1 with double and single blocks, and a function that runs one step."""
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-        "localhost",
-        "0",
-    )  # not used
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
     group, built, build = bare_runtime.start(), [], bare_runtime.flux_transformer
     with (
         mock.patch.object(model, "text_tokens", (lambda _: text_tokens) if text_tokens else model.text_tokens),
