@@ -107,7 +107,7 @@ def mesh_and_partition(
 ) -> tuple[Mesh, AxisPartition | None]:
     """Return a mesh that alternates between two plans, and its partition.
 
-    The last stage of one plan is among the same ranks as exchanges along fast axes, so that no exchange may overtake
+    The last stage of one plan is among the same ranks as all-to-alls along fast axes, so that no operation may overtake
     another. With `direct`, all stages are direct sends.
     """
     stages = Plan.hierarchical(topology).stages
@@ -252,7 +252,7 @@ def test_repeating_v_alone_keeps_its_selection(bad: set[int], codec: Codec, sing
 
 
 def abandon(rank: int, how: str) -> None:
-    """Wait for no handle of one exchange: on one rank, or on all ranks, whose attention fails."""
+    """Wait for no handle of one all-to-all: on one rank, or on all ranks, whose attention fails."""
     topology, size, codec = Topology.parse("2x2", 4), 4, Codec(2, 0.5, predictor=0.5)
     mesh, partition = mesh_and_partition(topology, ("node",))
     pairs, link_states, stats = Pairs(topology, ("node",)), {}, CodecStats()

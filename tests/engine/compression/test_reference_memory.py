@@ -25,7 +25,7 @@ def layer_sizes(dtype: torch.dtype) -> LayerSizes:
 
 
 def run_steps(link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, is_int8: bool, steps: int) -> None:
-    """Encode and decode some steps as exchanges would."""
+    """Encode and decode some steps as collectives would."""
     generator = torch.Generator().manual_seed(0)
     for name in "vqko":
         link_state = link_states.setdefault(
@@ -48,7 +48,7 @@ def test_planned_bytes_equal_allocated_bytes(mode: str, dtype: torch.dtype, is_i
     link_states: dict = {}
     run_steps(link_states, schedule, dtype, is_int8, steps=4)
     allocated = sum(link_state.sent.nbytes + link_state.received.nbytes for link_state in link_states.values())
-    if mode == "paper":  # here Q and K select tokens themselves; in an exchange they use V's selection
+    if mode == "paper":  # here Q and K select tokens themselves; in a message they use V's selection
         allocated -= sum(link_states[name, ALL_HEADS].sent.last_values.nbytes for name in "qk")
     assert allocated == ReferenceBytes.of(layer_sizes(dtype), schedule, NUM_SLOW)[is_int8]
 

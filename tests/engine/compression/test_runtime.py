@@ -36,7 +36,7 @@ def quant_error(error_energy: float, value_energy: float) -> QuantError:
 
 
 def set_reference(layer_codecs: object, value: float) -> None:
-    """Set the reference of V, as an exchange would."""
+    """Set the reference of V, as a collective would."""
     link_state = LinkState(LinkReference(), LinkReference())
     link_state.sent.advance(torch.full((4,), float(value)), keeps_previous=False)
     layer_codecs.link_states["v", ALL_HEADS] = link_state

@@ -127,7 +127,7 @@ def test_dimensions_equal_the_defaults_of_diffusers(name: str, transformer: str)
 
 # Overlap.
 
-LAYER = {"projection": 3.0, "mlp_projections": 8, "attention": 10.0, "exchanges": dict.fromkeys("qkvo", 4.0)}
+LAYER = {"projection": 3.0, "mlp_projections": 8, "attention": 10.0, "all_to_alls": dict.fromkeys("qkvo", 4.0)}
 COMPUTE, ALL_TO_ALLS = 12 * 3 + 10, 4 * 4
 
 
@@ -143,7 +143,7 @@ COMPUTE, ALL_TO_ALLS = 12 * 3 + 10, 4 * 4
 def test_hidden_communication_of_a_layer(ring: int, ring_seconds: float, v_first: bool, hidden: float) -> None:
     seconds = layer_seconds(**LAYER, ring=ring, ring_seconds=ring_seconds, v_first=v_first)
     assert seconds == COMPUTE + ALL_TO_ALLS + ring_seconds - hidden
-    slow_links = {**LAYER, "exchanges": dict.fromkeys("qkvo", 100.0)}
+    slow_links = {**LAYER, "all_to_alls": dict.fromkeys("qkvo", 100.0)}
     assert layer_seconds(**slow_links, ring=1, ring_seconds=0.0, v_first=True) == COMPUTE + 400 - 6
 
 

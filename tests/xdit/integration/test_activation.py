@@ -139,7 +139,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
         before = everything()
         assert xfuser_cocodiff.install()
         activation.activate()
-        assert graph_order.order_exchanges()
+        assert graph_order.add_send_pass()
         log.warn_once("a message")
         during, without = everything(), recorded()
         copy = xfuser.core.distributed.initialize_runtime_state.__code__.co_filename

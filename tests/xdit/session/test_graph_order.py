@@ -124,11 +124,11 @@ def test_inductors_settings_are_restored_at_the_end_of_a_session(before: tuple[b
     names = "reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"
     with config.patch(dict(zip(names, before, strict=True))):
         for _ in range(2):
-            graph_order.order_exchanges()
+            graph_order.add_send_pass()
         assert getattr(config, names[0]) and getattr(config, names[1])[-1] is early_sends
         Session().close()
         assert tuple(getattr(config, name) for name in names) == before
-        graph_order.order_exchanges()
+        graph_order.add_send_pass()
         config.reorder_for_compute_comm_overlap_passes = ["raise_comms"]
         Session().close()
         assert config.reorder_for_compute_comm_overlap_passes == ["raise_comms"]  # settings changed since then stay

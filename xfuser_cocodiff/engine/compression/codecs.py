@@ -350,7 +350,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@functools.lru_cache(maxsize=1024)  # called four times for each tensor of an exchange
+@functools.lru_cache(maxsize=1024)  # called four times for each tensor of a message
 def section_bytes(codec: Codec, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of a tensor's two sections for one link: its token mask, or 0 without one, and its payload.
 

@@ -33,7 +33,7 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 T = TypeVar("T")
 
 
-class _Exchange(NamedTuple):
+class _CodedAllToAll(NamedTuple):
     """Arguments of an all-to-all that both of its ends need."""
 
     targets: Sequence[torch.Tensor]
@@ -47,7 +47,7 @@ class _Exchange(NamedTuple):
     head_group: HeadGroup
     """Head group of the values."""
     is_blocking: bool
-    """Whether the caller waits for the exchange at once."""
+    """Whether the caller waits for the all-to-all at once."""
 
     @property
     def partition(self) -> AxisPartition:
@@ -64,7 +64,7 @@ class _Exchange(NamedTuple):
         received: torch.Tensor,
         local_values: Sequence[torch.Tensor],
         local_slots: range,
-        exchange_again: Callable[[torch.Tensor], torch.Tensor],
+        resend: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Write received and local values to the targets.
 
@@ -73,13 +73,13 @@ class _Exchange(NamedTuple):
             received: messages of other ranks, uint8 (P, bytes).
             local_values: values of the local slots, which were not encoded.
             local_slots: slots of this rank.
-            exchange_again: exchanges messages (P, bytes) once more, see :meth:`Message.decode`.
+            resend: sends messages (P, bytes) once more, see :meth:`Message.decode`.
         """
         views = [self.partition.slot_view(target, len(received)) for target in self.targets]
         for (view, _), values in zip(views, local_values, strict=True):
             view[local_slots.start : local_slots.stop].copy_(values)
         run = self.mesh.comm_stream.run
-        message.decode(received, [view for view, _ in views], lambda sent: run(lambda: exchange_again(sent)))
+        message.decode(received, [view for view, _ in views], lambda sent: run(lambda: resend(sent)))
         for (view, is_target), target in zip(views, self.targets, strict=True):
             if not is_target:
                 target.copy_(self.partition.join(view.view(self.partition.num_slow, -1, *target.shape[-4:])))
@@ -107,31 +107,32 @@ def start(
         result: result of the handle.
         is_blocking: whether the caller waits for the handle at once.
     """
-    partition, exchange = layer_codecs.partition, _Exchange(targets, mesh, layer_codecs, label, head_group, is_blocking)
+    partition = layer_codecs.partition
+    operation = _CodedAllToAll(targets, mesh, layer_codecs, label, head_group, is_blocking)
     split = [partition.split(piece) for piece in pieces]
     if partition.fast is None or layer_codecs.single_stage:
-        return _start_single_stage(split, exchange, result)
-    return _start_staged(split, exchange, result)
+        return _start_single_stage(split, operation, result)
+    return _start_staged(split, operation, result)
 
 
-def _start_single_stage(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+def _start_single_stage(split: list[torch.Tensor], operation: _CodedAllToAll, result: T) -> Handle[T]:
     """Send values (S, F, B, n, s, D) to all ranks in one stage; those for other slow coordinates are encoded."""
-    partition, mesh, label = exchange.partition, exchange.mesh, exchange.label
+    partition, mesh, label = operation.partition, operation.mesh, operation.label
     local_slots = range(partition.slow_index * partition.num_fast, (partition.slow_index + 1) * partition.num_fast)
-    message = exchange.message([piece.flatten(0, 1) for piece in split], local_slots)
+    message = operation.message([piece.flatten(0, 1) for piece in split], local_slots)
     coded = _to_ranks(message.encode(), partition, mesh)
     local_values = [piece[partition.slow_index] for piece in split]
 
-    def exchange_again(sent: torch.Tensor) -> torch.Tensor:
+    def resend(sent: torch.Tensor) -> torch.Tensor:
         return _to_slots(mesh.all_to_all(*_to_ranks(sent, partition, mesh)), partition)
 
     def receive(received: torch.Tensor, received_local: list[torch.Tensor]) -> T:
-        exchange.receive(message, _to_slots(received, partition), received_local, local_slots, exchange_again)
+        operation.receive(message, _to_slots(received, partition), received_local, local_slots, resend)
         return result
 
     if partition.fast is None:
         return mesh.start_all_to_all(
-            *coded, label, lambda received: receive(received, local_values), exchange.is_blocking
+            *coded, label, lambda received: receive(received, local_values), operation.is_blocking
         )
     fast, uncoded = partition.fast, _by_plan(_pack(local_values), partition.fast)
 
@@ -139,8 +140,8 @@ def _start_single_stage(split: list[torch.Tensor], exchange: _Exchange, result: 
         wait_for_coded, wait_for_uncoded = mesh.begin_all_to_all(*coded), fast.begin_all_to_all(*uncoded)
         return wait_for_coded(), _unpack(wait_for_uncoded(), local_values)
 
-    # On the comm stream, even if both have one stage: it keeps the order of other exchanges among the same ranks.
-    return mesh.start(label, communicate, lambda arrived: receive(*arrived), exchange.is_blocking)
+    # On the comm stream, even if both have one stage: it keeps the order of other operations among the same ranks.
+    return mesh.start(label, communicate, lambda arrived: receive(*arrived), operation.is_blocking)
 
 
 def _to_ranks(message: torch.Tensor, partition: AxisPartition, mesh: Mesh) -> tuple[torch.Tensor, Plan]:
@@ -155,9 +156,9 @@ def _to_slots(received: torch.Tensor, partition: AxisPartition) -> torch.Tensor:
     return partition.split(received.reshape(*partition.shape, -1)).flatten(0, 1)
 
 
-def _start_staged(split: list[torch.Tensor], exchange: _Exchange, result: T) -> Handle[T]:
+def _start_staged(split: list[torch.Tensor], operation: _CodedAllToAll, result: T) -> Handle[T]:
     """Send values (S, F, B, n, s, D) along the fast axes, and then encoded along the slow axes."""
-    partition, mesh, fast = exchange.partition, exchange.mesh, exchange.partition.fast
+    partition, mesh, fast = operation.partition, operation.mesh, operation.partition.fast
     local_slots = range(partition.slow_index, partition.slow_index + 1)
 
     def along_slow_axes(sent: torch.Tensor) -> torch.Tensor:
@@ -167,16 +168,16 @@ def _start_staged(split: list[torch.Tensor], exchange: _Exchange, result: T) -> 
         """Return the values too, so that the comm stream records their use by the caller's stream."""
         by_fast_index = [piece.transpose(0, 1) for piece in split]
         received = _unpack(fast.all_to_all(*_by_plan(_pack(by_fast_index), fast)), by_fast_index)
-        message = exchange.message([piece.transpose(0, 1).flatten(1, 2) for piece in received], local_slots)
+        message = operation.message([piece.transpose(0, 1).flatten(1, 2) for piece in received], local_slots)
         return message, message.values, along_slow_axes(message.encode())
 
     def receive(arrived: tuple[Message, Sequence[torch.Tensor], torch.Tensor]) -> T:
         message, values, received = arrived
         local_values = [each[partition.slow_index, None] for each in values]
-        exchange.receive(message, received, local_values, local_slots, along_slow_axes)
+        operation.receive(message, received, local_values, local_slots, along_slow_axes)
         return result
 
-    return mesh.start(exchange.label, communicate, receive, exchange.is_blocking)
+    return mesh.start(operation.label, communicate, receive, operation.is_blocking)
 
 
 def _by_plan(message: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, Plan]:

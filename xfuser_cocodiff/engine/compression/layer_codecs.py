@@ -26,7 +26,7 @@ class LinkState:
     received: LinkReference
     """Reference of the values that this rank receives."""
     in_flight: bool = False
-    """Whether an exchange has started and not ended; the references of both ends may differ until it has."""
+    """Whether a collective has started and not ended; the references of both ends may differ until it has."""
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +34,7 @@ class LinkState:
         return self.sent.nbytes + self.received.nbytes
 
     def to_int8(self, comm_stream: CommStream | None = None) -> None:
-        """Store the references in int8 from now on; the other ends must do so between the same two exchanges.
+        """Store the references in int8 from now on; the other ends must do so between the same two collectives.
 
         Args:
             comm_stream: stream on which values are encoded; None if they are encoded on the caller's stream.
@@ -58,7 +58,7 @@ class Selection:
 
 @dataclass
 class CodecStats:
-    """Bytes, reconstruction errors and retransmissions of coded exchanges."""
+    """Bytes, reconstruction errors and retransmissions of coded collectives."""
 
     sent_bytes: int = 0
     """Bytes that this rank sent as the source to other coordinates on slow axes."""
@@ -67,7 +67,7 @@ class CodecStats:
     quant_errors: list[QuantError] = field(default_factory=list)
     """Reconstruction error of each lossy tensor; kept on the device until they are read."""
     repeated: int = 0
-    """Exchanges that were repeated losslessly because some values were not finite. Counted on CPUs only: on
+    """Messages that were repeated losslessly because some values were not finite. Counted on CPUs only: on
     accelerators the host would have to wait, and the next step is lossless instead."""
 
 
@@ -82,7 +82,7 @@ class LayerCodecs:
     link_states: dict[tuple[str, HeadGroup], LinkState]
     """Link states of the layer by tensor and head group; they outlive the step."""
     stats: CodecStats
-    """Statistics that the exchanges add to."""
+    """Statistics that the collectives add to."""
     seed: int = 0
     """Seed of random token scores; differs between steps."""
     int8_references: bool = False
@@ -90,7 +90,7 @@ class LayerCodecs:
     keyframe_codec: Codec = EXACT
     """Codec for tensors without a reference; it must be stateless."""
     single_stage: bool = False
-    """Whether exchanges take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
+    """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 
@@ -112,8 +112,8 @@ def codec_for(
 ) -> Codec:
     """Return the codec of a tensor (L, G, H, T, D).
 
-    It is the keyframe codec if there is no reference or the last exchange never ended, and sends all tokens of Q or K
-    if V has no selection for them. The result depends on shapes and earlier exchanges only, which are equal on all
+    It is the keyframe codec if there is no reference or the last collective never ended, and sends all tokens of Q or K
+    if V has no selection for them. The result depends on shapes and earlier collectives only, which are equal on all
     ranks.
     """
     codec, link_state = layer_codecs.codecs[name], layer_codecs.link_state(name, head_group)

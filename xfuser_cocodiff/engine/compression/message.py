@@ -1,4 +1,4 @@
-"""Messages: the tensors of one exchange, encoded into one buffer per slot at the sender and decoded at the receiver.
+"""Messages: the tensors of one collective, encoded into one buffer per slot at the sender and decoded at the receiver.
 
 A message has a flag, and for each tensor a token mask, which may be empty, and a payload. Each section is padded.
 
@@ -42,7 +42,7 @@ class _Section(NamedTuple):
 
 
 class Message:
-    """The tensors of one exchange, from encoding what is sent to decoding what has arrived.
+    """The tensors of one collective, from encoding what is sent to decoding what has arrived.
 
     Args:
         names: a letter for each tensor.
@@ -116,23 +116,23 @@ class Message:
         self,
         received: torch.Tensor,
         targets: Sequence[torch.Tensor],
-        exchange_again: Callable[[torch.Tensor], torch.Tensor],
+        resend: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Decode the messages of other ranks into the targets, except for the local slots.
 
         If values of some rank are not finite, all ranks on these slow axes see its flag, since each sends its flag to
-        all others, and exchange all values again without codecs.
+        all others, and send all values again without codecs.
 
         Args:
             received: messages, uint8 (P, bytes).
             targets: (P, G, H, T, D) for each tensor, written.
-            exchange_again: exchanges messages (P, bytes) once more.
+            resend: sends messages (P, bytes) once more.
         """
         self._read_selections(received)
         if _carries_flag(received) and received[:, :_FLAG_BYTES].any():
             self._layer_codecs.stats.repeated += 1
             self._codecs = dict.fromkeys(self._by_name, EXACT)
-            received = exchange_again(self._encode_sections({}))
+            received = resend(self._encode_sections({}))
         target_of = dict(zip(self.names, targets, strict=True))
         for name, _, payload in self._sections(received):
             codec, link_state = self._codecs[name], self._link_state(name)
@@ -143,7 +143,7 @@ class Message:
     def _read_selections(self, received: torch.Tensor) -> None:
         """Read the token masks of other ranks, before a second message without them may replace the first.
 
-        Q and K may use V's selection while their own exchange is in flight.
+        Q and K may use V's selection while their own message is in flight.
         """
         for name, mask, _ in self._sections(received):
             if mask.nbytes:

@@ -104,7 +104,7 @@ class CodecSchedule:
         return {**found, "o": o}
 
     def sent_bytes(self, names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, total: int) -> list[int]:
-        """Return the bytes of an exchange on one link, for each step of a run whose values are all finite.
+        """Return the bytes of a message on one link, for each step of a run whose values are all finite.
 
         Args:
             names: letters of the tensors, of "qkvo".
@@ -177,7 +177,7 @@ class CodecSchedule:
 
 
 def link_bytes(codecs: Mapping[str, Codec], names: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """Return the bytes of an exchange on one link at one step: the message's flag, token masks and payloads.
+    """Return the bytes of a message on one link at one step: the message's flag, token masks and payloads.
 
     Args:
         codecs: codec of each tensor.

@@ -22,8 +22,8 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes,
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.topology import devices
 
-_EXCHANGES_PER_LAYER = 2
-"""Number of exchanges of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
+_MESSAGES_PER_LAYER = 2
+"""Number of messages of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _LayerState:
     is_exact: bool
     """Whether the layer is lossless at all steps and has no references, by the schedule or for lack of memory."""
     single_stage: bool
-    """Whether exchanges take one stage, see :mod:`coded_all_to_all`."""
+    """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
     link_states: dict = field(default_factory=dict)
     """Link states of the Ulysses group."""
     ring_link_states: dict = field(default_factory=dict)
@@ -63,7 +63,7 @@ class StepReport:
     exact_bytes: int
     """Bytes that the same values take without codecs."""
     repeated: int
-    """Lossy tensors with values that are not finite: on CPUs, exchanges that were repeated losslessly; on accelerators,
+    """Lossy tensors with values that are not finite: on CPUs, messages that were repeated losslessly; on accelerators,
     tensors after which the next step is lossless."""
     not_finite: int
     """Number of them that were not repeated."""
@@ -194,7 +194,7 @@ class CodecRuntime:
         errors, not_finite = self._layer_errors()
         for state in self._states.values():
             state.stats = CodecStats()
-        unrepeated = not_finite if self._checks_after_step else 0  # else these exchanges were repeated
+        unrepeated = not_finite if self._checks_after_step else 0  # else these messages were repeated
         return StepReport(
             self.step,
             errors,
@@ -320,7 +320,7 @@ class CodecRuntime:
         if not is_exact and not self._fits_budget(planned_bytes):
             self._convert_to_int8()
             is_exact = not self._fits_budget(planned_bytes)
-        message_bytes = sizes.num_values // _EXCHANGES_PER_LAYER * sizes.value_bytes
+        message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
         single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
         return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage)
 

@@ -1,6 +1,6 @@
 """Virtual ranks: one rank applies the codecs of many, so that their quality can be judged without a cluster.
 
-They simulate either a Ulysses group or a ring. Every row of an exchanged tensor, one token of one head, has a source
+They simulate either a Ulysses group or a ring. Every row of a communicated tensor, one token of one head, has a source
 rank and a destination rank. Rows that would cross a slow axis go through the codec, against one link reference in place
 of the two at the ends of a link.
 
@@ -56,7 +56,7 @@ class VirtualRanks:
         return size % self.topology.size == 0
 
     def shard_fraction(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
-        """Return the fraction of tensors (B, H, N, D) that one of the ranks would have to exchange.
+        """Return the fraction of tensors (B, H, N, D) that one of the ranks would have to send.
 
         Args:
             shape: shape of the tensors.

@@ -83,7 +83,7 @@ def _can_build() -> bool:
 
 
 def prepare(choice: str, device_type: str) -> None:
-    """Compile or load the kernels of a choice, so that the first exchange does not wait for it."""
+    """Compile or load the kernels of a choice, so that the first message does not wait for it."""
     if resolve(choice, device_type) == NUMBA:
         from xfuser_cocodiff.engine.kernels import numba_kernels
 
@@ -104,7 +104,7 @@ def _kernels(device: torch.device) -> ModuleType:
     return _module(_MODULES[backend_for(device)])
 
 
-@functools.cache  # called for every tensor of an exchange
+@functools.cache  # called for every tensor of a message
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 

@@ -212,10 +212,10 @@ def _local_mesh(comm_stream: CommStream, **axes: int) -> Mesh:
 
 def _by_modes(workload: Workload, tokens: int, degree: int, device: torch.device) -> list[_Timed]:
     """Return the all-to-alls of a layer, in each mode."""
-    return [_Timed(mode, _layer_exchanges(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
+    return [_Timed(mode, _layer_all_to_alls(workload, tokens, degree, device, mode), 0) for mode in (EXACT, *CODED)]
 
 
-def _layer_exchanges(
+def _layer_all_to_alls(
     workload: Workload, tokens: int, degree: int, device: torch.device, mode: str
 ) -> Callable[[], object]:
     """Return a call of all all-to-alls of a layer, as in the later steps of a long run in a mode."""

@@ -25,7 +25,7 @@ class Family:
     v_first: tuple[str, ...] | str = ("to_v",)
     """Paths of the V projections in the attention module, or the reason why V-First is unsupported."""
     lossy: bool | str = True
-    """Whether lossy modes compress all exchanges, or the reason why not."""
+    """Whether lossy modes compress all messages, or the reason why not."""
 
     @property
     def is_exact(self) -> bool:

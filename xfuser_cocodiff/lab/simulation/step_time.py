@@ -145,12 +145,12 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
     projection, attention = costs.compute_seconds
     for payloads, num_steps in Counter(costs.payloads()).items():
         weight = layer_calls * num_steps / scenario.steps
-        exchanges = {name: costs.all_to_all(name, payloads) for name in "qkvo"}
+        all_to_alls = {name: costs.all_to_all(name, payloads) for name in "qkvo"}
         gather = costs.ring_gather(payloads.ring)
-        for exchange in exchanges.values():
-            _add_weighted(sent_bytes, exchange.sent_bytes, weight)
+        for each in all_to_alls.values():
+            _add_weighted(sent_bytes, each.sent_bytes, weight)
         _add_weighted(ring_bytes, gather.sent_bytes, weight)
-        seconds = {name: exchange.seconds for name, exchange in exchanges.items()}
+        seconds = {name: each.seconds for name, each in all_to_alls.items()}
         a2a_seconds += weight * sum(seconds.values())
         ring_seconds += weight * gather.seconds
         step_seconds += weight * layer_seconds(
@@ -184,7 +184,7 @@ def layer_seconds(
     projection: float,
     mlp_projections: float,
     attention: float,
-    exchanges: Mapping[str, float],
+    all_to_alls: Mapping[str, float],
     ring: int,
     ring_seconds: float,
     v_first: bool,
@@ -198,17 +198,17 @@ def layer_seconds(
         projection: seconds of one projection from width to width.
         mlp_projections: cost of the MLP, in such projections.
         attention: seconds of attention.
-        exchanges: seconds of the all-to-alls of q, k, v and o.
+        all_to_alls: seconds of the all-to-alls of q, k, v and o.
         ring: ring degree.
         ring_seconds: seconds until K and V of all ranks of the ring have arrived.
         v_first: whether V's all-to-all starts before Q and K are projected.
     """
-    hidden = min(attention / ring, ring_seconds) + (min(2 * projection, exchanges["v"]) if v_first else 0.0)
-    return (4 + mlp_projections) * projection + attention + sum(exchanges.values()) + ring_seconds - hidden
+    hidden = min(attention / ring, ring_seconds) + (min(2 * projection, all_to_alls["v"]) if v_first else 0.0)
+    return (4 + mlp_projections) * projection + attention + sum(all_to_alls.values()) + ring_seconds - hidden
 
 
 class _Payloads(NamedTuple):
-    """Encoded bytes per rank that the exchanges of one layer and step put on slow axes; None where nothing is encoded.
+    """Encoded bytes per rank that one layer sends on slow axes in a step; None where nothing is encoded.
 
     Q, K and V share one message.
     """
@@ -237,7 +237,7 @@ class _LayerCosts:
         self._num_slots, self._num_ring_slots = (
             planner.num_ranks_along(topology, scenario.slow_axes) for topology in (self.group, self.ring)
         )
-        # The exchange path is chosen once per layer, for a message of two tensors: the mean of its two messages.
+        # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
         message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
         self._single_stage = self._num_slots > 1 and planner.is_single_stage(
             scenario.link_profile(self.group, message), message, scenario.slow_axes

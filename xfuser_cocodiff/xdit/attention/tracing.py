@@ -19,5 +19,5 @@ def traced_path() -> str:
     return ""
 
 
-# See :func:`order_exchanges`.
+# See :func:`add_send_pass`.
 traced_path._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session import usp_versions
-from xfuser_cocodiff.xdit.session.graph_order import order_exchanges
+from xfuser_cocodiff.xdit.session.graph_order import add_send_pass
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 
@@ -92,7 +92,7 @@ def _compiled_attention(
     """Compute attention in a compiled graph: by custom operators, or by functional collectives on devices whose graphs
     are faster with those."""
     mesh = session.mesh
-    if mesh.topology.size == 1 or not order_exchanges():
+    if mesh.topology.size == 1 or not add_send_pass():
         return original(query, key, value, **vars(arguments))
     query = _join_query(query, key, value, arguments)
     attend = _attention_function(arguments, padding=session.padding)

@@ -74,8 +74,8 @@ def _holding_sends(in_flight: _SendsInFlight, send: Callable) -> Callable:
 
 
 def _sending_shapes_first(in_flight: _SendsInFlight, communicate: Callable) -> Callable:
-    """Return an exchange of shapes that does not wait for its sends: both stages of a pair may send before either
-    receives."""
+    """Return a function that communicates shapes without waiting for its sends: both stages of a pair may send before
+    either receives."""
 
     @functools.wraps(communicate)
     def _communicate_shapes(

@@ -35,9 +35,9 @@ def watch_all_to_all(original: Callable) -> Callable:
         traffic.count(FLAT, get_ulysses_parallel_world_size(), x)
         with traffic.time_stage(FLAT, x.device):
             began = traffic.record_start(x.device)
-            exchanged = original(x)
+            resharded = original(x)
             traffic.record_end(FLAT, began)
-        return exchanged
+        return resharded
 
     return _sdpa_all_to_all_single
 

@@ -11,10 +11,10 @@ _SENDS, _RECEIVES = "cocodiff::send", "cocodiff::receive"
 _INDUCTOR_PASSES = ["raise_comms", "sink_waits"]
 """Inductor's own passes for traced collectives, unless the user has set others; these depend on no estimate."""
 _before: tuple[bool, list[Any]] | None = None
-"""Inductor's settings before :func:`order_exchanges` changed them."""
+"""Inductor's settings before :func:`add_send_pass` changed them."""
 
 
-def order_exchanges() -> bool:
+def add_send_pass() -> bool:
     """Add :func:`early_sends` to Inductor's passes, after all others.
 
     Returns:
@@ -34,7 +34,7 @@ def order_exchanges() -> bool:
 
 # Dynamo calls it while tracing, and leaves it out of the graph. torch.compiler.assume_constant_result sets the same
 # attribute, but imports Dynamo, which takes a second.
-order_exchanges._dynamo_marked_constant = True  # type: ignore[attr-defined]
+add_send_pass._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def restore() -> None:

@@ -65,7 +65,7 @@ class StepKey:
         """Return the key of a call.
 
         Raises:
-            UnknownStepError: there is no key; on all ranks alike, since that depends on no value.
+            UnknownStepError: there is no key; on all ranks, since that depends on no value.
         """
         given = named_arguments(transformer, args, kwargs)
         name = next((name for name in TIMES if given.get(name) is not None), None)
