@@ -119,7 +119,10 @@ def _model(options: argparse.Namespace) -> int:
 
 def _add_kernels(subjects: Any) -> None:
     parser = subjects.add_parser(
-        "kernels", help="kernels of the codecs at the sizes of real models, relative to a copy on the same device"
+        "kernels",
+        help="kernels of the codecs at the sizes of real models, relative to a copy on the same device",
+        description="Times the kernels of the codecs on one device, relative to a copy and to a layer of FLUX.1-dev "
+        "and Qwen-Image, and the host time of a layer's all-to-alls.",
     )
     parser.add_argument("--degree", type=int, default=8, help="Ulysses degree, on two nodes (%(default)s)")
     parser.add_argument("--kernels", default="auto", help="auto, triton, numba or torch (%(default)s)")

@@ -12,7 +12,9 @@ from xfuser_cocodiff.cli.output import fail, write_json
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand to the parser."""
     parser = subparsers.add_parser(
-        "env", help="show versions, platform, detected topology and the state of all patches"
+        "env",
+        help="show versions, platform, detected topology and the state of all patches",
+        description="Shows versions, platform, detected topology, tuning cache and the state of all patches.",
     )
     parser.add_argument(
         "--degree", type=int, help="Ulysses degree to detect the topology for (default: the launcher's)"

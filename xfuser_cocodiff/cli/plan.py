@@ -14,21 +14,22 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="choose plans for message sizes, or a split of a degree for a full-size model",
-        description="With --model, predict all splits of a degree into Ulysses and ring, on a --cluster or with a "
-        "--profile; this needs no ranks. Without --model, choose an all-to-all plan for each of --sizes. Without "
-        "--profile, this runs on all ranks, under torchrun or scripts/emulated_cluster.sh, and probes the links first.",
+        description="With --model, predicts step times of all splits of a degree into Ulysses and Ring, on a --cluster "
+        "or with a --profile, and needs no ranks. Without --model, chooses an all-to-all plan for each of --sizes: "
+        "from a --profile, or else on all ranks, under torchrun or scripts/emulated_cluster.sh, by probing the links "
+        "first.",
     )
     on_ranks.add_arguments(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="link profile that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
     group = parser.add_argument_group("full-size models")
-    group.add_argument("--model", help="model: flux1, flux2, sd35, qwen-image")
+    group.add_argument("--model", help="flux1, flux2, sd35 or qwen-image")
     group.add_argument("--resolution", type=int, help="pixels per side")
     group.add_argument(
         "--degree", type=int, help="number of ranks that share a sequence: Ulysses degree times ring degree"
     )
     group.add_argument("--cluster", help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet")
-    group.add_argument("--mode", help="exact, paper, balanced, fast (default: as in a run without --cocodiff_mode)")
+    group.add_argument("--mode", help="exact, paper, balanced or fast (default: as in a run without --cocodiff_mode)")
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
     group.add_argument(

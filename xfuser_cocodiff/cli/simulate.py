@@ -12,8 +12,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="predict step times of full-size models on known clusters",
-        description="Predict step times of full-size models on known clusters. Each mode uses its fastest split into "
-        "Ulysses and ring; speedups are over stock's fastest split. Options take lists such as 1,2,4; those that take "
+        description="Predicts step times of full-size models on known clusters. Each mode uses its fastest split into "
+        "Ulysses and Ring; speedups are over stock's fastest split. Options take lists such as 1,2,4; those that take "
         "names also take 'all'.",
     )
     parser.add_argument("--cluster", default="aurora", help="clusters: aurora, dgx-h100, pcie, ethernet (%(default)s)")

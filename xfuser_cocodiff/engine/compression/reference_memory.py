@@ -2,7 +2,7 @@
 
 Both ends of a slow link store the values that crossed it last, and with extrapolation those of the step before. A
 budget is met in two ways: references are stored in int8, and if they still do not fit, the layers that are called last
-in a step stay lossless and have no references. Layers save in proportion to their references, and in the pictures of
+in a step stay lossless and have no references. Layers save in proportion to their references, and in the images of
 the small trained model it made no difference which of them were lossless; so their order decides. No forecast is
 needed: each layer reserves memory at its first call, for all references that it is going to have.
 """

@@ -1,6 +1,6 @@
 """Runs of a model with candidate bits, cached in a file so that an interrupted search resumes.
 
-Runs on held-out prompts are not cached: their pictures are shown, and the file has no pictures.
+Runs on held-out prompts are not cached: their images are shown, and the file has no images.
 """
 
 import json
