@@ -1,7 +1,7 @@
 """Cache of tuning results between processes: the link profile, and the overlap schedule of each layer signature.
 
 A file belongs to one machine, as the ranks of a group see it together. Other hosts, devices, links or versions have
-another file, and are tuned anew.
+another file, and are tuned separately.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ class TuningCache:
 
 
 def load(file: Path) -> TuningCache | None:
-    """Return the cache of a file; None if there is no such file or it cannot be read, and tuning starts anew."""
+    """Return the cache of a file; None if there is no such file or it cannot be read, and tuning starts over."""
     try:
         return TuningCache.from_json(json.loads(file.read_text()))
     except (OSError, ValueError):

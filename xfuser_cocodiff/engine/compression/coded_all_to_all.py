@@ -1,8 +1,8 @@
 """The coded all-to-all: values are sent unchanged along fast axes and encoded along slow ones, in one of two forms.
 
 Staged: values first go along the fast axes, unchanged. Those for other coordinates on the slow axes are then encoded
-once, forwarded through further slow axes as they are, and decoded where they arrive. Few messages cross slow axes, and
-all values cross the fast ones.
+once, and decoded only at their destination, also where they cross several slow axes. Few messages cross slow axes,
+and all values cross the fast ones.
 
 Single-stage: values for other coordinates on the slow axes are encoded at their source and go to their rank along all
 axes. At the same time, values for the own coordinate go along the fast axes, unchanged. Little data crosses the fast

@@ -355,10 +355,10 @@ class CodecRuntime:
                 comm_stream = self._ring_partition.slow.comm_stream
                 comm_stream.start("convert references to int8", link_state.to_int8).wait()
 
-    # Log messages, once a step has shown what they say.
+    # Log messages at the end of a step.
 
     def _log(self, report: StepReport) -> None:
-        """Log memory, unmatched layer names and the schedule, as far as they are news."""
+        """Log memory, unmatched layer names and the schedule, each unless it was logged before."""
         if len(self._states) > self._logged_states:
             self._log_references()
             self._log_unmatched_layers()

@@ -89,7 +89,7 @@ class VirtualRanks:
             names: a letter for each tensor: q, k, v are sequence-sharded and become head-sharded, o the reverse.
             tensors: whole tensors.
             segments: numbers of tokens of segments such as text and image, each of which is sharded by itself. Segments
-                that are not divisible stay as they are: xDiT replicates them.
+                that are not divisible are not compressed: xDiT replicates them.
             layer_codecs: codecs of the layer.
         """
         received = {}

@@ -23,7 +23,7 @@ def show(record: Mapping[str, Any]) -> None:
 def _quality_table(record: Mapping[str, Any]) -> Any:
     from rich.table import Table
 
-    table = Table(box=None, title="held-out prompts and seeds; bytes on slow links over exact ones")
+    table = Table(box=None, title="held-out prompts and seeds; bytes on slow links over lossless ones")
     for column in ("", "bytes", "PSNR dB", "sd", "SSIM", "LPIPS"):
         table.add_column(column, justify="left" if not column else "right")
     for name, row in {TUNED: record["held_out"], **record["held_out"]["modes"]}.items():

@@ -36,7 +36,7 @@ class BitTrial:
     """Quality and bytes of one run."""
 
     psnr_db: tuple[float, ...]
-    """PSNR of each image to the exact one."""
+    """PSNR of each image to the lossless one."""
     ssim: float
     lpips: float | None
     step_fractions: tuple[float, ...]
@@ -44,12 +44,12 @@ class BitTrial:
 
     @property
     def bytes_fraction(self) -> float:
-        """Bytes of the whole run over the exact ones."""
+        """Bytes of the whole run over the lossless ones."""
         return fmean(self.step_fractions)
 
     @property
     def later_bytes_fraction(self) -> float:
-        """Bytes after the first step over the exact ones."""
+        """Bytes after the first step over the lossless ones."""
         return fmean(self.step_fractions[1:])
 
     @property

@@ -46,7 +46,7 @@ class TuningTarget:
 
     psnr_db: float | None = None
     bytes_fraction: float | None = None
-    """Bytes of a run over exact ones, first step included."""
+    """Bytes of a run over lossless ones, first step included."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TuningResult:
     tuned: BitTrial
     """Trial of the allocation, on the prompts to tune on."""
     bytes_fraction: float
-    """Bytes of the allocation over the exact ones."""
+    """Bytes of the allocation over the lossless ones."""
     held_out: Mapping[str, BitTrial]
     """Trials on held-out prompts: the allocation as `tuned`, and modes."""
     predicted_psnr_db: float
