@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import ranks
 
@@ -26,6 +27,8 @@ if torch.accelerator.current_accelerator(check_available=True) is None:
     os.environ["TRITON_INTERPRET"] = "1"  # read at the import of Triton: interpret its kernels on the CPU
 
 torch.set_num_threads(1)  # other tests run on the other cores
+settings.register_profile("cocodiff", deadline=None)  # no test may depend on how loaded the machine is
+settings.load_profile("cocodiff")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as checked
 from hypothesis import strategies as st
 
 from xfuser_cocodiff.engine.settings.config import resolve
@@ -28,7 +27,6 @@ def axis_between(topology: Topology, one: int, other: int) -> str | None:
     return next((axis.name for axis, here, there in places if here != there), None)
 
 
-@checked(deadline=None)
 @given(topologies, st.data())
 def test_part_of_a_topology_has_the_links_of_its_ranks(whole: Topology, data: st.DataObject) -> None:
     count = data.draw(st.sampled_from([n for n in range(1, whole.size + 1) if whole.size % n == 0]))

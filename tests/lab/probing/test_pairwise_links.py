@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ranks
@@ -54,7 +54,6 @@ def test_round_robin_pairs_all_ranks_exactly_once(size: int) -> None:
     assert len(list(pairwise_links.rounds(size))) <= size
 
 
-@settings(deadline=None)
 @given(seeds)
 @pytest.mark.parametrize(
     ("shape", "speeds"),
@@ -70,7 +69,6 @@ def test_axes_are_inferred_from_bandwidth(shape: str, speeds: list[float], seed:
     assert infer_topology(synthetic(shape, speeds, seed, size)) == Topology.parse(shape, size)
 
 
-@settings(deadline=None)
 @given(seeds)
 @pytest.mark.parametrize(
     ("shape", "speeds", "ranks_per_node", "found"),
@@ -94,7 +92,6 @@ def test_nodes_of_the_launcher_become_the_outer_axis(
     assert str(infer_topology(synthetic(shape, speeds, seed, size), ranks_per_node)) == found
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(1, 12))
 def test_equal_links_give_a_flat_topology(seed: int, size: int) -> None:
     assert infer_topology(synthetic("flat", [10], seed, size)) == Topology.flat(size)

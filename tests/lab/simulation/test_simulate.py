@@ -31,7 +31,7 @@ scenarios = st.builds(
     resolution=st.sampled_from([256, 768, 2304]),
     batch=st.sampled_from([1, 32]),
 )
-few_examples = settings(deadline=None, max_examples=20)
+few_examples = settings(max_examples=20)
 
 
 def on_machine(scenario: Scenario, machine: Machine) -> Scenario:
