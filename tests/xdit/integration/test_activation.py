@@ -98,7 +98,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
     """A process with the plugin disabled runs stock until then; only one with COCODIFF_RECORD has the recorder."""
     *states, recording = answer(
         """
-        import json, logging, os, sys
+        import json, logging, os, sys, types
         import xfuser, xfuser.model_executor.layers.usp, xfuser.core.distributed, yunchang.comm.all_to_all
         import diffusers.image_processor, diffusers.pipelines.pipeline_utils
         import diffusers.modular_pipelines.modular_pipeline
@@ -136,9 +136,13 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
 
         assert "site-packages" in xfuser.model_executor.layers.usp._ft_c_input_all_to_all.__code__.co_filename
         assert not hasattr(xfuser.xFuserArgs(), "use_cocodiff")
+        # A module of the user may have the name of one of the standard library.
+        script = sys.modules["profile"] = types.ModuleType("profile")
+        script.USP = xfuser.model_executor.layers.usp.USP
         before = everything()
         assert xfuser_cocodiff.install()
         activation.activate()
+        assert script.USP is xfuser.model_executor.layers.usp.USP
         assert graph_order.add_send_pass()
         log.warn_once("a message")
         during, without = everything(), recorded()
@@ -146,6 +150,7 @@ def test_late_install_replaces_copies_and_uninstall_restores_all(tmp_path: Path)
         states = {state.state for state in activation.patch_states()}
         xfuser_cocodiff.uninstall()
         after = everything()
+        assert script.USP is xfuser.model_executor.layers.usp.USP
         changed = [key for key in before if during[key] != before[key]]
         left = [key for key in before if after[key] != before[key]]
         assert {"logging", "process", "inductor"} <= set(changed)

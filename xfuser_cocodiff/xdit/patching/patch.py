@@ -66,8 +66,11 @@ class _AppliedPatch:
     replacement: Any
 
 
-_WITHOUT_COPIES = sys.stdlib_module_names | {"torch", "transformers", "numpy", "scipy", "sympy"}
-"""Large packages that never import the host, and are not searched for copies of its functions."""
+_WITHOUT_COPIES = {"torch", "transformers", "numpy", "scipy", "sympy"}
+"""Large packages that never import the host, and are not searched for copies of its functions.
+
+The standard library is searched: a module of the user may have the name of one of its modules.
+"""
 
 
 @dataclass
