@@ -19,7 +19,7 @@ for name in (
     *(f"xfuser_cocodiff.lab.models.{model}" for model in ("flux1", "flux2", "qwen_image", "sd35")),
 ):
     importlib.import_module(name)
-# Links within one machine tell nothing; to look for a message that takes long on them takes most of a session's start.
+# Probes of links within one machine with larger messages would take most of a session's start and show nothing.
 importlib.import_module("xfuser_cocodiff.engine.autotune.link_probe")._LAST_BYTES = 2**15
 importlib.import_module("xfuser_cocodiff.xdit.session.usp_versions").is_known()  # whose result is cached
 with contextlib.suppress(ImportError, AttributeError):  # patterns of names of weights, which take a fifth of a second

@@ -21,7 +21,7 @@ SLOW = 1e6
 
 
 def profile_json(sizes: str, *speeds: float, direct: float | None = 1.0) -> dict[str, Any]:
-    """Return a link profile; its direct sends are `direct` times as fast, None leaves them unknown."""
+    """Return a link profile; `direct` is the bandwidth ratio of direct sends, None if they are unknown."""
     sends = direct and profile(sizes, *(direct * speed for speed in speeds))
     return {"profile": replace(profile(sizes, *speeds), direct=sends).to_json()}
 
