@@ -11,7 +11,10 @@ FOLDER = Path(__file__).parent.parent / PACKAGE
 FLOORS = {
     "engine": ("topology", "kernels", "comm", "compression", "attention", "settings", "autotune"),
     "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
-    "lab": ("reporting", "models", "emulation", "probing", "simulation", "comparison", "tuning", "bench"),
+    "lab": (
+        *("reporting", "models", "emulation", "probing", "accelerator", "simulation"),
+        *("comparison", "tuning", "bench"),
+    ),
 }
 """Packages of each floor, lowest first."""
 PACKAGES = (*(f"{floor}.{package}" for floor, packages in FLOORS.items() for package in packages), "cli")

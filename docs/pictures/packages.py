@@ -9,7 +9,10 @@ FLOORS = {
     "lab": (
         "measures and demonstrates: benchmarks, comparison, simulation",
         "#fff4e0",
-        ("models", "emulation", "probing", "simulation", "comparison", "tuning", "bench", "reporting"),
+        (
+            *("models", "emulation", "probing", "accelerator", "simulation"),
+            *("comparison", "tuning", "bench", "reporting"),
+        ),
     ),
     "xdit": (
         "the integration into xDiT",
