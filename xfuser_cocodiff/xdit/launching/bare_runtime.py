@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,6 +17,9 @@ from xfuser_cocodiff.engine.topology import launcher
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session.session import Session
+
+_VAE_SCALE_FACTOR = 8
+"""Pixels per side of a latent, the same in all models of the benchmarks."""
 
 
 def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
@@ -62,14 +66,30 @@ def init_runtime_state(heads: int, text_tokens: int) -> None:
         heads: number of attention heads of the model.
         text_tokens: number of text tokens.
     """
-    from xfuser import xFuserArgs
-    from xfuser.core.distributed import get_runtime_state, initialize_runtime_state
+    from xfuser.core.distributed import get_runtime_state
 
-    transformer = SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads))
-    ulysses, ring = (group.size() for group in process_groups())
-    engine_config, _ = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring).create_config()
-    initialize_runtime_state(SimpleNamespace(transformer=transformer), engine_config)
+    start_runtime_state(SimpleNamespace(config=SimpleNamespace(num_attention_heads=heads)))
     get_runtime_state().max_condition_sequence_length = text_tokens
+
+
+def start_runtime_state(transformer: Any, **flags: Any) -> None:
+    """Start xDiT's runtime state for a transformer on these ranks, in place of an earlier one.
+
+    Args:
+        transformer: anything with the `config` of a transformer.
+        flags: further flags of xDiT, such as `use_fp8_comms`.
+
+    Raises:
+        RuntimeError: the Ulysses degree does not divide the heads, without the plugin.
+    """
+    from xfuser import xFuserArgs
+    from xfuser.core.distributed import initialize_runtime_state
+
+    ulysses, ring = (group.size() for group in process_groups())
+    arguments = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring, **flags)
+    engine_config, _ = arguments.create_config()
+    pipeline = SimpleNamespace(transformer=transformer, vae_scale_factor=_VAE_SCALE_FACTOR)
+    initialize_runtime_state(pipeline, engine_config)
 
 
 def use_session(session: Session) -> None:
