@@ -12,7 +12,7 @@ FLOORS = {
     "engine": ("topology", "kernels", "comm", "compression", "attention", "settings", "autotune"),
     "xdit": ("patching", "platforms", "layers", "session", "attention", "run_tracking", "integration", "launching"),
     "lab": (
-        *("reporting", "models", "emulation", "probing", "accelerator", "simulation"),
+        *("reporting", "models", "emulation", "probing", "accelerator", "simulation", "full_size"),
         *("comparison", "tuning", "bench"),
     ),
 }

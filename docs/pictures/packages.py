@@ -10,7 +10,7 @@ FLOORS = {
         "measures and demonstrates: benchmarks, comparison, simulation",
         "#fff4e0",
         (
-            *("models", "emulation", "probing", "accelerator", "simulation"),
+            *("models", "emulation", "probing", "accelerator", "simulation", "full_size"),
             *("comparison", "tuning", "bench", "reporting"),
         ),
     ),
