@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -19,7 +18,6 @@ from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.emulation import links, namespaces, ranks, user_namespace
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
-from xfuser_cocodiff.lab.emulation.ranks import STDOUT
 
 PROGRAM = "emulated_cluster"
 USAGE_STATUS = 2
@@ -177,7 +175,9 @@ def _check_tools() -> None:
 def _run(cluster: Cluster, command: Sequence[str]) -> int:
     namespaces.make(cluster)
     inside = [["ip", "netns", "exec", namespaces.name(rank), *command] for rank in range(cluster.size)]
-    failure = ranks.run([(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], _write)
+    failure = ranks.run(
+        [(line, environment(cluster, rank, os.environ)) for rank, line in enumerate(inside)], ranks.print_line
+    )
     if failure is None:
         return 0
     _print_error(f"{failure}; the other ranks were stopped")
@@ -203,17 +203,6 @@ def environment(cluster: Cluster, rank: int, outside: Mapping[str, str]) -> dict
         "TP_SOCKET_IFNAME": cluster.interface,
         CLUSTER_VARIABLE: cluster.to_json(),
     }
-
-
-def _write(rank: int, descriptor: int, line: bytes) -> None:
-    """Write a line of a rank to this process's stdout or stderr, prefixed by the rank."""
-    output = (sys.stdout if descriptor == STDOUT else sys.stderr).buffer
-    try:
-        output.write(b"[%d] %s\n" % (rank, line))
-        output.flush()
-    except BrokenPipeError:
-        # The reader has gone, as with `| head`: exit as a process that SIGPIPE killed.
-        os._exit(128 + signal.SIGPIPE)
 
 
 if __name__ == "__main__":
