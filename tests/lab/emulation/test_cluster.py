@@ -1,5 +1,6 @@
 """The emulated cluster: its arithmetic, its command line, and real namespaces where this machine permits them."""
 
+import dataclasses
 import os
 import signal
 import statistics
@@ -69,11 +70,19 @@ def test_a_flat_rate_gives_each_rank_one_port(shape: str) -> None:
     assert described(shape, flat=1).links(2) == (Link("flat", (0, 1, 3)),)
 
 
+def test_axes_of_ports_have_one_link_to_all_peers() -> None:
+    """As in the planner, where the peers of an axis share the rank's rate along it."""
+    built = dataclasses.replace(described("2x3x2", node=3, gpu=2, tile=1), ports=("gpu",))
+    assert built.links(7) == (Link("node", (0, 1, 2, 3, 4, 5)), Link("tile", (6,)), Link("gpu", (8, 9, 10, 11)))
+    built = dataclasses.replace(described("node=1,gpu=2,tile=3", gpu=2, tile=1), ports=("tile", "gpu"))
+    assert built.links(0) == (Link("tile", (1, 2)), Link("gpu", (3, 4, 5)))
+
+
 @pytest.mark.parametrize(
     ("shape", "rates"), [("2x3x2", {"node": 3.0, "gpu": 2.0, "tile": 1.0}), ("flat=3", {"flat": 1})]
 )
 def test_a_cluster_round_trips_through_its_environment_variable(shape: str, rates: dict[str, float]) -> None:
-    built = described(shape, **rates)
+    built = dataclasses.replace(described(shape, **rates), ports=tuple(rates)[:1])
     assert links.from_environment({CLUSTER_VARIABLE: built.to_json()}) == built
     assert links.from_environment({}) is None
 

@@ -9,6 +9,8 @@ tile    one to every other tile of its GPU
 gpu     one to every other GPU of its node, shared by that GPU's tiles
 node    one to all other nodes together: the rank's share of the network cards of its node
 flat    one to all other ranks: a port
+port    an axis named in `Cluster.ports`: one to all its peers on that axis, as the
+        planner and the simulator assume
 ======  ==========================================================================
 
 Rates are TCP goodput in Mbit/s. Latency is not emulated: it is that of this machine, 0.05 to 0.1 ms.
@@ -74,6 +76,8 @@ class Cluster:
     interface: str = INTERFACE
     packet_seconds: float = PACKET_SECONDS
     """Transfer time of a packet on its link, within the limits of packet sizes."""
+    ports: tuple[str, ...] = ()
+    """Axes on which a rank has one link to all its peers together, instead of one to each tile or GPU."""
 
     @property
     def size(self) -> int:
@@ -102,7 +106,7 @@ class Cluster:
         if FLAT in self.rates:
             return (FLAT,)
         axis, place = next((a.name, p) for a, o, p in zip(self.topology.axes, own, peer, strict=True) if o != p)
-        return (axis,) if axis == "node" else (axis, place)
+        return (axis,) if axis == "node" or axis in self.ports else (axis, place)
 
     def to_json(self) -> str:
         """Return the value of the environment variable that describes the cluster to its ranks."""
@@ -112,8 +116,9 @@ class Cluster:
     def from_json(cls, text: str) -> "Cluster":
         """Parse the output of :meth:`to_json`."""
         fields = json.loads(text)
-        addresses = tuple(fields.pop("addresses"))
-        return cls(topology=Topology.parse(fields.pop("topology"), len(addresses)), addresses=addresses, **fields)
+        addresses, ports = tuple(fields.pop("addresses")), tuple(fields.pop("ports"))
+        topology = Topology.parse(fields.pop("topology"), len(addresses))
+        return cls(topology=topology, addresses=addresses, ports=ports, **fields)
 
 
 def packet_seconds(ranks: int, cores: int | None = None) -> float:
