@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.emulation.requirement import LAUNCHER, TWO_RANKS, needs_namespaces
 from tests.quick import slow
 from xfuser_cocodiff.engine.topology.launcher import CLUSTER_VARIABLE
 from xfuser_cocodiff.lab.emulation import cluster, links, namespaces
@@ -19,20 +20,8 @@ from xfuser_cocodiff.lab.emulation.links import Cluster, Link
 from xfuser_cocodiff.lab.emulation.presets import PRESETS
 from xfuser_cocodiff.lab.emulation.ranks import run
 
-LAUNCHER = [sys.executable, "-m", "xfuser_cocodiff.lab.emulation.cluster"]
-TWO_RANKS = ["--topology", "flat=2", "--rates", "flat=20"]
 DEADLINE = 120
 """Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
-
-
-def why_not() -> str | None:
-    """Return why this machine cannot emulate a cluster; empty if it can."""
-    tried = subprocess.run([*LAUNCHER, *TWO_RANKS, "--", "true"], capture_output=True, text=True)
-    return tried.stderr.strip() or None
-
-
-reason = why_not()
-needs_namespaces = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
 def described(shape: str, **rates: float) -> Cluster:

@@ -137,6 +137,18 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Cluster | N
     return Cluster.from_json(text) if text else None
 
 
+def of_this_rank() -> Cluster:
+    """Return the emulated cluster of this process.
+
+    Raises:
+        RuntimeError: this process is not a rank of an emulated cluster.
+    """
+    cluster = from_environment()
+    if cluster is None:
+        raise RuntimeError(f"only a rank of an emulated cluster has links; {CLUSTER_VARIABLE} is not set")
+    return cluster
+
+
 def shape(scale: float, packet_seconds: float | None = None) -> Cluster:
     """Set the links of the calling rank to `scale` times their rates at scale 1.
 
@@ -155,9 +167,7 @@ def shape(scale: float, packet_seconds: float | None = None) -> Cluster:
         ValueError: a rate is out of range.
         RuntimeError: this process is not a rank of an emulated cluster.
     """
-    cluster = from_environment()
-    if cluster is None:
-        raise RuntimeError(f"only a rank of an emulated cluster can shape its links; {CLUSTER_VARIABLE} is not set")
+    cluster = of_this_rank()
     cluster = dataclasses.replace(cluster, scale=scale, packet_seconds=packet_seconds or cluster.packet_seconds)
     check_rates(cluster)
     rank = int(os.environ["RANK"])
@@ -237,13 +247,22 @@ def run_batch(tool: str, lines: Sequence[str], namespace: str | None = None) -> 
         RuntimeError: a command failed; contains the tool's message.
     """
     inside = ["-netns", namespace] if namespace else []
+    run_tool(tool, *inside, "-batch", "-", text="".join(f"{line}\n" for line in lines))
+
+
+def run_tool(tool: str, *arguments: str, text: str = "") -> str:
+    """Run `ip` or `tc` and return its output.
+
+    Args:
+        tool: the program.
+        arguments: its arguments.
+        text: its input.
+
+    Raises:
+        RuntimeError: it failed; contains its message.
+    """
     # A new session: Ctrl-C must reach the launcher alone, which cleans up.
-    done = subprocess.run(
-        [tool, *inside, "-batch", "-"],
-        input="".join(f"{line}\n" for line in lines),
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-    )
+    done = subprocess.run([tool, *arguments], input=text, capture_output=True, text=True, start_new_session=True)
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout

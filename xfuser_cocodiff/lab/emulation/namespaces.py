@@ -6,12 +6,15 @@ untouched, clusters can run side by side, and everything ends with the cluster's
 
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from xfuser_cocodiff.lab.emulation.links import MAX_PACKET, Cluster, build_commands, route_commands, run_batch
 
 MAX_RANKS = 254
 """Addresses in the subnet of a cluster."""
 
+FOLDER = Path("/run/netns")
+"""Where `ip netns` keeps namespaces by name."""
 SETTINGS = {
     # No packet is ever lost here, so Reno just fills the link. Other algorithms probe, pace and back off, which would
     # be measured along with the link.

@@ -20,7 +20,7 @@ _NO_PROGRAMS = 2 | 4 | 8
 """Mount flags: nosuid, nodev, noexec."""
 _NET_ADMIN, _SYS_ADMIN = 1 << 12, 1 << 21
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a process to stop."""
 
 
@@ -65,14 +65,14 @@ def isolated(work: Callable[[], int]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the child exists
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the child exists
     child = os.fork()
     if not child:
         os.close(read_end)  # so that the parent is the only reader
         _run_first_process(work, write_end)
     os.close(write_end)
-    previous = {number: signal.signal(number, stop) for number in _SIGNALS}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     with os.fdopen(read_end) as pipe:
         error = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -100,6 +100,30 @@ def _enter() -> None:
         raise RuntimeError(_not_permitted(str(error))) from None
 
 
+def enter_network(file: Path) -> None:
+    """Move the calling thread to a network namespace.
+
+    Args:
+        file: the namespace, such as `/run/netns/NAME` of `ip netns`.
+
+    Raises:
+        OSError: the namespace does not exist or may not be entered.
+    """
+    with file.open() as namespace:
+        _call("setns", namespace.fileno(), _NEW_NETWORK)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends.
+
+    Args:
+        parent: process ID of the parent. If it has ended already, this process ends at once.
+    """
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _run_first_process(work: Callable[[], int], errors: int) -> NoReturn:
     """Run `work` as the first process of the new namespaces: when it ends, the kernel kills all others.
 
@@ -110,9 +134,9 @@ def _run_first_process(work: Callable[[], int], errors: int) -> NoReturn:
     status = 1
     try:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number in _SIGNALS:  # the kernel does not deliver them to a first process without a handler
+        for number in STOP_SIGNALS:  # the kernel does not deliver them to a first process without a handler
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not _has_no_reader(errors) and _mount_file_systems(errors):
             status = work()
     except BaseException:
