@@ -17,7 +17,7 @@ DEADLINE = 120
 BEGIN = """
 import json, os, socket, sys, threading, time
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.emulation import forked_ranks, links, namespaces
+from xfuser_cocodiff.lab.emulation import counters, forked_ranks, links, namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 
 def emulated(shape, ports=(), **rates):
@@ -153,3 +153,64 @@ except RuntimeError as error:
     print(json.dumps(str(error)))
 """)
     assert found == "not permitted here"
+
+
+SENDING = """
+def received(peer, size):
+    '''Wait for `size` bytes on a connection and answer with one.'''
+    while size:
+        size -= len(peer.recv(min(size, 1 << 16)))
+    peer.sendall(b".")
+
+def connected(address):
+    while True:
+        try:
+            return socket.create_connection((address, 5000))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+def send(rank, cluster, size, before_each):
+    '''Send to all other ranks from rank 0 at once, repeatedly. Return seconds of each time.'''
+    if rank:
+        with socket.create_server((cluster.addresses[rank], 5000)) as server:
+            peer = server.accept()[0]
+        for _ in before_each:
+            received(peer, size)
+        return None
+    peers = [connected(address) for address in cluster.addresses[1:]]
+    seconds = []
+    for before in before_each:
+        before()
+        started = time.perf_counter()
+        def transfer(peer):
+            peer.sendall(bytes(size))
+            peer.recv(1)
+        threads = [threading.Thread(target=transfer, args=(peer,)) for peer in peers]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+"""
+
+
+@needs_namespaces
+def test_peers_of_a_port_share_its_rate_and_bytes_are_counted() -> None:
+    """To two peers on links of 8 Mbit/s each, 400 kB each take 0.4 s; on one port of 8 Mbit/s, 0.8 s."""
+    found, _, _ = run(
+        SENDING
+        + """
+size = 400_000
+def work(rank):
+    cluster = links.of_this_rank()
+    seconds = send(rank, cluster, size, [lambda: None])
+    return seconds, counters.payload_bytes()
+cells = emulated("gpu=3", gpu=8), emulated("gpu=3", ("gpu",), gpu=8)
+print(json.dumps([run_forked(cell, work, results_of=(0, 1)) for cell in cells]))
+"""
+    )
+    (links_seconds, links_bytes), (port_seconds, port_bytes) = (cell["0"] for cell in found)
+    assert port_seconds[0] > 1.5 * links_seconds[0]
+    for counted in (links_bytes, port_bytes):
+        assert counted == {"gpu": pytest.approx(800_000, rel=0.03)}
+    for cell in found:
+        assert cell["1"][1]["gpu"] < 100  # an answer of one byte, and acknowledgements
