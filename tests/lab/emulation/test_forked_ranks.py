@@ -17,7 +17,7 @@ DEADLINE = 120
 BEGIN = """
 import json, os, socket, sys, threading, time
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.emulation import counters, forked_ranks, links, namespaces
+from xfuser_cocodiff.lab.emulation import counters, dilation, forked_ranks, links, namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 
 def emulated(shape, ports=(), **rates):
@@ -214,3 +214,23 @@ print(json.dumps([run_forked(cell, work, results_of=(0, 1)) for cell in cells]))
         assert counted == {"gpu": pytest.approx(800_000, rel=0.03)}
     for cell in found:
         assert cell["1"][1]["gpu"] < 100  # an answer of one byte, and acknowledgements
+
+
+@needs_namespaces
+def test_ranks_change_their_dilation_under_open_connections() -> None:
+    """1 MB at 80 Mbit/s is a tenth of a second; at five times the dilation, half a second."""
+    found, _, _ = run(
+        SENDING
+        + """
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+slow = dilation.slow_cluster(Profile(Topology.parse("gpu=2"), (AxisLink("gpu", 0, 10e9),), 0, 1, 1), 1000)
+def work(rank):
+    changes = [lambda: None, lambda: dilation.change_dilation(5000)]
+    return send(rank, slow, 1_000_000, changes), links.of_this_rank().rate("gpu"), counters.payload_bytes()
+print(json.dumps(run_forked(slow, work)[0]))
+"""
+    )
+    (fast, slow), rate, counted = found
+    assert rate == pytest.approx(16)
+    assert 2.5 < slow / fast < 10
+    assert counted == {"gpu": pytest.approx(2_000_000, rel=0.03)}

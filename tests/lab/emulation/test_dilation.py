@@ -1,0 +1,51 @@
+"""The emulated cluster in slow motion."""
+
+import re
+
+import pytest
+
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.emulation import dilation, links
+from xfuser_cocodiff.lab.simulation.machines import AURORA
+
+
+def test_links_of_aurora_a_thousand_times_slower() -> None:
+    """8 cards of 25 GB/s for 12 tiles are 133.3 Gbit/s each; 7.5 GB/s and 185 GB/s are 60 and 1480 Gbit/s."""
+    slowed = dilation.slow_cluster(AURORA.link_profile(AURORA.topology(2), 1e6), 1000)
+    found = {link.axis: (round(slowed.rate(link.axis), 1), link.ranks) for link in slowed.links(1)}
+    assert found == {
+        "tile": (1480, (0,)),
+        "gpu": (60, tuple(range(2, 12))),
+        "node": (133.3, tuple(range(12, 24))),
+    }
+    assert (slowed.size, len(slowed.links(1))) == (24, 3)
+
+
+def test_packets_are_the_largest_ones_or_two_milliseconds_long() -> None:
+    """2 ms at 60 Mbit/s are 15,000 bytes; 64 Mbit/s fill the maximum of 16,000."""
+    slowed = dilation.slow_cluster(AURORA.link_profile(AURORA.topology(2), 1e6), 1000)
+    assert {axis: slowed.packet_bytes(axis) for axis in slowed.rates} == {"tile": 16_000, "gpu": 15_000, "node": 16_000}
+
+
+def test_a_flat_profile_gives_each_rank_one_port() -> None:
+    profile = Profile(Topology.flat(4), (AxisLink("flat", 0, 50e9),), 0, 1, 1)
+    slowed = dilation.slow_cluster(profile, 400)
+    assert (slowed.rate("flat"), slowed.links(1)) == (pytest.approx(1000), (links.Link("flat", (0, 2, 3)),))
+    assert links.Cluster.from_json(slowed.to_json()) == slowed
+
+
+@pytest.mark.parametrize("factor", [0, 147, 150_000_000, float("nan")])
+def test_dilations_whose_links_cannot_be_emulated(factor: float) -> None:
+    """185 GB/s are 1.48 million Mbit/s, 10,000 at 148; 60,000 Mbit/s are 0.1 at 600,000."""
+    profile = AURORA.link_profile(AURORA.topology(1), 1e6)
+    words = "valid are 148 to 6e+05, at which links of gpu=60000, tile=1.48e+06 Mbit/s have 0.1 to 10000 Mbit/s"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        dilation.slow_cluster(profile, factor)
+    dilation.slow_cluster(profile, 148)
+
+
+def test_only_ranks_change_their_dilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(links.CLUSTER_VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="only a rank of an emulated cluster has links"):
+        dilation.change_dilation(1000)
