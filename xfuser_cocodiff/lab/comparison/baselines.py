@@ -1,14 +1,15 @@
 """Compression rules of other systems on virtual ranks, to evaluate them like the plugin's codecs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
+from xfuser_cocodiff.lab.comparison import row_codes
+from xfuser_cocodiff.lab.comparison.row_codes import RowCode
 
-_FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FP8).max
 _HEADROOM = 0.85
 """xDiT's factor: the largest value of a tensor is mapped to this fraction of the largest FP8 number."""
 _BLOCK = 128
@@ -35,6 +36,62 @@ class Fp8(VirtualRanks):
         ]
 
 
+class CodedRows(VirtualRanks):
+    """Rows by a stateless code, of all tensors that have one; values that stay on a rank are quantized too."""
+
+    codes: ClassVar[Mapping[str, RowCode]]
+    """Codes by letter of the tensor."""
+
+    def transmit(
+        self, names: str, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs
+    ) -> list:
+        """See :class:`VirtualRanks`."""
+        received = []
+        for name, tensor in zip(names, tensors, strict=True):
+            layer_codecs.stats.exact_bytes += tensor.nbytes
+            if code := self.codes.get(name):
+                rows, dim = tensor.numel() // tensor.shape[-1], tensor.shape[-1]
+                layer_codecs.stats.sent_bytes += rows * code.row_bytes(dim)
+                received.append(code.round_trip(tensor, self.statistic(name, tensor)))
+            else:
+                layer_codecs.stats.sent_bytes += tensor.nbytes
+                received.append(tensor)
+        return received
+
+    def statistic(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the statistic (B, H, 1, D) that the code of a tensor (B, H, N, D) needs."""
+        return None
+
+
+class RowFp8(CodedRows):
+    """cache-dit's `ulysses_float8`: Q, V and O as FP8 rows with a scale each, K as it is."""
+
+    codes: ClassVar = {"q": row_codes.ROW_FP8, "v": row_codes.ROW_FP8, "o": row_codes.ROW_FP8_HALF}
+
+
+class Fp4(CodedRows):
+    """LightX2V's FP4 communication: Q, K, V and O as FP4 with a scale of 16 values each."""
+
+    codes: ClassVar = dict.fromkeys("qkvo", row_codes.FP4)
+
+
+class Int8(CodedRows):
+    """FlashInfer's Q and K as INT8 rows, K minus its mean over all tokens, and V as FP8 with a scale of each channel.
+
+    SageAttention2, which it sends for, has scales of larger groups.
+    """
+
+    codes: ClassVar = {"q": row_codes.INT8, "k": row_codes.INT8, "v": row_codes.STATIC_FP8}
+
+    def statistic(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean of K, or the scale of V, by channel."""
+        if name == "k":
+            return tensor.float().mean(2, keepdim=True)
+        if name == "v":
+            return tensor.float().abs().amax(2, keepdim=True).clamp(min=1e-6) / row_codes.FP8_LARGEST
+        return None
+
+
 def rotate(values: torch.Tensor) -> torch.Tensor:
     """Multiply rows (..., D) by a Hadamard matrix, which is its own inverse.
 
@@ -51,5 +108,5 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
     """Quantize values to FP8 with one scale and dequantize them."""
-    scale = values.float().abs().amax().clamp(min=1e-6) / (_LARGEST * _HEADROOM)
-    return ((values.float() / scale).clamp(-_LARGEST, _LARGEST).to(_FP8).float() * scale).to(values.dtype)
+    scale = values.float().abs().amax().clamp(min=1e-6) / (row_codes.FP8_LARGEST * _HEADROOM)
+    return row_codes.STATIC_FP8.round_trip(values, scale)

@@ -27,15 +27,25 @@ from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
 
 _UNIFORM = "bits={0},bits_o={0}"
 FP8 = "FP8 as in xDiT"
+ROW_FP8 = "FP8 as in cache-dit"
+INT8 = "INT8 and FP8 as in FlashInfer"
+FP4 = "FP4 as in LightX2V"
 RING = "uniform bits in a ring"
 COMPACTFUSION = "residuals in a ring as in CompactFusion"
-BASELINES = {FP8: baselines.Fp8, RING: VirtualRing, COMPACTFUSION: VirtualRing}
+BASELINES = {
+    FP8: baselines.Fp8,
+    ROW_FP8: baselines.RowFp8,
+    INT8: baselines.Int8,
+    FP4: baselines.Fp4,
+    RING: VirtualRing,
+    COMPACTFUSION: VirtualRing,
+}
 """By series, the class that replaces the virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "uniform bits": [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
     RING: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
-    FP8: [("balanced", None)],
+    **{series: [("balanced", None)] for series in (FP8, ROW_FP8, INT8, FP4)},
     "fewer tokens": [
         ("balanced", f"bits={bits},bits_o={o},cached={cached},predictor=0.5")
         for cached in (0.25, 0.5, 0.75)
