@@ -1,0 +1,99 @@
+"""Replacement of the collectives inside xDiT's USP, to run schedules of other systems in xDiT's own transformers."""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+Attention = Callable[..., tuple[torch.Tensor, ...]]
+"""xDiT's attention function: O and more from Q, K and V, each (B, H, S, D)."""
+RingAttention = Callable[[Attention, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor]
+"""O from the attention function, Q, K, V and the keyword arguments of the attention function."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What USP does instead of stock's collectives; None keeps stock's."""
+
+    exchange_inputs: Callable[[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
+    """Reshards tensors, named by letters of "qkv", from sequence-sharded to head-sharded."""
+    exchange_output: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Reshards O from head-sharded to sequence-sharded."""
+    ring_attention: RingAttention | None = None
+    """Computes attention over K and V of all ranks of a ring."""
+    combined: bool | None = None
+    """Whether USP sends Q, K and V of the same shape in one message; None leaves it to the model."""
+
+
+@contextmanager
+def replace_collectives(collectives: Collectives) -> Iterator[None]:
+    """Return a context in which USP uses other collectives, in all modules of xDiT that are loaded.
+
+    The plugin's session must be inactive, as stock runs.
+    """
+    from xfuser.model_executor.layers import usp
+
+    with ExitStack() as stack:
+        for name, replacement in _replacements(collectives, usp):
+            stack.enter_context(mock.patch.object(usp, name, replacement))
+        combined = True if collectives.exchange_inputs else collectives.combined
+        if combined is not None:
+            original = usp.USP
+
+            @functools.wraps(original)
+            def replacement(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+                return original(*tensors, **{**options, "combine_qkv_a2a": combined})
+
+            for module in [module for module in list(sys.modules.values()) if _holds(module, original)]:
+                stack.enter_context(mock.patch.object(module, "USP", replacement))
+        yield
+
+
+def ulysses_group() -> torch.distributed.ProcessGroup:
+    """Return the Ulysses group of this rank."""
+    from yunchang.globals import PROCESS_GROUP
+
+    return PROCESS_GROUP.ULYSSES_PG
+
+
+def ring_group() -> torch.distributed.ProcessGroup:
+    """Return the ring of this rank."""
+    from yunchang.globals import PROCESS_GROUP
+
+    return PROCESS_GROUP.RING_PG
+
+
+def _holds(module: Any, function: Callable) -> bool:
+    return getattr(module, "__dict__", {}).get("USP") is function
+
+
+def _replacements(collectives: Collectives, usp: Any) -> Iterator[tuple[str, Callable]]:
+    """Return the functions of USP's module to replace, by name."""
+    letters = itertools.cycle("qkv")  # USP sends each of them once, in this order, unless it sends them together
+    if exchange := collectives.exchange_inputs:
+        single = usp._ft_c_input_all_to_all
+
+        def combined(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            return (*exchange("qkv", [q, k, v]), *map(single, extra))
+
+        yield "_ft_c_input_all_to_all", lambda x: exchange(next(letters), [x])[0]
+        yield "_combined_qkv_all_to_all", combined
+        yield "_combined_gqa_qkv_all_to_all", combined
+    if collectives.exchange_output:
+        yield "_ft_c_output_all_to_all", collectives.exchange_output
+    if ring_attention := collectives.ring_attention:
+
+        def ring_attn(
+            function: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+        ) -> torch.Tensor:
+            return ring_attention(function, query, key, value, options)
+
+        yield "ring_attn", ring_attn
