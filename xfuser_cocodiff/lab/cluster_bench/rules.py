@@ -1,0 +1,171 @@
+"""Opponents of the benchmark: each is a rule of another system, which replaces stock's collectives inside USP.
+
+Attention itself runs in the dtype of the model for all of them: rules change what is sent, and what is computed to send
+it. Where a system can be set in several ways, its fastest is taken: scales travel in the message of their values, and
+each conversion is one kernel that also changes the layout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import CodedUlysses, UlyssesCodes
+from xfuser_cocodiff.lab.cluster_bench.coding_kernels import residual_bytes
+from xfuser_cocodiff.lab.cluster_bench.ring_rules import ResidualRing, gathered_attention
+from xfuser_cocodiff.lab.comparison import quality
+from xfuser_cocodiff.lab.comparison.row_codes import FP4, INT8, ROW_FP8, ROW_FP8_HALF, STATIC_FP8
+from xfuser_cocodiff.xdit.launching.replaced_collectives import (
+    Collectives,
+    replace_collectives,
+    ring_group,
+    ulysses_group,
+)
+
+AS_IT_IS, GATHER, RESIDUALS = "", "gather", "residuals"
+"""What happens to K and V in a ring: stock's ring, one all-gather, or CompactFusion's residuals."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule of another system. Bytes do not depend on the machine: a transport moves what the rule hands to it."""
+
+    name: str
+    system: str
+    """System that has the rule, as in "rule of ..."."""
+    source: str
+    """Version and file of the rule, or its pull request."""
+    ulysses: UlyssesCodes | None = None
+    """How Q, K, V and O are sent in Ulysses groups; None for stock's all-to-alls."""
+    ring: str = AS_IT_IS
+    """What happens to K and V in a ring."""
+    combined: bool | None = None
+    """Whether stock sends Q, K and V in one message; None leaves it to the model."""
+    plugin_variant: str | None = None
+    """Variant of the plugin that is the rule; nothing is replaced then."""
+    quality_case: quality.CodecCase | None = None
+    """Case of `cocodiff quality` that has its PSNR; None if it is lossless."""
+
+    @property
+    def text(self) -> str:
+        """Name for tables."""
+        return f"rule of {self.system}"
+
+    @property
+    def needs_ring(self) -> bool:
+        """Whether it needs a ring degree above 1: Ulysses within nodes, the ring across."""
+        return self.ring != AS_IT_IS
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether K, V, Q and O arrive as they were sent."""
+        return self.quality_case is None
+
+    def bytes_per_value(self, letter: str, head_dim: int, itemsize: int = 2) -> float:
+        """Return the bytes of one value of q, k, v or o in the all-to-alls of Ulysses.
+
+        Args:
+            letter: one of "qkvo".
+            head_dim: number of values of a row.
+            itemsize: bytes of a value that is not encoded.
+        """
+        codes = self.ulysses or UlyssesCodes()
+        return codes.row_bytes(letter, head_dim, itemsize) / head_dim
+
+    def ring_bytes_per_value(self, shape: tuple[int, int, int, int], itemsize: int = 2) -> float:
+        """Return the bytes of one value of K and V (B, H, S, D) of a rank in a ring, after the first step."""
+        if self.ring != RESIDUALS:
+            return float(itemsize)
+        batch, heads, tokens, dim = shape
+        return residual_bytes((2, *shape)) / (2 * batch * heads * tokens * dim)
+
+    @contextmanager
+    def running(self) -> Iterator[Callable[[], None]]:
+        """Return a context in which xDiT runs by this rule; its value is to be called before each denoising step.
+
+        The plugin's session must be inactive, and xDiT's process groups must exist.
+        """
+        replaced: dict[str, Any] = {} if self.combined is None else {"combined": self.combined}
+        begin_step = _no_state
+        if self.ulysses:
+            ulysses = CodedUlysses(self.ulysses, ulysses_group())
+            replaced |= {"exchange_inputs": ulysses.exchange_inputs, "exchange_output": ulysses.exchange_output}
+        if self.ring == GATHER:
+            replaced["ring_attention"] = partial(gathered_attention, ring_group())
+        if self.ring == RESIDUALS:
+            ring = ResidualRing(ring_group())
+            replaced["ring_attention"], begin_step = ring.attend, ring.begin_step
+        with replace_collectives(Collectives(**replaced)):
+            yield begin_step
+
+
+def _no_state() -> None:
+    """Begin a step of a rule without state."""
+
+
+def _case(series: str, schedule: str | None = None) -> quality.CodecCase:
+    return quality.CodecCase("balanced", schedule, sweep=True, series=series)
+
+
+_KV_ALL_GATHER = "SGLang and vLLM-Omni: one K/V all-gather in place of the ring"
+RULES = {
+    rule.name: rule
+    for rule in (
+        Rule("stock", "stock xDiT", "xDiT 0.7.0, usp.py"),
+        # FLUX.1, FLUX.2 and Lumina2 set combine_qkv_a2a, other models do not.
+        Rule("stock-combined", "stock xDiT, Q, K and V in one message", "xDiT 0.7.0, usp.py", combined=True),
+        Rule("stock-separate", "stock xDiT, Q, K and V in three messages", "xDiT 0.7.0, usp.py", combined=False),
+        # One message after another; scales are fixed or calibrated before, and not sent. xDiT hands FP8 values to the
+        # attention kernels of AITER (AMD only), which is not done here.
+        Rule(
+            "fp8",
+            "xDiT's --use_fp8_comms",
+            "xDiT 0.7.0, core/distributed/fp8_comms.py",
+            UlyssesCodes(dict.fromkeys("qkvo", STATIC_FP8.name), one_message=False, rotates=True),
+            quality_case=_case(quality.FP8),
+        ),
+        # K stays in bf16; all-to-alls are asynchronous.
+        Rule(
+            "fp8-rows",
+            "cache-dit's ulysses_float8",
+            "cache-dit 1.5.3, distributed/core/_distributed_primitives.py, _All2AllComm",
+            UlyssesCodes(
+                {"q": ROW_FP8.name, "v": ROW_FP8.name, "o": ROW_FP8_HALF.name}, one_message=False, overlaps=True
+            ),
+            quality_case=_case(quality.ROW_FP8),
+        ),
+        Rule(
+            "fp4",
+            "LightX2V's FP4 communication",
+            "LightX2V, common/ops/attn/utils/seq_p.py (ModelTC/LightX2V#917)",
+            UlyssesCodes(dict.fromkeys("qkvo", FP4.name)),
+            quality_case=_case(quality.FP4),
+        ),
+        # O stays in bf16. INT8 scales are of rows here; SageAttention2's are of larger groups, 3 % fewer bytes.
+        Rule(
+            "int8",
+            "FlashInfer's INT8 Q and K, FP8 V",
+            "flashinfer-ai/flashinfer#4924, open",
+            UlyssesCodes(
+                {"q": INT8.name, "k": INT8.name, "v": STATIC_FP8.name}, one_message=True, gathers_statistics="kv"
+            ),
+            quality_case=_case(quality.INT8),
+        ),
+        Rule("kv-gather", _KV_ALL_GATHER, "sgl-project/sglang#32667, vllm-project/vllm-omni#7641", ring=GATHER),
+        Rule(
+            "compact-ring",
+            "CompactFusion: 2-bit residuals of K and V in a ring",
+            "Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)",
+            ring=RESIDUALS,
+            quality_case=_case(quality.COMPACTFUSION, "first=exact,predictor=0,bits=2,bits_o=2"),
+        ),
+        Rule(
+            "v-first",
+            "cache-dit's ulysses_async: V first",
+            "cache-dit 1.5.3, distributed/async_ulysses",
+            plugin_variant="exact/flat@v_first=on",
+        ),
+    )
+}
+"""All rules by name."""
