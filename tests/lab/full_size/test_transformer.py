@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,25 +16,46 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from tests import ranks
-from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES
+from tests import mock_device, ranks
+from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES, architecture
+from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer, build
 from xfuser_cocodiff.lab.simulation.sharding import TokenShard, shard
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
-PARAMETERS = {"flux.1-dev": 11.9e9}
+Shape = tuple[int, ...]
+PARAMETERS = {
+    "flux.1-dev": 11.9e9,
+    "flux.2-dev": 32e9,
+    "sd3.5-large": 8.1e9,
+    "qwen-image": 20.4e9,
+    "hunyuan-video": 13e9,
+    "wan2.1-t2v-14b": 14.3e9,
+}
 """Parameters of the real transformers, as published with their weights."""
-MODULATION = {"flux.1-dev": {"double": 2 * 6, "single": 3}}
-"""Vectors that the modulation of a block computes, each a projection of one token."""
-MLP_PROJECTIONS = 2 * 4
-"""Cost of a token's MLP in projections."""
+MODULATION = {
+    "flux.1-dev": {"double": 2 * 6, "single": 3},
+    "flux.2-dev": {"double": 0, "single": 0},  # it is computed once for all blocks
+    "sd3.5-large": {"joint": 2 * 6, "last": 6 + 2},
+    "qwen-image": {"double": 2 * 6},
+    "hunyuan-video": {"double": 2 * 6, "single": 3},
+    "wan2.1-t2v-14b": {"cross": 0},  # it is computed once for all blocks
+}
+"""Vectors that the modulation of a block computes for a batch row, each a projection of one token."""
 PROJECTIONS = 4
 """Projections of a token to Q, K and V, and from O."""
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
 ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3])
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
 }
 """FLOPs of the CPU's attention, which PyTorch's counter lacks."""
 
@@ -88,28 +110,57 @@ def parameters(rank: int, name: str) -> float:
 def test_parameters_are_those_of_the_real_model(name: str) -> None:
     [total] = ranks.run(parameters, 1, name)
     assert total == pytest.approx(PARAMETERS[name], rel=0.02)
-    workload = WORKLOADS[name]
-    assert sum(kind.count for kind in ARCHITECTURES[name].kinds.values()) == workload.layers
+    workload, parts = architecture(name)
+    assert sum(kind.count for kind in parts.kinds.values()) == workload.layers
+
+
+def token_shard(name: str, resolution: int, degree: int) -> TokenShard:
+    """Return the simulator's tokens of a rank; for videos those of 1280 x 720 pixels."""
+    workload, parts = architecture(name)
+    if parts.frames == 1:
+        return shard(workload, resolution, degree)
+    image = ((parts.frames - 1) // 4 + 1) * 45 * 80 // degree
+    text = 0 if name == "wan2.1-t2v-14b" else workload.text_tokens // degree
+    return TokenShard(image, text, text, (image + text) * degree)
 
 
 def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tuple[list, tuple[int, ...]]:
-    """Return the shapes of Q, K and V in each call of attention, and that of the output."""
+    """Return the shapes of Q, K and V in each call of attention, and that of the output.
+
+    Text that is replicated is joined to Q here, as in attention, and not to K and V.
+    """
     with group(degree, rank=degree - 1), attention_calls() as calls:
         full = build(name, 2, torch.device("cpu"))
         output = full.call(resolution, batch)
+    for call in calls:
+        if call.get("joint_query") is not None:
+            call["query"] = torch.cat([call["query"], call["joint_query"]], dim=2)
     return [[tuple(call[tensor].shape) for tensor in ("query", "key", "value")] for call in calls], tuple(output.shape)
 
 
 @pytest.mark.parametrize(
-    ("name", "resolution", "degree", "batch"), [("flux.1-dev", 1024, 2, 1), ("flux.1-dev", 768, 12, 3)]
+    ("name", "resolution", "degree", "batch", "output"),
+    [
+        ("flux.1-dev", 1024, 2, 1, (64 * 64, 64)),
+        ("flux.1-dev", 768, 12, 3, (48 * 48, 64)),
+        ("flux.2-dev", 2304, 16, 1, (144 * 144, 128)),
+        ("sd3.5-large", 1024, 2, 1, (16, 64, 128)),
+        ("sd3.5-large", 1216, 19, 2, (16, 8, 152)),
+        ("qwen-image", 1024, 8, 1, (64 * 64, 64)),
+        ("qwen-image", 800, 3, 1, (50 * 50, 64)),
+        ("hunyuan-video", 720, 8, 1, (16, 33, 90, 160)),
+        ("wan2.1-t2v-14b", 720, 8, 1, (16, 21, 90, 160)),
+    ],
 )
-def test_attention_has_the_shapes_of_the_shard(name: str, resolution: int, degree: int, batch: int) -> None:
-    [(calls, output)] = ranks.run(shapes, 1, name, resolution, degree, batch)
-    workload, tokens = WORKLOADS[name], shard(WORKLOADS[name], resolution, degree)
+def test_attention_has_the_shapes_of_the_shard(
+    name: str, resolution: int, degree: int, batch: int, output: tuple[int, ...]
+) -> None:
+    [(calls, shape)] = ranks.run(shapes, 1, name, resolution, degree, batch)
+    (workload, parts), tokens = architecture(name), token_shard(name, resolution, degree)
     rows = batch * workload.rows_per_image
     expected = [(rows, workload.heads, tokens.num_tokens(tensor), workload.head_dim) for tensor in "qkv"]
-    assert calls == 2 * len(ARCHITECTURES[name].kinds) * [expected]
-    assert output[0] == rows
+    assert calls == sum(min(2, kind.count) for kind in parts.kinds.values()) * [expected]
+    assert shape == (rows, *output)
 
 
 def flops(rank: int, name: str, resolution: int, degree: int) -> dict[str, int]:
@@ -128,16 +179,79 @@ def _path(full: FullSizeTransformer, block: torch.nn.Module) -> str:
     return f"{type(full.model).__name__}.{name}"
 
 
-@pytest.mark.parametrize(("name", "resolution", "degree"), [("flux.1-dev", 1024, 8)])
+@pytest.mark.parametrize(
+    ("name", "resolution", "degree"),
+    [
+        ("flux.1-dev", 1024, 8),
+        ("flux.2-dev", 1024, 16),
+        ("sd3.5-large", 1024, 2),
+        ("qwen-image", 1024, 8),
+        ("hunyuan-video", 720, 8),
+        ("wan2.1-t2v-14b", 720, 8),
+    ],
+)
 def test_flops_are_those_of_the_workload(name: str, resolution: int, degree: int) -> None:
     [counted] = ranks.run(flops, 1, name, resolution, degree)
-    workload, tokens = WORKLOADS[name], shard(WORKLOADS[name], resolution, degree)
-    assert {kind: expected_flops(name, kind, tokens, degree) for kind in counted} == counted
-    assert tokens.attended == workload.tokens(resolution)
+    assert counted == {kind: expected_flops(name, kind, resolution, degree) for kind in counted}
 
 
-def expected_flops(name: str, kind: str, tokens: TokenShard, degree: int) -> float:
-    workload = WORKLOADS[name]
-    projections = (PROJECTIONS + workload.mlp_projections) * workload.projection_flops(tokens.queries)
-    attention = workload.attention_flops(tokens.queries * degree, tokens.attended, workload.heads / degree)
-    return projections + attention + workload.projection_flops(MODULATION[name][kind])
+def expected_flops(name: str, kind: str, resolution: int, degree: int) -> float:
+    """Return the FLOPs of a block by the workload's formulas and, beyond them, modulation and cross-attention."""
+    (workload, _), tokens = architecture(name), token_shard(name, resolution, degree)
+    projections = (PROJECTIONS + workload.mlp_projections) * tokens.queries + MODULATION[name][kind]
+    flops = workload.attention_flops(tokens.queries * degree, tokens.attended, workload.heads / degree)
+    if kind == "last":  # text is discarded: no output projection and no MLP
+        projections -= (1 + workload.mlp_projections) * tokens.text
+    if kind == "cross":  # Q and O of the video, K and V of the text
+        projections += 2 * tokens.queries + 2 * workload.text_tokens
+        flops += workload.attention_flops(tokens.queries, workload.text_tokens, workload.heads)
+    return workload.rows_per_image * (flops + workload.projection_flops(projections))
+
+
+class OneDevice(TorchDispatchMode):
+    """Context in which all tensors of an operation must be on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.num_operations = device, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert {tensor.device for tensor in tensors} <= {self.device}, f"{func} uses another device"
+        self.num_operations += 1
+        return result
+
+
+def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
+    """Return the number of operations of the second call, and how often the host waited for the device in it."""
+    device, waits = mock_device.register_mock_device(), []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(1))
+    with group(2), mock.patch.object(torch.accelerator, "current_stream", lambda _: stream):
+        full = build(name, 1, device)
+        full.call(resolution)
+        waits.clear()
+        with OneDevice(device) as operations:
+            full.call(resolution)
+    return operations.num_operations, len(waits)
+
+
+@pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_calls_need_no_values_and_no_other_device(name: str) -> None:
+    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if architecture(name)[1].frames > 1 else 1024)
+    assert num_operations > 100
+    assert waits == (name == "hunyuan-video")  # it indexes text by a mask
+
+
+def test_a_full_mask_selects_everything() -> None:
+    values = torch.randn(2, 3, 4)
+    with FullMask():
+        assert torch.equal(values[:, torch.tensor([True, False, False])], values)
+        assert torch.equal(values[torch.tensor([1])], values[1:])
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("flux", 1), ("flux.1-dev", 0)])
+def test_unknown_models_are_rejected(name: str, blocks: int) -> None:
+    with pytest.raises(ValueError, match="not valid"):
+        build(name, blocks, torch.device("cpu"))

@@ -33,6 +33,8 @@ class Architecture:
     """Arguments of the class, without heads, head dim and numbers of blocks."""
     kinds: dict[str, BlockKind]
     """Kinds of blocks, in the order of the call."""
+    frames: int = 1
+    """Default number of frames in xDiT's runner; 1 for an image."""
 
     def sizes(self, workload: Workload, blocks: int) -> dict[str, Any]:
         """Return all arguments of the class for a model with `blocks` blocks of each kind, or all that it has."""
@@ -55,7 +57,92 @@ ARCHITECTURES = {
         },
         {"double": BlockKind(*_DOUBLE, 19), "single": BlockKind(*_SINGLE, 38)},
     ),
+    "flux.2-dev": Architecture(
+        {
+            "in_channels": 128,
+            "joint_attention_dim": 15360,
+            "timestep_guidance_channels": 256,
+            "mlp_ratio": 3.0,
+            "axes_dims_rope": (32, 32, 32, 32),
+            "rope_theta": 2000,
+            "guidance_embeds": True,
+        },
+        {"double": BlockKind(*_DOUBLE, 8), "single": BlockKind(*_SINGLE, 48)},
+    ),
+    # The last block discards its text: it has no output projection and no MLP for text.
+    "sd3.5-large": Architecture(
+        {
+            "sample_size": 128,
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 16,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 2432,
+            "pooled_projection_dim": 2048,
+            "pos_embed_max_size": 192,
+            "qk_norm": "rms_norm",
+        },
+        {"joint": BlockKind(*_DOUBLE, 37, end=-1), "last": BlockKind(*_DOUBLE, 1, first=-1)},
+    ),
+    "qwen-image": Architecture(
+        {
+            "patch_size": 2,
+            "in_channels": 64,
+            "out_channels": 16,
+            "joint_attention_dim": 3584,
+            "guidance_embeds": False,
+            "axes_dims_rope": (16, 56, 56),
+        },
+        {"double": BlockKind(*_DOUBLE, 60)},
+    ),
+    # In addition to its blocks, a refiner of 2 blocks processes the text before them.
+    "hunyuan-video": Architecture(
+        {
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_refiner_layers": 2,
+            "mlp_ratio": 4.0,
+            "patch_size": 2,
+            "patch_size_t": 1,
+            "qk_norm": "rms_norm",
+            "guidance_embeds": True,
+            "text_embed_dim": 4096,
+            "pooled_projection_dim": 768,
+            "rope_theta": 256.0,
+            "rope_axes_dim": (16, 56, 56),
+        },
+        {"double": BlockKind(*_DOUBLE, 20), "single": BlockKind(*_SINGLE, 40)},
+        frames=129,
+    ),
+    # Text is in cross-attention only, which has no all-to-all.
+    "wan2.1-t2v-14b": Architecture(
+        {
+            "patch_size": (1, 2, 2),
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_dim": 4096,
+            "freq_dim": 256,
+            "ffn_dim": 13824,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": 1024,
+        },
+        {"cross": BlockKind("num_layers", "blocks", 40)},
+        frames=81,
+    ),
 }
+
+VIDEO_WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        # Guidance is distilled. xDiT drops the padding of the prompt; the longest has 256 tokens.
+        Workload("hunyuan-video", 20 + 40, 24, 128, mlp_ratio=4, gated=False, text_tokens=256),
+        # Text of 512 tokens in cross-attention. Guidance needs two calls per step.
+        Workload("wan2.1-t2v-14b", 40, 40, 128, mlp_ratio=13824 / 5120, gated=False, text_tokens=512, calls=2),
+    )
+}
+VIDEO_WIDTHS = {480: 832, 720: 1280}
+"""Width in pixels by height of the models' usual videos."""
 
 
 def architecture(name: str) -> tuple[Workload, Architecture]:
@@ -66,4 +153,4 @@ def architecture(name: str) -> tuple[Workload, Architecture]:
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"model {name!r} is not valid; valid are {', '.join(ARCHITECTURES)}")
-    return WORKLOADS[name], ARCHITECTURES[name]
+    return (WORKLOADS | VIDEO_WORKLOADS)[name], ARCHITECTURES[name]
