@@ -1,0 +1,80 @@
+"""Candidates of best stock: every Ulysses x Ring split and order of ranks, and which of them are worth measuring."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
+from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
+from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, StepEstimate, estimate_step
+
+LARGEST_SLOWDOWN = 1.3
+"""Simulated step time over the best one up to which a split is measured. The simulator is asked to be within 10 % of
+the benchmark, so that the fastest split has to be far inside."""
+
+
+@dataclass(frozen=True)
+class StockSplit:
+    """Split of stock xDiT with its simulated step."""
+
+    split: UlyssesRingSplit
+    """Degrees, and the order of ranks: xDiT itself has Ulysses among neighbors and the ring across (`outer`); `inner`
+    needs a launcher that numbers the ranks accordingly."""
+    estimate: StepEstimate | None
+    """Simulated step; None if the groups do not align with the axes of the machine."""
+    slowdown: float
+    """Simulated step time over that of the fastest split. Of a split that does not align, the lower one of the next
+    smaller and the next larger Ulysses degree: it lies between them (assumed)."""
+
+    @property
+    def is_worth_measuring(self) -> bool:
+        """Whether it may be the fastest; others stay simulated."""
+        return self.slowdown <= LARGEST_SLOWDOWN
+
+    def __str__(self) -> str:
+        order = "" if self.split.placement == OUTER else f", {self.split.placement} ring"
+        return f"Ulysses {self.split.ulysses} x Ring {self.split.ring}{order}"
+
+
+def rank_stock_splits(scenario: Scenario) -> list[StockSplit]:
+    """Return all splits that the model's heads and xDiT allow, the fastest simulated one first.
+
+    Args:
+        scenario: model, input size and ranks. xDiT may be unable to run it at all, see `scenario.shard.problem`.
+    """
+    degree = scenario.topology.size
+    estimates: dict[UlyssesRingSplit, StepEstimate | None] = {}
+    for ulysses in ulysses_degrees(scenario.workload.heads, degree):
+        for placement in PLACEMENTS if 1 < ulysses < degree else (OUTER,):
+            split = UlyssesRingSplit(ulysses, degree // ulysses, placement)
+            estimates[split] = estimate_step(scenario, split, STOCK) if split.fits(scenario.topology) else None
+    costs = {split: estimate.cost for split, estimate in estimates.items() if estimate}
+    best = min(costs.values())
+    splits = [
+        StockSplit(split, estimate, (estimate.cost if estimate else _neighboring_cost(split, costs)) / best)
+        for split, estimate in estimates.items()
+    ]
+    return sorted(splits, key=lambda split: (split.slowdown, split.estimate is None))
+
+
+def divide(splits: Iterable[StockSplit]) -> tuple[Sequence[StockSplit], Sequence[StockSplit]]:
+    """Return the splits worth measuring, and the hopeless ones that stay simulated."""
+    measured: list[StockSplit] = []
+    simulated: list[StockSplit] = []
+    for each in splits:
+        (measured if each.is_worth_measuring else simulated).append(each)
+    return measured, simulated
+
+
+def _neighboring_cost(split: UlyssesRingSplit, costs: dict[UlyssesRingSplit, float]) -> float:
+    """Return the lower cost of the aligned splits with the next smaller and the next larger Ulysses degree.
+
+    Pure Ulysses and a pure ring, which have no placement, are neighbors in either order.
+    """
+    comparable = [each for each in costs if each.placement == split.placement or 1 in (each.ulysses, each.ring)]
+    smaller = [each for each in comparable if each.ulysses < split.ulysses]
+    larger = [each for each in comparable if each.ulysses > split.ulysses]
+    nearest = [
+        *([max(smaller, key=lambda each: each.ulysses)] if smaller else []),
+        *([min(larger, key=lambda each: each.ulysses)] if larger else []),
+    ]
+    return min(costs[each] for each in nearest)
