@@ -1,0 +1,327 @@
+"""An emulated accelerator: PyTorch code runs on it without computing anything, and what it does is recorded.
+
+It is a PyTorch device of its own. Its tensors are fake tensors: they have shapes and no values. An operation adds the
+duration of its kernel to the current stream, and a launch to the time of the host. A collective is recorded with the
+instant at which its stream reaches it, and :class:`transport.Transport` moves its bytes when the recorded step runs.
+Streams, events and waits order everything as on CUDA, so code that supports accelerators takes the same paths.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.lab.accelerator import op_cost
+from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.accelerator.program import Program, RecordedCollective
+from xfuser_cocodiff.lab.accelerator.provenance import Provenance
+from xfuser_cocodiff.lab.accelerator.streams import Event, Stream
+from xfuser_cocodiff.lab.accelerator.time_line import Instant
+
+DEVICE_TYPE = BACKEND = "emulated"
+"""PyTorch's names of the device type, and of its backend of torch.distributed."""
+_CAPABILITIES = devices.Capabilities(uses_triton=True, has_stream_priorities=True)
+
+
+@functools.cache
+def register() -> torch.device:
+    """Register device type and backend in this process, permanently, and return the device.
+
+    Raises:
+        RuntimeError: this PyTorch has no devices that are written in Python.
+    """
+    make_device = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+    if make_device is None:
+        raise RuntimeError(f"emulated accelerators need PyTorch 2.10 or later, not {torch.__version__}")
+    make_device(DEVICE_TYPE)
+    create = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # noqa: E731
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu", DEVICE_TYPE])
+    return torch.device(DEVICE_TYPE, 0)
+
+
+class EmulatedAccelerator:
+    """Context in which tensors can be created on the emulated accelerator of this rank.
+
+    Args:
+        accelerator: speed of the device.
+        communicator: returns the name of a process group, once messages can be sent in it.
+    """
+
+    def __init__(self, accelerator: Accelerator, communicator: Callable[[dist.ProcessGroup], str]) -> None:
+        self.device, self.accelerator = register(), accelerator
+        self.host_time = Instant()
+        """What the host has reached; it is ahead of the device unless it waits."""
+        self.streams = [Stream(self)]
+        """The current stream, last, and those that it has replaced."""
+        self.program = Program()
+        """What has been recorded since the step began."""
+        self._communicator = communicator
+        self._made: list[Stream] = []
+        self._provenance = Provenance()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._operations = _Operations(self)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "EmulatedAccelerator":
+        Event.host = self
+        replaced = [
+            (torch, "Stream", self._new_stream),
+            (torch, "Event", Event),
+            (torch.accelerator, "current_stream", lambda *_: self.streams[-1]),
+            (torch.accelerator, "synchronize", lambda *_: self.streams[-1].synchronize()),
+            (torch.Tensor, "record_stream", lambda *_: None),
+            (torch, "tensor", _copied_to_device(torch.tensor)),
+        ]
+        for owner, name, replacement in replaced:
+            self._stack.enter_context(mock.patch.object(owner, name, replacement))
+        self._stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))
+        devices.capabilities.cache_clear()
+        self._stack.callback(devices.capabilities.cache_clear)
+        self._stack.enter_context(self._operations)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def begin_step(self) -> None:
+        """Begin to record a step, on an idle host and device."""
+        self.program, self.host_time = Program(), Instant()
+        for stream in (*self.streams, *self._made):
+            stream.tail = Instant()
+
+    def end_step(self) -> Program:
+        """Return everything since the step began."""
+        end = self.host_time
+        for stream in (*self.streams, *self._made):
+            end = end.latest(stream.tail)
+        self.program.end = end
+        return self.program
+
+    def mark(self, name: str) -> None:
+        """Record the end of everything in the current stream so far under a name."""
+        self.program.marks[name] = self.streams[-1].tail.latest(self.host_time)
+
+    def launch(self, seconds: float) -> None:
+        """Launch a kernel on the current stream, given its duration."""
+        self.spend_host_time(self.accelerator.launch_seconds)
+        self.streams[-1].launch(seconds)
+        self.program.kernel_seconds += seconds
+        self.program.launches += 1
+
+    def spend_host_time(self, seconds: float) -> None:
+        """Let the host be busy for some time."""
+        self.host_time = self.host_time.after(seconds)
+        self.program.host_seconds += seconds
+
+    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation: on the host if no tensor of the device takes part in it, else on the current stream."""
+        if func.namespace == "_c10d_functional" and op_cost.name_of(func) == "wait_tensor":
+            return self._wait_tensor(args[0])
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, self._wait_tensor, (args, kwargs))
+        leaves = tree_leaves((args, kwargs))
+        creates = any(isinstance(leaf, torch.device) and leaf.type == DEVICE_TYPE for leaf in leaves)
+        if not creates and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        if func.namespace == "_c10d_functional":
+            return self._functional_collective(func, args)
+        answer = self._answer(func, args, kwargs)
+        return self._kernel(func, args, kwargs) if answer is NotImplemented else answer
+
+    def _kernel(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the current stream."""
+        if func.namespace == "aten" and not op_cost.is_attention(func):
+            with self._operations:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        with self._fake:
+            result = func(*args, **kwargs)
+        self._provenance.follow(func, args, result)
+        if not op_cost.is_free(func):
+            self.launch(op_cost.kernel_seconds(self.accelerator, func, args, kwargs, result))
+        return result
+
+    def _answer(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation that needs values, or copies between host and device; else
+        NotImplemented."""
+        name = op_cost.name_of(func)
+        if name in ("_local_scalar_dense", "item"):
+            self.streams[-1].synchronize()
+            return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
+        if name == "equal":
+            self.streams[-1].synchronize()
+            return self._provenance.equal(*args)
+        if name == "_to_copy" and not isinstance(args[0], FakeTensor):
+            with self._fake:
+                copy = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=self.device)
+            self._copy(copy.nbytes, is_asynchronous=True)
+            return copy
+        if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            copy = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            self._copy(copy.nbytes, bool(kwargs.get("non_blocking")))
+            return copy
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            self._copy(args[0].nbytes, bool(kwargs.get("non_blocking") or (args[2:] and args[2])))
+            return args[0]
+        return NotImplemented
+
+    def _copy(self, num_bytes: int, is_asynchronous: bool) -> None:
+        """Copy bytes between host and device."""
+        self.launch(self.accelerator.kernel_seconds(num_bytes))
+        if not is_asynchronous:
+            self.streams[-1].synchronize()
+
+    def _new_stream(self, *_: Any, **__: Any) -> Stream:
+        self._made.append(Stream(self))
+        return self._made[-1]
+
+    # Collectives.
+
+    def _collective(self, func: Any, args: tuple) -> Any:
+        """Record a collective of c10d and return what its operation returns."""
+        received, sent = args[:2]
+        group = dist.ProcessGroup.unbox(args[2])
+        if op_cost.name_of(func) == "alltoall_base_":
+            shares = _shares(sent, group.size(), args[4]), _shares(received, group.size(), args[3])
+            return self._work(self._record(group, *shares))
+        if op_cost.name_of(func) == "_allgather_base_":
+            return received, self._work(self._record(group, *_gathered(sent, group.size())))
+        raise NotImplementedError(f"{func} on an emulated accelerator")
+
+    def _work(self, collective: RecordedCollective) -> Any:
+        def wait(*_: Any) -> bool:
+            self._wait(collective)
+            return True
+
+        return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+
+    def _functional_collective(self, func: Any, args: tuple) -> torch.Tensor:
+        """Record a functional collective and return its result, which :meth:`_wait_tensor` waits for."""
+        if op_cost.name_of(func) == "_wrap_tensor_autograd":
+            return AsyncCollectiveTensor(args[0])
+        with self._fake:
+            received = func(*args)
+        sent, group = args[0], args[-1]
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)
+        if op_cost.name_of(func) == "all_to_all_single":
+            shares = _shares(sent, group.size(), args[2]), _shares(received, group.size(), args[1])
+        elif op_cost.name_of(func) == "all_gather_into_tensor":
+            shares = _gathered(sent, group.size())
+        else:
+            raise NotImplementedError(f"{func} on an emulated accelerator")
+        received.cocodiff_collective = self._record(group, *shares)
+        return received
+
+    def _wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Let the current stream wait for the collective that a tensor comes from, once; return the tensor."""
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.elem
+        collective = getattr(tensor, "cocodiff_collective", None)
+        if collective is not None:
+            del tensor.cocodiff_collective
+            self._wait(collective)
+        return tensor
+
+    def _record(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> RecordedCollective:
+        """Record a collective that starts behind the current stream.
+
+        Args:
+            group: the ranks.
+            sent: bytes for each of them.
+            received: bytes from each of them.
+        """
+        self.spend_host_time(self.accelerator.collective_host_seconds)
+        start = self.streams[-1].tail.latest(self.host_time)
+        collective = RecordedCollective(self._communicator(group), start, tuple(sent), tuple(received))
+        self.program.collectives.append(collective)
+        return collective
+
+    def _wait(self, collective: RecordedCollective) -> None:
+        """Let the current stream wait for a collective of this step."""
+        stream = self.streams[-1]
+        stream.tail = stream.tail.after_collective(collective)
+
+
+class _Operations(TorchDispatchMode):
+    """Context in which the operations of PyTorch run on an emulated accelerator."""
+
+    def __init__(self, device: EmulatedAccelerator) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return self._device.run(func, args, kwargs or {})
+
+
+def _shares(tensor: torch.Tensor, ranks: int, rows: list[int] | None) -> list[int]:
+    """Return the bytes of a tensor that belong to each rank: split along its first dim, equally if not given."""
+    if not rows:
+        return [tensor.nbytes // ranks] * ranks
+    row_bytes = tensor.nbytes // max(1, tensor.shape[0])
+    return [row_bytes * count for count in rows]
+
+
+def _gathered(sent: torch.Tensor, ranks: int) -> tuple[list[int], list[int]]:
+    return ([sent.nbytes] * ranks,) * 2
+
+
+def _copied_to_device(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return torch.tensor for the device: the original copies in C++, where no dispatch mode sees it."""
+
+    @functools.wraps(original)
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        target = torch.device(device or torch.get_default_device())
+        if target.type != DEVICE_TYPE:
+            return original(*args, device=device, **kwargs)
+        return original(*args, device="cpu", **kwargs).to(target)
+
+    return tensor
+
+
+class TritonKernels:
+    """Context in which the codecs' Triton kernels are replaced by stand-ins that take their time on the device.
+
+    Args:
+        device: the emulated accelerator.
+        module: the module of the kernels.
+    """
+
+    NAMES = ("_scores_kernel", "_encode_kernel", "_sums_kernel", "_decode_kernel")
+
+    def __init__(self, device: EmulatedAccelerator, module: ModuleType) -> None:
+        self._device, self._module, self._stack = device, module, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for name in self.NAMES:
+            self._stack.enter_context(mock.patch.object(self._module, name, _TritonKernel(self._device)))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+class _TritonKernel:
+    """Stand-in for a Triton kernel."""
+
+    def __init__(self, device: EmulatedAccelerator) -> None:
+        self._device = device
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*values: Any, **_: Any) -> None:
+            moved = op_cost.moved_bytes(value for value in values if isinstance(value, torch.Tensor))
+            self._device.launch(self._device.accelerator.kernel_seconds(moved))
+
+        return launch

@@ -1,0 +1,197 @@
+"""Runs recorded steps in real time: collectives wait for their start and move bytes over gloo.
+
+Each process group has a communicator, as in NCCL: its collectives run one after the other, beside those of other
+groups. Sends and receives to all peers are posted at once. The values of messages do not matter, so a message may be
+thinned: with a thinning of N, every Nth of its bytes moves, over links that are N times slower still.
+"""
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.lab.accelerator.program import Program, RecordedCollective
+from xfuser_cocodiff.lab.accelerator.time_line import Instant
+
+_TAG = 0
+_SPIN_SECONDS = 2e-4
+_START_MARGIN = 0.02
+"""Seconds between the agreement on the begin of a step and the begin."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a recorded step runs."""
+
+    dilation: float
+    """Real seconds for each second of the machine."""
+    thinning: int = 1
+    """Part of a message's bytes that moves is 1 / thinning."""
+    launch_seconds: float = 0.0
+    """Seconds from the time at which a stream reaches a collective to its first byte."""
+    contention: Callable[[list[int], int], float] = lambda ranks, message_bytes: 1.0
+    """Returns the factor by which a collective takes longer than its transfer, given the global ranks of its group and
+    the bytes of a rank."""
+
+
+@dataclass
+class Outcome:
+    """A step that has run. Times are seconds of the machine since the step began."""
+
+    seconds: float
+    """When host and device were done."""
+    marks: dict[str, float]
+    """Times of the program's marks."""
+    late_seconds: float
+    """Longest time by which a collective started late, because the cores were busy."""
+    sent_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes that really moved to each global rank."""
+
+
+class Communicator:
+    """Moves the messages of one process group.
+
+    Args:
+        group: a gloo group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self._rank = dist.get_rank(group)
+        self._buffers: dict[tuple[int, int, bool], torch.Tensor] = {}
+
+    def transfer(self, sent: list[int], received: list[int]) -> None:
+        """Exchange messages with all other ranks of the group, and wait until all have arrived.
+
+        Args:
+            sent: bytes for each rank; those for the own rank do not move.
+            received: bytes from each rank.
+        """
+        size, works = len(self.ranks), []
+        for distance in range(1, size):
+            peer = (self._rank - distance) % size
+            if received[peer]:
+                works.append(self._group.recv([self._buffer(received[peer], peer, True)], peer, _TAG))
+        for distance in range(1, size):
+            peer = (self._rank + distance) % size
+            if sent[peer]:
+                works.append(self._group.send([self._buffer(sent[peer], peer, False)], peer, _TAG))
+        for work in works:
+            work.wait()
+
+    def _buffer(self, size: int, peer: int, receives: bool) -> torch.Tensor:
+        """Return host memory for a message; what all sends read is never written, so they share it."""
+        key = 1 << math.ceil(math.log2(size)), peer if receives else -1, receives
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(key[0], dtype=torch.uint8)
+        return self._buffers[key][:size]
+
+
+class Transport:
+    """The communicators of this rank.
+
+    Args:
+        host_group: group of all ranks, for agreement.
+    """
+
+    def __init__(self, host_group: dist.ProcessGroup) -> None:
+        self._host_group = host_group
+        self._communicators: dict[str, Communicator] = {}
+
+    def add(self, group: dist.ProcessGroup) -> str:
+        """Add the communicator of a group, if there is none, and return the name of the group."""
+        if group.group_name not in self._communicators:
+            self._communicators[group.group_name] = Communicator(group)
+        return group.group_name
+
+    def run(self, program: Program, pace: Pace) -> Outcome:
+        """Run a recorded step in real time, together with all other ranks."""
+        run = _Run(program, pace, self._communicators)
+        begin = torch.tensor([time.monotonic() + _START_MARGIN], dtype=torch.float64)
+        dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._host_group)
+        return run.outcome(begin.item())
+
+
+class _Run:
+    """One run of a recorded step."""
+
+    def __init__(self, program: Program, pace: Pace, communicators: dict[str, Communicator]) -> None:
+        self._program, self._pace, self._communicators = program, pace, communicators
+        self._ends: dict[RecordedCollective, float] = {}
+        """Ends so far, in seconds of the machine since the step began."""
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._late = 0.0
+        self._sent: Counter[int] = Counter()
+
+    def outcome(self, begin: float) -> Outcome:
+        """Run the step from a time of time.monotonic on, and return its outcome."""
+        groups = self._program.by_group()
+        with ThreadPoolExecutor(max(1, len(groups))) as threads:
+            for collectives in groups.values():
+                threads.submit(self._run_group, collectives, begin)
+        if self._error is not None:
+            raise self._error
+        marks = {name: instant.resolve(self._ends) for name, instant in self._program.marks.items()}
+        return Outcome(self._program.end.resolve(self._ends), marks, self._late, dict(self._sent))
+
+    def _run_group(self, collectives: list[RecordedCollective], begin: float) -> None:
+        free = 0.0
+        try:
+            for collective in collectives:
+                free = self._run_collective(collective, begin, free)
+                with self._changed:
+                    self._ends[collective] = free
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _run_collective(self, collective: RecordedCollective, begin: float, free: float) -> float:
+        """Run a collective and return its end.
+
+        Args:
+            collective: the collective.
+            begin: begin of the step, a time of time.monotonic.
+            free: end of the group's previous collective.
+        """
+        pace, communicator = self._pace, self._communicators[collective.group]
+        start = max(free, self._wait_for(collective.start)) + pace.launch_seconds
+        real_start = begin + start * pace.dilation
+        _sleep_until(real_start)
+        started = time.monotonic()
+        sent, received = (_thinned(sizes, pace.thinning) for sizes in (collective.sent, collective.received))
+        communicator.transfer(sent, received)
+        seconds = time.monotonic() - real_start
+        factor = pace.contention(communicator.ranks, sum(collective.sent))
+        with self._changed:
+            self._late = max(self._late, (started - real_start) / pace.dilation)
+            for rank, size in zip(communicator.ranks, sent, strict=True):
+                self._sent[rank] += size
+        return start + factor * seconds / pace.dilation
+
+    def _wait_for(self, instant: Instant) -> float:
+        """Wait until all collectives that an instant depends on have ended, and return its time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or all(end in self._ends for end in instant.offsets))
+            if self._error is not None:
+                raise self._error
+            return instant.resolve(self._ends)
+
+
+def _sleep_until(at: float) -> None:
+    while (remaining := at - time.monotonic()) > 0:
+        time.sleep(remaining if remaining > _SPIN_SECONDS else 0)
+
+
+def _thinned(sizes: Sequence[int], thinning: int) -> list[int]:
+    """Return the bytes of messages that move: at least one of each, so that both ends wait for each other."""
+    return [max(1, size // thinning) if size else 0 for size in sizes]
