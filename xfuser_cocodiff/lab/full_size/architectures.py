@@ -6,7 +6,21 @@ The figures come from `transformer/config.json` of the weights on Hugging Face.
 from dataclasses import dataclass
 from typing import Any
 
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """Dimensions of a transformer, and how its pipeline calls it."""
+
+    heads: int
+    head_dim: int
+    text_tokens: int
+    """Text tokens of the prompt."""
+    calls: int = 1
+    """Sequential calls per step: 2 where guidance needs a second call."""
+    rows_per_image: int = 1
+    """Batch rows per image: 2 where guidance is batched."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +41,7 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer's class arguments and kinds of blocks, in addition to its workload."""
+    """A transformer's class arguments and kinds of blocks, in addition to its dimensions."""
 
     arguments: dict[str, Any]
     """Arguments of the class, without heads, head dim and numbers of blocks."""
@@ -36,9 +50,9 @@ class Architecture:
     frames: int = 1
     """Default number of frames in xDiT's runner; 1 for an image."""
 
-    def sizes(self, workload: Workload, blocks: int) -> dict[str, Any]:
+    def sizes(self, dimensions: Dimensions, blocks: int) -> dict[str, Any]:
         """Return all arguments of the class for a model with `blocks` blocks of each kind, or all that it has."""
-        sizes = dict(self.arguments, num_attention_heads=workload.heads, attention_head_dim=workload.head_dim)
+        sizes = dict(self.arguments, num_attention_heads=dimensions.heads, attention_head_dim=dimensions.head_dim)
         for kind in self.kinds.values():
             sizes[kind.argument] = sizes.get(kind.argument, 0) + min(blocks, kind.count)
         return sizes
@@ -96,7 +110,7 @@ ARCHITECTURES = {
         {"double": BlockKind(*_DOUBLE, 60)},
     ),
     # In addition to its blocks, a refiner of 2 blocks processes the text before them.
-    "hunyuan-video": Architecture(
+    "hunyuanvideo": Architecture(
         {
             "in_channels": 16,
             "out_channels": 16,
@@ -115,7 +129,7 @@ ARCHITECTURES = {
         frames=129,
     ),
     # Text is in cross-attention only, which has no all-to-all.
-    "wan2.1-t2v-14b": Architecture(
+    "wan2.1-14b": Architecture(
         {
             "patch_size": (1, 2, 2),
             "in_channels": 16,
@@ -132,25 +146,30 @@ ARCHITECTURES = {
     ),
 }
 
-VIDEO_WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        # Guidance is distilled. xDiT drops the padding of the prompt; the longest has 256 tokens.
-        Workload("hunyuan-video", 20 + 40, 24, 128, mlp_ratio=4, gated=False, text_tokens=256),
-        # Text of 512 tokens in cross-attention. Guidance needs two calls per step.
-        Workload("wan2.1-t2v-14b", 40, 40, 128, mlp_ratio=13824 / 5120, gated=False, text_tokens=512, calls=2),
-    )
+_VIDEOS = {
+    # Guidance is distilled. xDiT drops the padding of the prompt; the longest has 256 tokens.
+    "hunyuanvideo": Dimensions(heads=24, head_dim=128, text_tokens=256),
+    # The pipeline pads text to 512 tokens. Guidance needs two calls per step.
+    "wan2.1-14b": Dimensions(heads=40, head_dim=128, text_tokens=512, calls=2),
 }
 VIDEO_WIDTHS = {480: 832, 720: 1280}
 """Width in pixels by height of the models' usual videos."""
 
 
-def architecture(name: str) -> tuple[Workload, Architecture]:
-    """Return the workload and the architecture of a model.
+def architecture(name: str) -> Architecture:
+    """Return the architecture of a model.
 
     Raises:
         ValueError: an unknown name.
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"model {name!r} is not valid; valid are {', '.join(ARCHITECTURES)}")
-    return (WORKLOADS | VIDEO_WORKLOADS)[name], ARCHITECTURES[name]
+    return ARCHITECTURES[name]
+
+
+def dimensions(name: str) -> Dimensions:
+    """Return the dimensions of a model with an architecture."""
+    if name in _VIDEOS:
+        return _VIDEOS[name]
+    workload = WORKLOADS[name]
+    return Dimensions(workload.heads, workload.head_dim, workload.text_tokens, workload.calls, workload.rows_per_image)

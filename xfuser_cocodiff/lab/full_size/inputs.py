@@ -138,7 +138,7 @@ INPUTS: dict[str, Callable[[Request, Sizes], Inputs]] = {
     "flux.2-dev": _flux2,
     "sd3.5-large": _sd35,
     "qwen-image": _qwen_image,
-    "hunyuan-video": _hunyuan_video,
-    "wan2.1-t2v-14b": _wan,
+    "hunyuanvideo": _hunyuan_video,
+    "wan2.1-14b": _wan,
 }
 """Functions that return the inputs of each model from a request and the arguments of its class."""

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.lab.full_size.architectures import VIDEO_WIDTHS, architecture
+from xfuser_cocodiff.lab.full_size.architectures import VIDEO_WIDTHS, Dimensions, architecture, dimensions
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.inputs import INPUTS, Inputs, Request
 from xfuser_cocodiff.lab.full_size.materialize import materialize
-from xfuser_cocodiff.lab.simulation.workloads import Workload
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 DTYPE = torch.bfloat16
@@ -23,7 +22,9 @@ FRAMES_PER_LATENT = 4
 class FullSizeTransformer:
     """A transformer of full width whose blocks stand for all blocks of their kind."""
 
-    workload: Workload
+    name: str
+    """Name of the model."""
+    dimensions: Dimensions
     """Dimensions, and how the pipeline calls it: `calls` per step, `rows_per_image` of the batch."""
     model: nn.Module
     """The transformer in xDiT's wrapper."""
@@ -41,7 +42,7 @@ class FullSizeTransformer:
     def call(self, resolution: int, batch: int = 1, frames: int | None = None) -> torch.Tensor:
         """Run one forward on this rank's shard, and return its output.
 
-        A step has `workload.calls` such calls. Inputs are created in the first call of each size.
+        A step has `dimensions.calls` such calls. Inputs are created in the first call of each size.
 
         Args:
             resolution: pixels per side of a square image, or height of a video in
@@ -54,7 +55,7 @@ class FullSizeTransformer:
         """
         size = resolution, batch, frames or self.frames
         if size not in self._inputs:
-            self._inputs[size] = INPUTS[self.workload.name](self._request(*size), self._sizes)
+            self._inputs[size] = INPUTS[self.name](self._request(*size), self._sizes)
         with torch.no_grad(), FullMask() if "encoder_attention_mask" in self._inputs[size] else nullcontext():
             output = self.model(**self._inputs[size], return_dict=False)[0]
         return output[0] if isinstance(output, tuple) else output
@@ -68,8 +69,8 @@ class FullSizeTransformer:
                 )
             width = VIDEO_WIDTHS[resolution]
         latent_frames = (frames - 1) // FRAMES_PER_LATENT + 1
-        rows = batch * self.workload.rows_per_image
-        text = self.workload.text_tokens
+        rows = batch * self.dimensions.rows_per_image
+        text = self.dimensions.text_tokens
         return Request(resolution, width, latent_frames, rows, text, self.device, DTYPE)
 
 
@@ -89,14 +90,15 @@ def build(name: str, blocks: int, device: torch.device, **flags: Any) -> FullSiz
     """
     if blocks < 1:
         raise ValueError(f"{blocks} blocks are not valid; valid are positive numbers")
-    workload, parts = architecture(name)
-    sizes = parts.sizes(workload, blocks)
+    parts, dims = architecture(name), dimensions(name)
+    sizes = parts.sizes(dims, blocks)
     with torch.device("meta"):
         model = transformer_wrappers.construct(name, sizes).eval()
     materialize(model, device, DTYPE)
     model = transformer_wrappers.wrap(name, model, **flags)
     return FullSizeTransformer(
-        workload,
+        name,
+        dims,
         model,
         {key: list(getattr(model, kind.attribute))[kind.first : kind.end] for key, kind in parts.kinds.items()},
         {key: kind.count for key, kind in parts.kinds.items()},

@@ -16,8 +16,8 @@ _CLASSES = {
     "flux.2-dev": (f"{_TRANSFORMERS}.transformer_flux2", "xFuserFlux2Transformer2DWrapper"),
     "sd3.5-large": ("diffusers", "SD3Transformer2DModel"),
     "qwen-image": (f"{_TRANSFORMERS}.transformer_qwen", "xFuserQwenImageTransformerWrapper"),
-    "hunyuan-video": (f"{_TRANSFORMERS}.transformer_hunyuan_video", "xFuserHunyuanVideoTransformer3DWrapper"),
-    "wan2.1-t2v-14b": (f"{_TRANSFORMERS}.transformer_wan", "xFuserWanTransformer3DWrapper"),
+    "hunyuanvideo": (f"{_TRANSFORMERS}.transformer_hunyuan_video", "xFuserHunyuanVideoTransformer3DWrapper"),
+    "wan2.1-14b": (f"{_TRANSFORMERS}.transformer_wan", "xFuserWanTransformer3DWrapper"),
 }
 """Module and class of each model's transformer. The wrapper of SD3.5 encloses the class of diffusers."""
 
@@ -31,7 +31,7 @@ def construct(name: str, sizes: Mapping[str, Any]) -> torch.nn.Module:
     """
     module, symbol = _CLASSES[name]
     transformer = getattr(importlib.import_module(module), symbol)(**sizes)
-    if name == "hunyuan-video":  # its constructor has the attention of diffusers, without all-to-alls
+    if name == "hunyuanvideo":  # its constructor has the attention of diffusers, without all-to-alls
         transformer.install_xdit_attention_processors()
     return transformer
 
