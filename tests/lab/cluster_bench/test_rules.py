@@ -233,9 +233,10 @@ def test_codes_need_no_values(rule: Rule) -> None:
     def gather(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return torch.cat([x] * 4)
 
+    sent: list[int] = []
     with (
         FakeTensorMode(),
-        mock.patch.object(collectives, "all_to_all_single", lambda x, *_: x.clone()),
+        mock.patch.object(collectives, "all_to_all_single", lambda x, *_: sent.append(x.nbytes) or x.clone()),
         mock.patch.object(collectives, "all_gather_single", gather),
     ):
         ulysses = CodedUlysses(rule.ulysses, OneRankGroup(4))
@@ -244,6 +245,7 @@ def test_codes_need_no_values(rule: Rule) -> None:
         assert all(each.shape == (1, 6, 4608, 128) and each.dtype == torch.bfloat16 for each in received)
         assert all(each.is_contiguous() for each in received)
         assert ulysses.exchange_output(received[0]).shape == tensors[0].shape
+    assert sum(sent) == sum(rule.bytes_per_value(name, 128) for name in "qkvo") * tensors[0].numel()
 
 
 def test_rules_state_their_source_and_quality() -> None:

@@ -10,11 +10,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
-from xfuser_cocodiff.lab.cluster_bench.coding_kernels import RAW, column_statistics, decode_rows, encode_rows, row_bytes
-from xfuser_cocodiff.lab.comparison.baselines import rotate
-from xfuser_cocodiff.lab.comparison.row_codes import FP8_LARGEST, INT8, STATIC_FP8
+from xfuser_cocodiff.lab.cluster_bench.coding_kernels import (
+    RAW,
+    column_statistics,
+    decode_rows,
+    encode_rows,
+    merge_statistics,
+    row_bytes,
+)
+from xfuser_cocodiff.lab.comparison.baselines import hadamard, rotate
+from xfuser_cocodiff.lab.comparison.row_codes import INT8, STATIC_FP8
 
 _HEADS, _SEQUENCE = 1, 2
+_Chosen = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Letter, tensor and statistic of a part of a message."""
+_InFlight = tuple[torch.Tensor, torch.Size]
+"""Message in flight, flattened, and its shape."""
 _KINDS = {INT8.name: "mean", STATIC_FP8.name: "amax"}
 """Statistics of columns that FlashInfer's codes need."""
 
@@ -45,11 +56,18 @@ class CodedUlysses:
     def __init__(self, codes: UlyssesCodes, group: dist.ProcessGroup) -> None:
         self._codes, self._group = codes, group
         self._size, self._rank = group.size(), group.rank()
+        self._rotation: torch.Tensor | None = None
+        """Hadamard matrix of Q and K, made once."""
 
     def exchange_inputs(self, names: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors (B, H, S/P, D), named by letters, as (B, h, S, D)."""
         if self._codes.rotates and {"q", "k"} <= {*names}:  # alone, they may be joined by text that is not rotated
-            tensors = [rotate(each) if name in "qk" else each for name, each in zip(names, tensors, strict=True)]
+            if self._rotation is None:
+                self._rotation = hadamard(tensors[0])
+            tensors = [
+                rotate(each, self._rotation) if name in "qk" else each
+                for name, each in zip(names, tensors, strict=True)
+            ]
         statistics = self._statistics(names, tensors)
         together = self._codes.one_message and all(each.shape == tensors[0].shape for each in tensors)
         messages = [range(len(tensors))] if together else [range(index, index + 1) for index in range(len(tensors))]
@@ -67,21 +85,19 @@ class CodedUlysses:
         """Return O (B, h, S, D) as (B, H, S/P, D)."""
         codes = [self._codes.codes.get("o", RAW)]
         rows = output.unflatten(_SEQUENCE, (self._size, -1)).permute(2, 1, 0, 3, 4)
-        message = self._wait(self._start(encode_rows([rows], codes, [None])))  # (P, h, B, S/P, n)
+        message = self._finish(self._start(encode_rows([rows], codes, [None])))  # (P, h, B, S/P, n)
         [decoded] = decode_rows(message.permute(2, 0, 1, 3, 4), codes, [output.shape[-1]], [None], output.dtype)
         return decoded.flatten(1, 2)
 
-    def _start_inputs(self, chosen: list[tuple[str, torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+    def _start_inputs(self, chosen: list[_Chosen]) -> _InFlight:
         rows = [self._by_destination(tensor) for _, tensor, _ in chosen]
         codes = [self._codes.codes.get(name, RAW) for name, _, _ in chosen]
         statistics = [None if each is None else self._by_destination(each) for _, _, each in chosen]
         return self._start(encode_rows(rows, codes, statistics))
 
-    def _finish_inputs(
-        self, chosen: list[tuple[str, torch.Tensor, torch.Tensor | None]], in_flight: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def _finish_inputs(self, chosen: list[_Chosen], in_flight: _InFlight) -> list[torch.Tensor]:
         codes = [self._codes.codes.get(name, RAW) for name, _, _ in chosen]
-        message = self._wait(in_flight).permute(2, 1, 0, 3, 4)  # (B, h, P, S/P, n)
+        message = self._finish(in_flight).permute(2, 1, 0, 3, 4)  # (B, h, P, S/P, n)
         statistics = [None if each is None else self._of_own_heads(each) for _, _, each in chosen]
         dims, dtype = [tensor.shape[-1] for _, tensor, _ in chosen], chosen[0][1].dtype
         return [each.flatten(2, 3) for each in decode_rows(message, codes, dims, statistics, dtype)]
@@ -110,18 +126,20 @@ class CodedUlysses:
     def _gather_statistics(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         kinds = [_KINDS[self._codes.codes[name]] for name in names]
         own = column_statistics(tensors, kinds)
-        gathered = self._wait(collectives.all_gather_single(own.flatten(), 0, self._group)).view(-1, *own.shape)
-        by_name = {}
-        for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-            of_ranks = gathered[:, index]
-            is_mean = kind == "mean"
-            by_name[name] = of_ranks.mean(0) if is_mean else of_ranks.amax(0).clamp(min=1e-6) / FP8_LARGEST
-        return by_name
+        gathered = wait(collectives.all_gather_single(own.flatten(), 0, self._group)).view(-1, *own.shape)
+        return dict(zip(names, merge_statistics(gathered, kinds), strict=True))
 
-    def _start(self, message: torch.Tensor) -> torch.Tensor:
+    def _start(self, message: torch.Tensor) -> _InFlight:
         """Start the all-to-all of a message (P, ...)."""
-        return collectives.all_to_all_single(message.flatten(), None, None, self._group).view(message.shape)
+        return collectives.all_to_all_single(message.flatten(), None, None, self._group), message.shape
 
     @staticmethod
-    def _wait(in_flight: torch.Tensor) -> torch.Tensor:
-        return in_flight.wait() if isinstance(in_flight, collectives.AsyncCollectiveTensor) else in_flight
+    def _finish(in_flight: _InFlight) -> torch.Tensor:
+        """Wait for a message. A view of it before would already wait."""
+        message, shape = in_flight
+        return wait(message).view(shape)
+
+
+def wait(in_flight: torch.Tensor) -> torch.Tensor:
+    """Return the result of a functional collective once it has arrived."""
+    return in_flight.wait() if isinstance(in_flight, collectives.AsyncCollectiveTensor) else in_flight

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from xfuser_cocodiff.lab.comparison.row_codes import CODES
+from xfuser_cocodiff.lab.comparison.row_codes import CODES, FP8_LARGEST
 
 RAW = ""
 """Name of the code that leaves values as they are."""
@@ -48,6 +48,16 @@ def column_statistics(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> 
         kinds: `mean` or `amax` for each.
     """
     return torch.ops.cocodiff_lab.column_statistics(tensors, kinds)
+
+
+def merge_statistics(gathered: torch.Tensor, kinds: Sequence[str]) -> list[torch.Tensor]:
+    """Return the mean, or the FP8 scale for the largest magnitude, of columns over all ranks: N of (B, H, 1, D).
+
+    Args:
+        gathered: statistics of each rank's tokens, of which all have equally many, (P, N, B, H, 1, D).
+        kinds: `mean` or `amax` for each.
+    """
+    return torch.ops.cocodiff_lab.merge_statistics(gathered, kinds)
 
 
 def encode_residual(
@@ -110,6 +120,13 @@ def _column_statistics(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) ->
     )
 
 
+def _merge_statistics(gathered: torch.Tensor, kinds: Sequence[str]) -> list[torch.Tensor]:
+    return [
+        of_ranks.mean(0) if kind == "mean" else of_ranks.amax(0).clamp(min=1e-6) / FP8_LARGEST
+        for of_ranks, kind in zip(gathered.unbind(1), kinds, strict=True)
+    ]
+
+
 def _encode_residual(
     values: torch.Tensor, base: torch.Tensor, channel_scale: torch.Tensor, token_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +169,10 @@ def _like_statistics(tensors: Sequence[torch.Tensor], kinds: Sequence[str]) -> t
     return tensors[0].new_empty((len(tensors), batch, heads, 1, dim), dtype=torch.float32)
 
 
+def _like_merged_statistics(gathered: torch.Tensor, kinds: Sequence[str]) -> list[torch.Tensor]:
+    return [torch.empty_like(of_ranks[0]) for of_ranks in gathered.unbind(1)]
+
+
 def _like_residual(
     values: torch.Tensor, base: torch.Tensor, channel_scale: torch.Tensor, token_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,6 +193,7 @@ _define(
     _like_decoded_rows,
 )
 _define("column_statistics(Tensor[] tensors, str[] kinds) -> Tensor", _column_statistics, _like_statistics)
+_define("merge_statistics(Tensor gathered, str[] kinds) -> Tensor[]", _merge_statistics, _like_merged_statistics)
 _define(
     "encode_residual(Tensor values, Tensor base, Tensor channel_scale, Tensor token_scale) -> (Tensor, Tensor)",
     _encode_residual,

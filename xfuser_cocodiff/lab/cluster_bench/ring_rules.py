@@ -11,11 +11,8 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor.experimental._context_parallel._attention import _SDPAMerger
 
+from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import wait
 from xfuser_cocodiff.lab.cluster_bench.coding_kernels import decode_residual, encode_residual
-
-
-def _wait(in_flight: torch.Tensor) -> torch.Tensor:
-    return in_flight.wait() if isinstance(in_flight, collectives.AsyncCollectiveTensor) else in_flight
 
 
 def gathered_attention(
@@ -40,7 +37,7 @@ def gathered_attention(
         O, shape (B, H, S, D).
     """
     own = torch.stack([key, value])
-    gathered = _wait(collectives.all_gather_single(own.flatten(), 0, group)).view(group.size(), *own.shape)
+    gathered = wait(collectives.all_gather_single(own.flatten(), 0, group)).view(group.size(), *own.shape)
     key, value = gathered.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)  # (2, B, H, R, S, D): tokens in the order of ranks
     if joint := options.get("joint_attn_kwargs"):
         options = {**options, "joint_attn_kwargs": {**joint, "total_steps": 1}}  # which joins text to the last block
@@ -87,7 +84,7 @@ class ResidualRing:
             output, lse, *_ = attention(query, key, value, **options)
             merger.step(output, lse, partial=False)
             if step < size - 1:
-                message = _wait(in_flight)
+                message = wait(in_flight)
                 place = self._calls, (rank - step - 1) % size
                 key, value = self._bases[place] = self._decode(place, message, (2, *key.shape), is_first_step)
         return merger.results()[0]

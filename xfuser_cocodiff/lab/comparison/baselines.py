@@ -92,18 +92,30 @@ class Int8(CodedRows):
         return None
 
 
-def rotate(values: torch.Tensor) -> torch.Tensor:
+def rotate(values: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply rows (..., D) by a Hadamard matrix, which is its own inverse.
 
     Rows are returned unchanged if D has no power-of-two block that divides it.
+
+    Args:
+        values: rows.
+        matrix: :func:`hadamard` of these rows, to save the time to make it.
     """
-    size = min(_BLOCK, values.shape[-1])
-    if size & (size - 1) or values.shape[-1] % size:
+    matrix = hadamard(values) if matrix is None else matrix
+    if values.shape[-1] % len(matrix):
         return values
+    return (values.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
+
+
+def hadamard(values: torch.Tensor) -> torch.Tensor:
+    """Return the orthonormal Hadamard matrix for rows (..., D), of at most 128 x 128; 1 x 1 if there is none."""
+    size = min(_BLOCK, values.shape[-1])
     matrix = values.new_ones(1, 1)
+    if size & (size - 1):
+        return matrix
     while len(matrix) < size:
         matrix = torch.kron(matrix.new_tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return (values.unflatten(-1, (-1, size)) @ (matrix * size**-0.5)).flatten(-2)
+    return matrix * size**-0.5
 
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:
