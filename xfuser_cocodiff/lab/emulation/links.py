@@ -48,6 +48,8 @@ MIN_PACKET, MAX_PACKET = 1500, 16_000
 ETHERNET_HEADER, TCP_HEADERS = 14, 52
 # An all-to-all sends both ways, and every second packet is acknowledged on the link of the other direction.
 ACKNOWLEDGEMENT_SHARE = (ETHERNET_HEADER + TCP_HEADERS) / 2
+# No packet is ever lost, but packets wait longer in a link's queue than TCP's usual 200 ms. TCP would send them again.
+RETRANSMISSION_SECONDS = 60
 # Token bucket: how much a link may catch up after a late timer, which would otherwise cost throughput. An idle link
 # sends this much for free.
 BURST_SECONDS = 250e-6
@@ -234,7 +236,7 @@ def route_commands(cluster: Cluster, rank: int) -> list[str]:
     """
     return [
         f"route replace {cluster.addresses[peer]}/32 dev {cluster.interface} src {cluster.addresses[rank]} "
-        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40}"
+        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40} rto_min {RETRANSMISSION_SECONDS}s"
         for link in cluster.links(rank)
         for peer in link.ranks
     ]

@@ -21,6 +21,7 @@ SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
+    "net/ipv4/tcp_early_retrans": "0",  # no probes for lost packets while a message waits in a queue
 }
 """Kernel settings in the namespace of a rank."""
 BRIDGE_SETTINGS = {
