@@ -60,7 +60,6 @@ print(json.dumps([sorted(results), *results.values(), "RANK" in os.environ]))
 
 @needs_namespaces
 def test_cells_with_torch_run_one_after_another() -> None:
-    """No rank imports anything, and the first rank to finish waits for the others."""
     found, output, errors = run("""
 forked_ranks.prepare_environment()
 import torch
@@ -69,7 +68,6 @@ def work(rank):
     dist.init_process_group("gloo")
     value = torch.full((1000,), rank + 1.0)
     dist.all_reduce(value)
-    time.sleep(0.3 * rank)
     return dist.get_world_size(), value.unique().tolist(), torch.get_num_threads(), len(links.of_this_rank().links(0))
 cells = four, emulated("gpu=3", flat=50), emulated("gpu=2", gpu=50)
 print(json.dumps([run_forked(cell, work)[0] for cell in cells]))
@@ -77,6 +75,22 @@ print(json.dumps([run_forked(cell, work)[0] for cell in cells]))
     assert found == [[4, [10.0], 1, 2], [3, [6.0], 1, 1], [2, [3.0], 1, 1]]
     assert errors == []
     assert all("[Gloo]" in line for line in output.splitlines())  # which PyTorch 2.8 says of its connections
+
+
+@needs_namespaces
+def test_no_rank_ends_before_all_have_returned() -> None:
+    found, _, _ = run("""
+opened = []
+def work(rank):
+    if rank == 0:
+        opened.append(socket.create_server((four.addresses[0], 5000)))  # closed when the rank ends
+        return None
+    time.sleep(0.5)
+    with socket.create_connection((four.addresses[0], 5000)):
+        return "connected"
+print(json.dumps(run_forked(four, work, results_of=(1, 2))))
+""")
+    assert found == {"1": "connected", "2": "connected"}
 
 
 @needs_namespaces
