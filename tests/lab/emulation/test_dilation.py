@@ -22,10 +22,14 @@ def test_links_of_aurora_a_thousand_times_slower() -> None:
     assert (slowed.size, len(slowed.links(1))) == (24, 3)
 
 
-def test_packets_are_the_largest_ones_or_two_milliseconds_long() -> None:
-    """2 ms at 60 Mbit/s are 15,000 bytes; 64 Mbit/s fill the maximum of 16,000."""
-    slowed = dilation.slow_cluster(AURORA.link_profile(AURORA.topology(2), 1e6), 1000)
-    assert {axis: slowed.packet_bytes(axis) for axis in slowed.rates} == {"tile": 16_000, "gpu": 15_000, "node": 16_000}
+def test_packets_have_a_transfer_time_up_to_a_maximum_size() -> None:
+    """2 ms are 15,000 bytes at 60 Mbit/s and 33,333 at 133.3 Mbit/s; 4 ms are twice that, but an IP packet has less
+    than 65,536 bytes, which both exceed at 1480 Mbit/s."""
+    profile = AURORA.link_profile(AURORA.topology(2), 1e6)
+    found = dilation.slow_cluster(profile, 1000)
+    assert {axis: found.packet_bytes(axis) for axis in found.rates} == {"tile": 65_000, "gpu": 15_000, "node": 33_333}
+    found = dilation.slow_cluster(profile, 1000, packet_seconds=4e-3)
+    assert {axis: found.packet_bytes(axis) for axis in found.rates} == {"tile": 65_000, "gpu": 30_000, "node": 65_000}
 
 
 def test_a_flat_profile_gives_each_rank_one_port() -> None:

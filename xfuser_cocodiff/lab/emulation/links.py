@@ -80,6 +80,8 @@ class Cluster:
     """Transfer time of a packet on its link, within the limits of packet sizes."""
     ports: tuple[str, ...] = ()
     """Axes on which a rank has one link to all its peers together, instead of one to each tile or GPU."""
+    max_packet: int = MAX_PACKET
+    """Maximum size of an IP packet, in bytes: at most 65,535."""
 
     @property
     def size(self) -> int:
@@ -92,7 +94,7 @@ class Cluster:
 
     def packet_bytes(self, axis: str) -> int:
         """Return the size of IP packets on a link along an axis."""
-        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), MAX_PACKET)
+        return min(max(round(self.rate(axis) * 1e6 / 8 * self.packet_seconds), MIN_PACKET), self.max_packet)
 
     def links(self, rank: int) -> tuple[Link, ...]:
         """Return the links that a rank sends on, ordered by the first rank that each leads to."""
@@ -218,7 +220,7 @@ def class_commands(cluster: Cluster, rank: int, verb: str) -> list[str]:
         # A queue has almost no rate of its own and borrows from its link; each turn sends one packet.
         lines += [
             f"class {verb} dev {cluster.interface} parent 1:{number:x} classid 1:{_queue(peer):x} htb rate 1kbit "
-            f"ceil {rate}bit burst 1 cburst {MAX_PACKET + burst} quantum {packet + ETHERNET_HEADER}"
+            f"ceil {rate}bit burst 1 cburst {cluster.max_packet + burst} quantum {packet + ETHERNET_HEADER}"
             for peer in link.ranks
         ]
     return lines
@@ -236,7 +238,7 @@ def route_commands(cluster: Cluster, rank: int) -> list[str]:
     """
     return [
         f"route replace {cluster.addresses[peer]}/32 dev {cluster.interface} src {cluster.addresses[rank]} "
-        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {MAX_PACKET - 40} rto_min {RETRANSMISSION_SECONDS}s"
+        f"mtu lock {cluster.packet_bytes(link.axis)} advmss {cluster.max_packet - 40} rto_min {RETRANSMISSION_SECONDS}s"
         for link in cluster.links(rank)
         for peer in link.ranks
     ]
