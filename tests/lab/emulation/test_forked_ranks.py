@@ -131,16 +131,21 @@ print(json.dumps([*errors, run_forked(four, lambda rank: "fine", results_of=rang
 
 
 @needs_namespaces
-def test_a_deadline_stops_ranks_that_hang() -> None:
-    found, _, _ = run("""
+def test_a_deadline_stops_ranks_that_hang_and_shows_where() -> None:
+    found, _, errors = run("""
+def hanging_here(rank):
+    time.sleep(600)
 started = time.monotonic()
 try:
-    run_forked(four, lambda rank: time.sleep(600), deadline_seconds=1.5)
+    run_forked(four, hanging_here, deadline_seconds=1)
 except TimeoutError as error:
     print(json.dumps([time.monotonic() - started, str(error)]))
 """)
-    assert 1.5 <= found[0] < 30
+    assert 1 <= found[0] < 30
     assert found[1] == "the ranks of an emulated cluster did not end before their deadline"
+    assert [
+        any(line.startswith(f"[{rank}]") and "in hanging_here" in line for line in errors) for rank in range(4)
+    ] == [True] * 4
 
 
 def test_a_process_with_threads_is_not_forked() -> None:

@@ -12,6 +12,7 @@ in parallel, and leaves `torch.distributed` to the ranks.
 """
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import os
@@ -38,7 +39,7 @@ ENVIRONMENT = {
 }
 """Variables that libraries read when they are loaded, so that ranks cannot set them."""
 _DRAIN_SECONDS = 1.0
-"""How long to wait for the message of a rank that has ended, while an orphan of it may hold the pipe open."""
+"""How long to wait for the last message of a rank, and for the stacks that ranks print after a deadline."""
 
 
 class RankFailedError(RuntimeError):
@@ -86,7 +87,8 @@ def run_forked(
         cluster: topology, rates and addresses.
         work: called with the rank. It may be a closure, since nothing is pickled but results.
         results_of: ranks whose results, which must be picklable, are returned.
-        deadline_seconds: time after which the cell is stopped; None for no limit.
+        deadline_seconds: time after which every rank prints the stacks of its threads and the cell is stopped; None for
+            no limit.
         write: called for each line that a rank prints, in a process of the cell: rank, stdout or stderr (1 or 2), line.
 
     Returns:
@@ -106,12 +108,14 @@ def run_forked(
     cell = os.fork()
     if not cell:
         os.close(read_end)
-        _run_cell(caller, lambda: _run_ranks(cluster, work, results_of, write_end, write), write_end)
+        _run_cell(
+            caller, lambda: _run_ranks(cluster, _with_deadline(work, deadline), results_of, write_end, write), write_end
+        )
     os.close(write_end)
     has_ended = False
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        message = _read(read_end, deadline)
+        message = _read(read_end, None if deadline is None else deadline + _DRAIN_SECONDS)
         has_ended = True
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
@@ -186,6 +190,17 @@ def _run_cell(caller: int, work: Callable[[], int], write_end: int) -> NoReturn:
         _send(write_end, _Outcome(error=traceback.format_exc()))
     finally:
         os._exit(status)
+
+
+def _with_deadline(work: Callable[[int], Any], deadline: float | None) -> Callable[[int], Any]:
+    """Return `work` with the stacks of all threads printed to stderr at the deadline, a value of `time.monotonic`."""
+
+    def limited(rank: int) -> Any:
+        if deadline is not None:
+            faulthandler.dump_traceback_later(max(0.001, deadline - time.monotonic()), file=STDERR)
+        return work(rank)
+
+    return limited
 
 
 def _send(write_end: int, outcome: _Outcome) -> None:
