@@ -3,7 +3,8 @@
 Every figure has a published source, or is marked "assumed". Rates are those while all ranks of a node compute.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 _WIDE_HEAD = 128
 """Head dim from which attention reaches its full rate."""
@@ -29,6 +30,15 @@ class Accelerator:
     collective_host_seconds: float
     """Host time to start one collective from Python."""
 
+    def with_flops(self, flops: float) -> "Accelerator":
+        """Return the accelerator with another rate of linear layers and attention, in FLOP/s."""
+        return replace(self, matmul_flops=flops, attention_flops=flops, narrow_attention_flops=flops)
+
+    @property
+    def copied_bytes_per_second(self) -> float:
+        """Bytes copied per second, each of which is read and written."""
+        return self.bytes_per_second / 2
+
     def kernel_seconds(
         self, moved_bytes: float, matmul_flops: float = 0.0, attention_flops: float = 0.0, head_dim: int = _WIDE_HEAD
     ) -> float:
@@ -45,12 +55,14 @@ class Accelerator:
         return max(busy, moved_bytes / self.bytes_per_second, self.shortest_kernel_seconds)
 
 
-_CUDA_LAUNCH = 6e-6
-"""Assumed: 2 us of a CUDA launch and 4 us of Python and PyTorch's dispatcher without autograd."""
+_CUDA_LAUNCH = 8e-6
+"""Assumed: 2 us of a CUDA launch and 6 us of Python and PyTorch's dispatcher. More is possible: 28 eager steps of
+FLUX.1-dev on four H100 took 4.24 s in an older xDiT, whatever the split (docs/performance/flux.md), which is at most
+25 us per operator."""
 _CUDA_SHORTEST_KERNEL = 3e-6
 """Constant latency that ai-dynamo/aiconfigurator adds to memory-bound kernels (its systems/*.yaml)."""
 _NCCL_HOST = 30e-6
-"""Assumed: five operators' time for c10d's checks, work object and events, and NCCL's enqueue and launch."""
+"""Assumed: the time of four operators for c10d's checks, work object and events, and NCCL's enqueue and launch."""
 
 MAX_1550_TILE = Accelerator(
     "max-1550-tile",
@@ -61,9 +73,10 @@ MAX_1550_TILE = Accelerator(
     # intel/intel-xpu-backend-for-triton#5771). It names no device; assumed: one tile, on which it is measured in CI.
     attention_flops=106e12,
     narrow_attention_flops=109e12,
-    bytes_per_second=1e12,  # triad: 1 TB/s on each of 12 tiles (ALCF, as above)
+    # Triad: 1 TB/s on each of 12 tiles (ALCF, as above). Assumed: PyTorch's pointwise kernels reach 0.8 of it.
+    bytes_per_second=0.8e12,
     shortest_kernel_seconds=3e-6,  # assumed, as on CUDA
-    launch_seconds=8e-6,  # assumed: a launch through SYCL and Level Zero costs 2 us more than one of CUDA
+    launch_seconds=10e-6,  # assumed: a launch through SYCL and Level Zero costs 2 us more than one of CUDA
     collective_host_seconds=42e-6,  # a oneCCL collective of any size, on Arc B70; the host takes part until it starts
 )
 
@@ -75,7 +88,9 @@ H100 = Accelerator(
     # FlashAttention-3 without a mask: 590 TFLOP/s at 4k tokens and 621 at 16k (pytorch/benchmark#2391).
     attention_flops=600e12,
     narrow_attention_flops=480e12,  # 476 at 4k tokens, 497 at 16k (the FlashAttention-3 paper, head dim 64)
-    bytes_per_second=0.8 * 3.35e12,  # NVIDIA, "H100": HBM3. Assumed: pointwise kernels reach 0.8 of it
+    # 0.65 of 3.35 TB/s (NVIDIA, "H100"), fitted: 28 eager steps of FLUX.1-dev at 1024 px take 6.7 s on one H100 (xDiT,
+    # docs/performance/flux.md), with FlashAttention-2 and an RMSNorm of seven kernels.
+    bytes_per_second=0.65 * 3.35e12,
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
@@ -89,7 +104,8 @@ A100 = Accelerator(
     # as the same kernel on an H100 (324 of 370 TFLOP/s, the FlashAttention-3 paper).
     attention_flops=0.73 * 312e12,
     narrow_attention_flops=0.9 * 0.73 * 312e12,
-    bytes_per_second=0.8 * 2.04e12,  # NVIDIA, "A100 80GB": HBM2e; 0.8 assumed
+    # 0.55 of 2.04 TB/s (NVIDIA, "A100 80GB"), fitted in the same way to 14.3 s (varadrane1707/BenchmarkFlux).
+    bytes_per_second=0.55 * 2.04e12,
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
@@ -103,7 +119,9 @@ L20 = Accelerator(
     # the same at 128, and 0.9 of it at 64, as on an A100.
     attention_flops=102e12,
     narrow_attention_flops=0.9 * 102e12,
-    bytes_per_second=0.8 * 864e9,  # NVIDIA, "L20": GDDR6; 0.8 assumed
+    # 0.85 of 864 GB/s (NVIDIA, "L20"), fitted in the same way to 24.9 s (xlite-dev/flux-faster). Its cache of 96 MB
+    # holds many tensors.
+    bytes_per_second=0.85 * 864e9,
     shortest_kernel_seconds=_CUDA_SHORTEST_KERNEL,
     launch_seconds=_CUDA_LAUNCH,
     collective_host_seconds=_NCCL_HOST,
@@ -121,8 +139,12 @@ ARC_B60 = Accelerator(
     # RMSNorm, SiLU and RoPE kernels reach 220 of 456 GB/s (ai-dynamo/aiconfigurator, systems/b60.yaml).
     bytes_per_second=220e9,
     shortest_kernel_seconds=3e-6,  # ai-dynamo/aiconfigurator, as above
-    launch_seconds=8e-6,  # assumed, as on the Max 1550
+    launch_seconds=10e-6,  # assumed, as on the Max 1550
     collective_host_seconds=42e-6,  # measured on Arc B70, as above
 )
 
+UNKNOWN = Accelerator(
+    "unknown", math.inf, math.inf, math.inf, math.inf, _CUDA_SHORTEST_KERNEL, _CUDA_LAUNCH, _NCCL_HOST
+)
+"""Device whose rates are to be replaced, with the overheads of CUDA."""
 ACCELERATORS = {each.name: each for each in (MAX_1550_TILE, H100, A100, L20, ARC_B60)}
