@@ -23,12 +23,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="link profile that `cocodiff probe --json` wrote")
     parser.add_argument("--sizes", default="4KB,16KB,64KB,256KB,1MB,4MB,16MB", help="bytes per rank (%(default)s)")
     group = parser.add_argument_group("full-size models")
-    group.add_argument("--model", help="flux1, flux2, sd35 or qwen-image")
-    group.add_argument("--resolution", type=int, help="pixels per side")
+    group.add_argument("--model", help="flux1, flux2, sd35, qwen-image, hunyuan or wan")
+    group.add_argument("--resolution", type=int, help="pixels per side of an image, or rows of a 16:9 video")
     group.add_argument(
         "--degree", type=int, help="number of ranks that share a sequence: Ulysses degree times ring degree"
     )
-    group.add_argument("--cluster", help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet")
+    group.add_argument(
+        "--cluster",
+        help="known cluster, instead of --profile: aurora, dgx-h100, pcie, ethernet-25, ethernet-100, arc-b60",
+    )
     group.add_argument("--mode", help="exact, paper, balanced or fast (default: as in a run without --cocodiff_mode)")
     group.add_argument("--steps", type=int, default=50, help="denoising steps (%(default)s)")
     group.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
@@ -36,7 +39,9 @@ def add_parser(subparsers: Any) -> None:
         "--text-tokens", type=int, help="text tokens of the prompt (default: the pipeline's; qwen-image: 128)"
     )
     group.add_argument(
-        "--tflops", type=float, help="achieved TFLOP/s of a rank; required for step times with --profile"
+        "--tflops",
+        type=float,
+        help="TFLOP/s that linear layers and attention reach; required for step times with --profile",
     )
     parser.set_defaults(run=run, parser=parser)
 

@@ -1,12 +1,14 @@
 """`cocodiff bench kernels`: bytes, rows and the printed table."""
 
+import dataclasses
+
 import pytest
 
 from tests.engine.kernels.case import DEVICE
 from xfuser_cocodiff.lab.bench import kernels as bench
-from xfuser_cocodiff.lab.simulation.workloads import Workload
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
-SMALL = Workload("small", 1, 8, 16, mlp_ratio=4, gated=False, text_tokens=8)
+SMALL = dataclasses.replace(WORKLOADS["flux.1-dev"], heads=8, head_dim=16, text_tokens=8)
 
 
 def test_rows_count_the_bytes_that_kernels_read_and_write(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests import ranks
 from tests.engine.settings.test_ring_placement import profile
-from tests.lab.simulation.test_simulate import step_flops
+from tests.lab.simulation.test_simulate import shrink, step_flops
 from tests.quick import slow
 from tests.xdit.test_approximation import STEPS, LossyRun
 from xfuser_cocodiff import cli
@@ -24,8 +24,9 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, estimate_step, possible_splits, rank_splits
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
+from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
+from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 FAST = 1e12
 
@@ -81,6 +82,11 @@ def test_ulysses_degrees_of_stock_divide_the_heads() -> None:
         ("sd3.5-large", 768, 24, 96, 429, 96, 2304 + 333, ["replicated on every rank", "one copy"]),
         ("sd3.5-large", 1024, 24, 171, 504, 171, 24 * 171 + 333, ["64 rows", "use 768 px or 1152 px"]),
         ("qwen-image", 1024, 24, 171, 177, 177, 24 * 177, ["padded to 4104", "padded to 144"]),
+        ("hunyuanvideo", 720, 16, 45 * 80 * 33 // 16, 7441, 7441, 119056, []),
+        ("hunyuanvideo", 720, 24, 4950, 5206, 4950, 118800 + 256, ["one copy"]),
+        ("hunyuanvideo", 720, 32, 3713, 3721, 3721, 32 * 3721, ["118800 image tokens", "xDiT fails; use"]),
+        ("wan2.1-14b", 480, 8, 30 * 52 * 21 // 8, 4095, 4095, 32760, []),
+        ("wan2.1-14b", 720, 32, 2363, 2363, 2363, 32 * 2363, ["75600 image tokens are zero-padded to 75616"]),
     ],
 )
 def test_tokens_per_rank_and_remarks(
@@ -143,8 +149,8 @@ def test_only_traffic_between_nodes_is_compressed() -> None:
 
 
 SMALL = {
-    "FLUX.1-dev": Workload("flux.1-dev", 6, 8, 16, mlp_ratio=4, gated=False, text_tokens=32),
-    "SD3.5": Workload("sd3.5-large", 4, 24, 8, mlp_ratio=4, gated=False, text_tokens=333, rows_per_image=2),
+    "FLUX.1-dev": shrink("flux.1-dev", 8, 16, (2, 4)),
+    "SD3.5": shrink("sd3.5-large", 24, 8, (4,)),
 }
 """Models of `cocodiff models`. They have 8 pixels per token, so 128 pixels are as many tokens as 256 in a workload."""
 
@@ -237,7 +243,9 @@ def test_profile_gives_communication_and_with_tflops_step_times(
     assert cli.main([*arguments, "--json", str(record), "--tflops", "100"]) == 0
     rows = json.loads(record.read_text())["splits"]
     assert all(math.isfinite(row["speedup"]) for row in rows)
-    assert rows[0]["compute_seconds"] == pytest.approx(step_flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14)
+    # Copies at 1e11 bytes per second dominate the pointwise kernels.
+    flops_seconds = step_flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14
+    assert flops_seconds < rows[0]["compute_seconds"] < 10 * flops_seconds
 
 
 MODEL = "--model flux1 --resolution 1024"
@@ -249,7 +257,7 @@ MODEL = "--model flux1 --resolution 1024"
         ("--model flux9 --resolution 1024 --degree 12 --cluster aurora", ["--model 'flux9'", "flux1", "qwen-image"]),
         ("--model flux1 --degree 12 --cluster aurora", ["--resolution"]),
         ("--model flux1 --resolution 1000 --degree 12 --cluster aurora", ["--resolution 1000", "16"]),
-        (f"{MODEL} --degree 8", ["--cluster, one of aurora, dgx-h100, pcie, ethernet", "--profile"]),
+        (f"{MODEL} --degree 8", ["--cluster, one of aurora, dgx-h100, pcie, ethernet-25", "--profile"]),
         (f"{MODEL} --degree 8 --cluster pcie --profile file", ["either --cluster", "--profile"]),
         (f"{MODEL} --degree 1 --cluster aurora", ["--degree 1"]),
         (f"{MODEL} --degree 16 --cluster aurora", ["--degree 16", "aurora", "gpu=6,tile=2"]),
@@ -259,6 +267,10 @@ MODEL = "--model flux1 --resolution 1024"
         (f"{MODEL} --degree 12 --cluster abacus", ["'abacus'", "aurora"]),
         (f"{MODEL} --degree 12 --cluster aurora --tflops 0", ["--tflops 0"]),
         (f"{MODEL} --degree 12 --cluster aurora --text-tokens 0", ["--text-tokens 0"]),
+        (
+            "--model wan --resolution 720 --degree 8 --cluster pcie --text-tokens 64",
+            ["--text-tokens", "wan2.1-14b has no text"],
+        ),
         (f"{MODEL} --degree 12 --profile none.json", ["none.json"]),
         ("--degree 12", ["--degree requires --model"]),
     ],

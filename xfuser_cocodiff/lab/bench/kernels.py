@@ -179,7 +179,7 @@ def _layer(workload: Workload, resolution: int, degree: int, device: torch.devic
     q = torch.randn(1, heads, tokens, workload.head_dim, device=device).bfloat16()
     hidden = torch.randn(own, workload.width, device=device).bfloat16()
     square = torch.randn(workload.width, workload.width, device=device).bfloat16()
-    projections = 4 + int(workload.mlp_projections)
+    projections = round(workload.projections)
 
     def layer() -> None:
         for _ in range(projections):

@@ -1,14 +1,15 @@
-"""Provides figures of known clusters for the simulator: links, collectives and compute, each with its source.
+"""Provides known clusters: their links, collectives and accelerators, each figure with its source.
 
-Figures without a published source are marked "assumed".
+Figures without a published source are marked "assumed". Rates are those of a rank while all ranks send.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.accelerators import A100, ARC_B60, H100, L20, MAX_1550_TILE, Accelerator
 
 NODE = "node"
 _CODEC_COPIES = 4
@@ -25,13 +26,9 @@ class Machine:
     links: tuple[AxisLink, ...]
     """Links of each axis, including `node`."""
     launch_seconds: float
-    """Launch overhead of a collective, in seconds."""
-    copy_bytes_per_second: float
-    """Rate at which a rank reorders a message: half the memory bandwidth, since it reads and writes."""
-    peak_flops: float
-    """Peak dense bf16 FLOP/s of a rank."""
-    efficiency: float
-    """Fraction of peak FLOP/s that a whole transformer layer reaches, norms and RoPE included."""
+    """Time of a collective before its first message is sent, in seconds."""
+    accelerator: Accelerator
+    """Device of a rank."""
     contention: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     """Slowdown of the links while a collective uses several axes at once, as points (bytes per rank, factor). Factors
     are interpolated linearly in the logarithm of the bytes, and constant beyond the points."""
@@ -42,11 +39,6 @@ class Machine:
     def ranks_per_node(self) -> int:
         """Number of ranks of a node."""
         return math.prod(size for _, size in self.node_axes)
-
-    @property
-    def flops(self) -> float:
-        """Achieved FLOP/s of a rank."""
-        return self.peak_flops * self.efficiency
 
     def topology(self, nodes: int) -> Topology:
         """Return the topology of all ranks of some nodes."""
@@ -66,14 +58,8 @@ class Machine:
         links = tuple(by_name[axis.name] for axis in topology.axes)
         crosses_nodes = any(axis.name == NODE and axis.size > 1 for axis in topology.axes)
         contention = self.contention_at(message_bytes) * (self.internode_contention if crosses_nodes else 1)
-        return Profile(
-            topology,
-            links,
-            self.launch_seconds,
-            self.copy_bytes_per_second,
-            self.copy_bytes_per_second / _CODEC_COPIES,
-            contention,
-        )
+        copied = self.accelerator.copied_bytes_per_second
+        return Profile(topology, links, self.launch_seconds, copied, copied / _CODEC_COPIES, contention)
 
     def contention_at(self, message_bytes: float) -> float:
         """Return the contention factor within a node for messages of this size."""
@@ -99,13 +85,12 @@ AURORA = Machine(
         # links at once, 75 GB/s, the paper's hierarchical all-to-all of 48 MB would take 0.9 ms instead of 6.0 ms.
         # Latency assumed.
         AxisLink("gpu", 1e-6, 15e9 / 2),
-        # Between the tiles of a GPU (ALCF: 158 to 185 GB/s; the paper: 185). Latency assumed.
-        AxisLink("tile", 1e-6, 185e9),
+        # Between the tiles of a GPU, 269 GB/s in both directions together (ALCF, "Node Performance Overview"; 185 in
+        # one direction alone). Latency assumed.
+        AxisLink("tile", 1e-6, 269e9 / 2),
     ),
     launch_seconds=42e-6,  # per collective of any size, on Arc B70
-    copy_bytes_per_second=1e12 / 2,  # triad on one tile (ALCF, "Node Performance Overview")
-    peak_flops=256e12,  # bf16, one tile (ALCF)
-    efficiency=0.4,  # assumed: no figure for a diffusion transformer is published
+    accelerator=MAX_1550_TILE,
     # Fitted to three of the paper's figures for oneCCL's flat all-to-all: on 12 ranks 1.1 times TAPA's time at 6 MB and
     # 25.5 ms at 48 MB; on several nodes a mean speedup of TAPA of 2.2x. No other figure is fitted.
     contention=((6e6, 1.21), (48e6, 4.77)),
@@ -122,42 +107,72 @@ DGX_H100 = Machine(
         AxisLink("gpu", 0.5e-6, 370e9),  # latency assumed
     ),
     launch_seconds=18e-6,  # assumed: NCCL's small collectives take 15 to 20 us
-    copy_bytes_per_second=3.35e12 / 2,  # NVIDIA, "H100": HBM3
-    peak_flops=989e12,  # NVIDIA, "H100 SXM", bf16 dense
-    efficiency=0.45,  # assumed: lower than on a slower GPU, which is easier to saturate
+    accelerator=H100,
 )  # contention 1: NVLink and network cards are independent, and NCCL aggregates messages to a node (PXN)
+
+_TCP = 1448 / 1538
+"""Fraction of an Ethernet link that carries data: TCP in frames of 1500 bytes."""
 
 PCIE = Machine(
     "pcie",
     (("gpu", 2), ("tile", 4)),  # two sockets with four GPUs each: `tile` is a GPU here, and `gpu` a socket
     (
         # One 100 Gbit/s card for all eight GPUs of a box.
-        AxisLink(NODE, 10e-6, 12.5e9 / 8),  # latency assumed: TCP sockets of the kernel
+        AxisLink(NODE, 10e-6, _TCP * 12.5e9 / 8),  # latency assumed: TCP sockets of the kernel
         # Two UPI links of 20.8 GB/s (Intel, Xeon Scalable at 10.4 GT/s) for four GPUs.
         AxisLink("gpu", 3e-6, 2 * 20.8e9 / 4),  # latency assumed
         # A PCIe 4.0 x16 slot has 31.5 GB/s (PCI-SIG: 16 GT/s, 128b/130b), 26 after headers (assumed), for all peers.
+        # Without peer access every block passes through host memory: it leaves one slot and enters another, which
+        # PCIe's two directions carry at once.
         AxisLink("tile", 2e-6, 26e9),  # latency assumed
     ),
     launch_seconds=18e-6,  # assumed, as above
-    copy_bytes_per_second=864e9 / 2,  # NVIDIA, "L20"
-    peak_flops=119.5e12,  # NVIDIA, "L20", bf16 dense
-    # From 28 steps of FLUX.1-dev at 1024 px in 24.94 s on one L20 (xlite-dev/flux-faster) and the FLOPs counted here.
-    efficiency=0.70,
+    accelerator=L20,
 )  # contention 1: a slot sends its 7 parts in less time than UPI needs for four
 
-ETHERNET = Machine(
-    "ethernet",
+ETHERNET_100 = Machine(
+    "ethernet-100",
     (("gpu", 8),),
     (
         # One 100 Gbit/s card for all eight GPUs of a node.
-        AxisLink(NODE, 10e-6, 12.5e9 / 8),  # latency assumed: TCP sockets of the kernel
+        AxisLink(NODE, 10e-6, _TCP * 12.5e9 / 8),  # latency assumed: TCP sockets of the kernel
         # NVLink 3 through NVSwitch: 300 GB/s (NVIDIA, "A100"), of which NCCL reaches 80 % as on an H100 (assumed).
         AxisLink("gpu", 0.5e-6, 240e9),  # latency assumed
     ),
     launch_seconds=18e-6,  # assumed, as above
-    copy_bytes_per_second=2.04e12 / 2,  # NVIDIA, "A100 80GB": HBM2e
-    peak_flops=312e12,  # NVIDIA, "A100", bf16 dense
-    efficiency=0.55,  # assumed: between L20 and H100
+    accelerator=A100,
 )
 
-MACHINES = {machine.name: machine for machine in (AURORA, DGX_H100, PCIE, ETHERNET)}
+ETHERNET_25 = replace(
+    ETHERNET_100,
+    name="ethernet-25",
+    links=(AxisLink(NODE, 10e-6, _TCP * 3.125e9 / 8), *ETHERNET_100.links[1:]),  # one 25 Gbit/s card per node
+)
+
+ARC_B60_BOX = Machine(
+    "arc-b60",
+    (("gpu", 8),),  # eight GPUs in a box of two sockets (Intel, "Project Battlematrix")
+    (
+        # One 100 Gbit/s card for all eight GPUs of a box (assumed).
+        AxisLink(NODE, 10e-6, _TCP * 12.5e9 / 8),  # latency assumed: TCP sockets of the kernel
+        # A PCIe 5.0 x8 slot has 28.4 GB/s after headers (ai-dynamo/aiconfigurator, systems/b60.yaml), for all peers.
+        # Assumed: 0.8 of it through host memory. UPI of these Xeons (four links of 24 GT/s) carries more than that.
+        AxisLink("gpu", 2e-6, 0.8 * 28.4e9),  # latency: ai-dynamo/aiconfigurator, as above
+    ),
+    launch_seconds=42e-6,  # per collective of any size, on Arc B70
+    accelerator=ARC_B60,
+)
+
+MACHINES = {machine.name: machine for machine in (AURORA, DGX_H100, PCIE, ETHERNET_25, ETHERNET_100, ARC_B60_BOX)}
+"""Clusters by name."""
+ALIASES = {"ethernet": "ethernet-100"}
+"""Further names of clusters."""
+
+
+def machine_named(name: str) -> Machine:
+    """Return a cluster by its name or alias.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return MACHINES[ALIASES.get(name, name)]

@@ -11,14 +11,23 @@ from xfuser_cocodiff.engine.compression.reference_memory import GIB
 from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
+from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
-from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
+from xfuser_cocodiff.lab.simulation.machines import ALIASES as CLUSTER_ALIASES
+from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, StepEstimate, estimate_step, rank_splits
+from xfuser_cocodiff.lab.simulation.step_time import StepEstimate, estimate_step, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 
-ALIASES = {"flux1": "flux.1-dev", "flux2": "flux.2-dev", "sd35": "sd3.5-large"}
+ALIASES = {
+    "flux1": "flux.1-dev",
+    "flux2": "flux.2-dev",
+    "sd35": "sd3.5-large",
+    "hunyuan": "hunyuanvideo",
+    "wan": "wan2.1-14b",
+}
 """Short names of models."""
 
 
@@ -38,15 +47,15 @@ def make_scenario(
 
     Args:
         model: name in :data:`ALIASES` or :data:`workloads.WORKLOADS`.
-        resolution: pixels per side.
+        resolution: pixels per side, or rows of a video.
         degree: Ulysses degree times ring degree.
         topology: topology of all ranks; None for that of the profile or of the cluster's nodes.
         profile: file that `cocodiff probe --json` wrote.
-        cluster: name in :data:`machines.MACHINES`. Exactly one of `cluster` and `profile` is required.
+        cluster: name in :data:`machines.MACHINES` or an alias. Exactly one of `cluster` and `profile` is required.
         steps: number of denoising steps.
         batch: number of images.
         text_tokens: text tokens of the prompt; None for the default of the model.
-        teraflops: achieved TFLOP/s of a rank; None for that of the cluster.
+        teraflops: achieved TFLOP/s of a rank, in linear layers and attention; None for those of the cluster.
 
     Raises:
         ValueError: an option is not valid, or options contradict each other.
@@ -65,17 +74,20 @@ def make_scenario(
         raise ValueError(f"--degree {degree} is not valid; it must be 2 or more")
     if teraflops is not None and not teraflops > 0:
         raise ValueError(f"--tflops {teraflops:g} is not valid; it must be greater than 0")
-    requested, flops = _parse_topology(topology, degree), teraflops and 1e12 * teraflops
+    requested = _parse_topology(topology, degree)
+    accelerator: Accelerator | None = None
     link_profile: Callable[[Topology, float], Profile]
     if profile:
         measured = Profile.read(profile)
         whole, axes = requested or measured.topology, [axis.name for axis in measured.topology.axes]
         link_profile = functools.partial(_restrict_profile, measured)
+        if teraflops:
+            accelerator = dataclasses.replace(UNKNOWN, bytes_per_second=2 * measured.copy_bytes_per_second)
     else:
-        check_choice("--cluster", str(cluster), MACHINES)
-        machine = MACHINES[str(cluster)]
+        check_choice("--cluster", str(cluster), [*MACHINES, *CLUSTER_ALIASES])
+        machine = machine_named(str(cluster))
         whole, axes = requested or _default_topology(machine, degree), [link.name for link in machine.links]
-        link_profile, flops = machine.link_profile, flops or machine.flops
+        link_profile, accelerator = machine.link_profile, machine.accelerator
     if whole.size != degree:
         raise ValueError(f"topology {whole} has {whole.size} ranks, but --degree is {degree}")
     if unknown := [axis.name for axis in whole.axes if axis.name not in axes]:
@@ -83,8 +95,12 @@ def make_scenario(
             f"--topology {whole}: {profile or cluster} has no axis {', '.join(unknown)}; valid are {', '.join(axes)}"
         )
     workload = WORKLOADS[ALIASES.get(model, model)]
+    if text_tokens and not workload.text_tokens:
+        raise ValueError(f"--text-tokens: the sequence of {workload.name} has no text")
     workload = dataclasses.replace(workload, text_tokens=text_tokens or workload.text_tokens)
-    return Scenario(workload, resolution, batch, steps, whole, link_profile, flops)
+    if teraflops and accelerator:
+        accelerator = accelerator.with_flops(1e12 * teraflops)
+    return Scenario(workload, resolution, batch, steps, whole, link_profile, accelerator)
 
 
 def _parse_topology(text: str | None, degree: int) -> Topology | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, Workload
 
-PADDED, UNSUPPORTED, ROWS, REPLICATED, JOINT = "padded", "unsupported", "rows", "replicated", "joint"
+PADDED, UNSUPPORTED, ROWS, WHOLE = "padded", "unsupported", "rows", "whole"
+REPLICATED, JOINT = "replicated", "joint"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class ShardingRule:
 
     image: str
     """For image tokens: PADDED with zeros that attention does not mask; UNSUPPORTED by xDiT, but padded by the plugin;
-    or ROWS, where xDiT fails unless the number of token rows is divisible."""
+    ROWS, where xDiT fails unless the number of token rows is divisible; or WHOLE, where it fails unless their number
+    is."""
     text: str
     """For text tokens: PADDED or UNSUPPORTED; REPLICATED on every rank, where attention sees one copy per rank; or
     JOINT, replicated on every rank, where attention sees one copy."""
@@ -28,6 +30,8 @@ RULES = {
     "flux.2-dev": ShardingRule(PADDED, UNSUPPORTED),
     "sd3.5-large": ShardingRule(ROWS, JOINT),
     "qwen-image": ShardingRule(PADDED, PADDED),
+    "hunyuanvideo": ShardingRule(WHOLE, JOINT),
+    "wan2.1-14b": ShardingRule(PADDED, PADDED),  # text is not in the sequence
 }
 
 
@@ -68,11 +72,11 @@ def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
 
     Args:
         workload: model with an entry in :data:`RULES`.
-        resolution: pixels per side.
+        resolution: pixels per side, or rows of a video.
         degree: Ulysses degree times ring degree.
     """
     rule = RULES[workload.name]
-    image, text = -(-_image_tokens(resolution) // degree), workload.text_tokens
+    image, text = -(-workload.image_tokens(resolution) // degree), workload.text_tokens
     key_text = query_text = -(-text // degree)
     attended = (image + key_text) * degree
     if text % degree and rule.text == REPLICATED:
@@ -82,7 +86,7 @@ def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
         query_text, key_text = text, 0
         attended = image * degree + text
     notes = [
-        (_image_note(workload, resolution, degree), rule.image == ROWS),
+        (_image_note(workload, resolution, degree), rule.image in (ROWS, WHOLE)),
         (_text_note(workload, degree), rule.text == UNSUPPORTED),
     ]
     remarks = tuple(note for note, is_problem in notes if note and not is_problem)
@@ -92,7 +96,7 @@ def shard(workload: Workload, resolution: int, degree: int) -> TokenShard:
 
 def _image_note(workload: Workload, resolution: int, degree: int) -> str | None:
     """Return how xDiT handles the image tokens, or None if they are divisible."""
-    rule, tokens = RULES[workload.name].image, _image_tokens(resolution)
+    rule, tokens = RULES[workload.name].image, workload.image_tokens(resolution)
     if _is_divisible(workload, resolution, degree):
         return None
     if rule == PADDED:
@@ -100,8 +104,8 @@ def _image_note(workload: Workload, resolution: int, degree: int) -> str | None:
     if rule == UNSUPPORTED:
         return f"{tokens} image tokens are not divisible by {degree}: xDiT fails; the plugin zero-pads and masks them"
     valid = " or ".join(f"{other} px" for other in _nearest_resolutions(workload, resolution, degree))
-    rows = resolution // PIXELS_PER_TOKEN
-    return f"{rows} rows of image tokens are not divisible by {degree}: xDiT fails; use {valid}"
+    indivisible = f"{resolution // PIXELS_PER_TOKEN} rows of image" if rule == ROWS else f"{tokens} image"
+    return f"{indivisible} tokens are not divisible by {degree}: xDiT fails; use {valid}"
 
 
 def _text_note(workload: Workload, degree: int) -> str | None:
@@ -138,11 +142,7 @@ def _nearest_resolutions(workload: Workload, resolution: int, degree: int) -> li
 
 def _is_divisible(workload: Workload, resolution: int, degree: int) -> bool:
     in_rows = RULES[workload.name].image == ROWS
-    return (resolution // PIXELS_PER_TOKEN if in_rows else _image_tokens(resolution)) % degree == 0
-
-
-def _image_tokens(resolution: int) -> int:
-    return (resolution // PIXELS_PER_TOKEN) ** 2
+    return (resolution // PIXELS_PER_TOKEN if in_rows else workload.image_tokens(resolution)) % degree == 0
 
 
 def ulysses_degrees(heads: int, degree: int) -> list[int]:

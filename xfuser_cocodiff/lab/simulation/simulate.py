@@ -6,9 +6,10 @@ from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
-from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine
+from xfuser_cocodiff.lab.simulation.machines import ALIASES, MACHINES, Machine, machine_named
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, rank_splits
+from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
+from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS, Workload
 
 MODES = (STOCK, *PLUGIN_MODES)
@@ -24,7 +25,7 @@ def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resoluti
         machine: cluster of the nodes.
         nodes: number of nodes.
         workload: model.
-        resolution: pixels per side.
+        resolution: pixels per side, or rows of a video.
         batch: number of images.
 
     Raises:
@@ -33,7 +34,8 @@ def scenario_on_nodes(machine: Machine, nodes: int, workload: Workload, resoluti
     check_count("--nodes", nodes)
     check_count("--batch", batch)
     check_count("--resolution", resolution, PIXELS_PER_TOKEN)
-    return Scenario(workload, resolution, batch, STEPS, machine.topology(nodes), machine.link_profile, machine.flops)
+    link_profile, accelerator = machine.link_profile, machine.accelerator
+    return Scenario(workload, resolution, batch, STEPS, machine.topology(nodes), link_profile, accelerator)
 
 
 def sweep(
@@ -42,10 +44,10 @@ def sweep(
     """Predict a step for every combination of comma-separated options; modes vary fastest.
 
     Args:
-        clusters: names in :data:`machines.MACHINES`, or 'all'.
+        clusters: names in :data:`machines.MACHINES`, aliases, or 'all'.
         nodes: numbers of nodes.
         models: names in :data:`workloads.WORKLOADS`, or 'all'.
-        resolutions: pixels per side.
+        resolutions: pixels per side, or rows of a video.
         modes: names in :data:`MODES`, or 'all'. Each mode uses its fastest split.
         batch: number of images.
 
@@ -56,11 +58,11 @@ def sweep(
         ValueError: an option is not valid.
     """
     requested, rows = _parse_names("--mode", modes, MODES), []
-    for cluster in _parse_names("--cluster", clusters, MACHINES):
+    for cluster in _parse_names("--cluster", clusters, MACHINES, ALIASES):
         for model in _parse_names("--model", models, WORKLOADS):
             for count in _parse_counts("--nodes", nodes):
                 for resolution in _parse_counts("--resolution", resolutions):
-                    scenario = scenario_on_nodes(MACHINES[cluster], count, WORKLOADS[model], resolution, batch)
+                    scenario = scenario_on_nodes(machine_named(cluster), count, WORKLOADS[model], resolution, batch)
                     labels = {"cluster": cluster, "nodes": count, "model": model, "resolution": resolution}
                     rows += [{**labels, "batch": batch, **row} for row in _mode_rows(scenario, requested)]
     return rows
@@ -70,7 +72,7 @@ def _mode_rows(scenario: Scenario, modes: Sequence[str]) -> Iterable[dict[str, A
     stock = rank_splits(scenario, STOCK)[0]
     for mode in modes:
         best = stock if mode == STOCK else rank_splits(scenario, mode)[0]
-        assert stock.step_seconds and best.step_seconds and best.compute_seconds  # clusters have known FLOP/s
+        assert stock.step_seconds and best.step_seconds  # the devices of clusters are known
         yield {
             "degree": best.ulysses,
             "ring_degree": best.ring,
@@ -82,14 +84,15 @@ def _mode_rows(scenario: Scenario, modes: Sequence[str]) -> Iterable[dict[str, A
             "compute_seconds": best.compute_seconds,
             "a2a_seconds": best.a2a_seconds,
             "ring_seconds": best.ring_seconds,
+            "host_seconds": best.host_seconds,
             "problem": scenario.shard.problem,
         }
 
 
-def _parse_names(option: str, text: str, valid: Iterable[str]) -> list[str]:
+def _parse_names(option: str, text: str, valid: Iterable[str], aliases: Iterable[str] = ()) -> list[str]:
     names = list(valid) if text == ALL else [name.strip() for name in text.split(",")]
     for name in names:
-        check_choice(option, name, valid)
+        check_choice(option, name, [*valid, *aliases])
     return names
 
 
@@ -107,13 +110,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
     table, left_aligned = Table(box=None), ("cluster", "model", "mode")
     columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "stock comm.")
-    for column in (*columns, "compute", "all-to-all", "ring", "step time", "speedup"):
+    for column in (*columns, "compute", "all-to-all", "ring", "host", "step time", "speedup"):
         table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("cluster", "nodes", "model", "resolution", "batch", "mode")),
             *(f"{row['degree']} x {row['ring_degree']}", format_percent(row["share"])),
-            *(format_seconds(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "step")),
+            *(format_seconds(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "host", "step")),
             f"{row['speedup']:.2f}x",
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

@@ -1,0 +1,160 @@
+"""Predicts the all-to-alls and the ring of a layer: seconds, traffic, and memory of link references."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from xfuser_cocodiff.engine.compression import modes
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
+from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
+from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
+
+_DTYPE = torch.bfloat16
+_STOCK_OPERATORS = 3
+"""Operators around one collective of stock: a copy on both sides, and the wait."""
+_PLUGIN_OPERATORS = 6
+"""Operators around one all-to-all of the plugin: two copies, events of streams, bookkeeping. Measured: all-to-alls of
+a layer take 0.16 ms of a CPU (docs/codec_overhead.md), as long as 20 operators of an accelerator."""
+_CODEC_OPERATORS = {"paper": 24, "balanced": 24, "fast": 37}
+"""Operators of a layer's codecs: kernel launches and at most so many others (docs/codec_overhead.md)."""
+
+
+class Payloads(NamedTuple):
+    """Encoded bytes per rank that one layer sends on slow axes in a step; None where nothing is encoded.
+
+    Q, K and V share one message.
+    """
+
+    qkv: int | None
+    o: int | None
+    ring: int | None
+
+
+class LayerCommunication:
+    """Communication of one layer on one rank, for a split in a mode."""
+
+    def __init__(self, scenario: Scenario, split: UlyssesRingSplit, mode: str) -> None:
+        self._scenario, self._split, self._mode, self._is_stock = scenario, split, mode, mode == STOCK
+        self._heads = -(-scenario.workload.heads // split.ulysses)
+        """Heads of a rank, including zero-padded heads."""
+        self.padded_heads = self._heads * split.ulysses
+        """Heads of all ranks, including zero-padded heads."""
+        self.group, self.ring = split.ulysses_topology(scenario.topology), split.ring_topology(scenario.topology)
+        self._schedule = None if self._is_stock else modes.preset(mode, scenario.steps)
+        self._num_slots, self._num_ring_slots = (
+            planner.num_ranks_along(topology, scenario.slow_axes) for topology in (self.group, self.ring)
+        )
+        # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
+        message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
+        self._single_stage = self._num_slots > 1 and planner.is_single_stage(
+            scenario.link_profile(self.group, message), message, scenario.slow_axes
+        )
+
+    def _tensor_bytes(self, name: str) -> int:
+        """Return the bytes per rank of one of q, k, v and o, including zero-padded heads."""
+        return self._scenario.message_bytes(name) * self.padded_heads // self._scenario.workload.heads
+
+    @property
+    def reference_bytes(self) -> ReferenceBytes:
+        """Memory of the link references of the layer."""
+        if self._schedule is None:
+            return ReferenceBytes(0, 0)
+        num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
+        head_dim = self._scenario.workload.head_dim
+        sizes = LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
+        return ReferenceBytes.of(sizes, self._schedule, self._num_slots, self._num_ring_slots)
+
+    def payloads(self) -> list[Payloads]:
+        """Return the encoded bytes of each step of a run."""
+        num_links = self._split.ulysses if self._single_stage else self._num_slots
+        groups, shard = self._split.ulysses // num_links, self._scenario.shard
+        columns = [
+            self._encoded_bytes(self._num_slots, "qkv", groups, [shard.num_tokens(name) for name in "qkv"], num_links),
+            self._encoded_bytes(self._num_slots, "o", groups, [shard.num_tokens("o")], num_links),
+            self._encoded_bytes(self._num_ring_slots, "kv", 1, [self._split.ulysses * shard.keys] * 2, 1),
+        ]
+        return [Payloads(*sizes) for sizes in zip(*columns, strict=True)]
+
+    def _encoded_bytes(
+        self, num_slots: int, names: str, groups: int, tokens: list[int], num_links: int
+    ) -> list[int | None]:
+        """Return the encoded bytes of some tensors for each step; None where they are not encoded.
+
+        Args:
+            num_slots: number of positions on slow axes; nothing is encoded for one.
+            names: names of the tensors, letters of "qkvo".
+            groups: groups of tokens that a link carries.
+            tokens: tokens per group of each tensor.
+            num_links: number of links.
+        """
+        scenario = self._scenario
+        if self._schedule is None or num_slots == 1:
+            return [None] * scenario.steps
+        head_dim = scenario.workload.head_dim
+        shapes = [(1, groups * scenario.rows, self._heads, count, head_dim) for count in tokens]
+        return [num_links * size for size in self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps)]
+
+    def schedules(self, payloads: Payloads) -> list[Schedule]:
+        """Return the schedules among which a layer's all-to-alls are chosen.
+
+        Stock has one, with one or three all-to-alls of Q, K and V. The plugin sends V first or with Q and K, and a
+        lossless layer may also run as in stock, without stages.
+        """
+        if self._is_stock:
+            groups = ["qkv"] if self._scenario.workload.combines_qkv else ["q", "k", "v"]
+            return [self._schedule_of(groups, payloads, is_flat=True)]
+        schedules = [self._schedule_of(groups, payloads) for groups in (["v", "qk"], ["qkv"])]
+        is_lossless = payloads.qkv is None and payloads.o is None
+        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True)] if is_lossless else schedules
+
+    def _schedule_of(self, groups: Sequence[str], payloads: Payloads, is_flat: bool = False) -> Schedule:
+        inputs = {names: self._all_to_all(names, payloads, is_flat) for names in groups}
+        return Schedule(inputs, self._all_to_all("o", payloads, is_flat))
+
+    def _all_to_all(self, names: str, payloads: Payloads, is_flat: bool) -> Message:
+        """Return one all-to-all of some of q, k, v and o."""
+        if self._split.ulysses == 1:
+            return Message(0.0, {}, 0, 0, 0, 0)
+        size = sum(self._tensor_bytes(name) for name in names)
+        profile = self._scenario.link_profile(self.group, size)
+        stacked = int(self._is_stock and len(names) > 1)  # stock stacks tensors before it copies them into a message
+        copies, operators = 2 + stacked, _STOCK_OPERATORS + stacked if self._is_stock else _PLUGIN_OPERATORS
+        if is_flat:
+            flat = Plan.flat(self.group)
+            seconds = planner.all_to_all_seconds(profile, flat, size)
+            return Message(seconds, flat.sent_bytes(size), size, 1, copies, operators)
+        payload: float | None = payloads.o
+        if names != "o":
+            payload = None if payloads.qkv is None else payloads.qkv * len(names) / 3
+        arguments = profile, size, payload, self._single_stage, self._scenario.slow_axes
+        sent_bytes, collectives = Counter[str](), 0
+        for stage in planner.comm_stages(*arguments):
+            sent_bytes.update(stage.plan.sent_bytes(stage.message_bytes))
+            collectives += len(stage.plan.stages)
+        if payload is not None:
+            operators += _CODEC_OPERATORS[self._mode] * len(names) // 4
+        seconds = planner.coded_all_to_all_seconds(*arguments)
+        return Message(seconds, sent_bytes, size, collectives, copies, operators)
+
+    def ring_gather(self, payload: int | None) -> Gather:
+        """Return the all-gather of K and V in a ring, given the encoded bytes of a block."""
+        if self._split.ring == 1:
+            return Gather(0.0, {}, 0, 0)
+        block = 2 * self._tensor_bytes("k")
+        profile = self._scenario.link_profile(self.ring, self._split.ring * block)
+        if self._is_stock:
+            flat = Plan.flat(self.ring)
+            return Gather(planner.gather_seconds(profile, flat, block), flat.gathered_bytes(block), 1, _STOCK_OPERATORS)
+        arguments = profile, block, payload, self._scenario.slow_axes
+        sent_bytes, collectives = Counter[str](), 0
+        for stage in planner.ring_stages(*arguments):
+            sent_bytes.update(stage.plan.gathered_bytes(stage.message_bytes))
+            collectives += len(stage.plan.stages)
+        operators = _PLUGIN_OPERATORS + (0 if payload is None else _CODEC_OPERATORS[self._mode] // 2)
+        return Gather(planner.ring_seconds(*arguments), sent_bytes, collectives, operators)

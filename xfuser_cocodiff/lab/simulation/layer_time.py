@@ -1,0 +1,165 @@
+"""Predicts the time of one layer on one rank: computation, all-to-alls, and what overlaps.
+
+A layer takes as long as the longer of its device, where kernels and collectives follow each other, and its host, which
+launches them one by one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.simulation.layers import (
+    BYTES_PER_VALUE,
+    JOINT,
+    LayerKind,
+    Pointwise,
+    Work,
+)
+from xfuser_cocodiff.lab.simulation.scenario import Scenario
+
+INSTANT = Accelerator("instant", math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0)
+"""Stands for an unknown device: computation takes no time."""
+_MERGE_KERNELS, _MERGE_PASSES = 10, 19
+"""Kernels and passes with which PyTorch's ring attention merges one further block by log-sum-exp, in fp32."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Seconds of a layer's computation on one rank."""
+
+    query_key: float
+    """Projections, norms and RoPE of Q and K."""
+    parallel: float
+    """MLP parallel to attention."""
+    attention: float
+    rest: float
+    """All else."""
+    host: float
+    """Host time of all launches."""
+
+    @property
+    def device(self) -> float:
+        """Seconds on the device."""
+        return self.query_key + self.parallel + self.attention + self.rest
+
+
+def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int) -> Computation:
+    """Return the computation of a layer.
+
+    Args:
+        scenario: model and ranks.
+        kind: kind of the layer.
+        padded_heads: heads of all ranks, including zero-padded ones.
+        ring: ring degree.
+    """
+    workload, shard, accelerator = scenario.workload, scenario.shard, scenario.accelerator or INSTANT
+    counts = scenario.token_counts
+    query_key, rest, parallel = (work.seconds(counts, workload.width, accelerator) for work in kind.parts)
+
+    def attention(attended: float, heads: int) -> float:
+        flops = workload.attention_flops(counts[JOINT], attended, heads)
+        moved = BYTES_PER_VALUE * (2 + 2 * ring) * counts[JOINT] * workload.width
+        return accelerator.kernel_seconds(moved, attention_flops=flops, head_dim=workload.head_dim)
+
+    merges = Work(pointwise=(Pointwise(JOINT, _MERGE_KERNELS * (ring - 1), _MERGE_PASSES * (ring - 1)),) * (ring > 1))
+    return Computation(
+        query_key,
+        parallel,
+        attention(shard.attended, padded_heads) + merges.seconds(counts, workload.width, accelerator),
+        rest + (attention(workload.cross_text_tokens, workload.heads) if kind.has_cross_attention else 0.0),
+        (kind.kernels + merges.kernels + ring - 1) * accelerator.launch_seconds,
+    )
+
+
+class Message(NamedTuple):
+    """One all-to-all of a layer."""
+
+    seconds: float
+    """Seconds until it has arrived, without the copies around it."""
+    sent_bytes: Mapping[str, float]
+    """Bytes that a rank sends along each axis."""
+    nbytes: float
+    """Bytes per rank; 0 if there is nothing to send."""
+    collectives: int
+    """Collectives that carry it."""
+    copies: int
+    """Copies into and out of its buffers."""
+    operators: int
+    """Operators that the host calls for it, including the copies."""
+
+
+class Schedule(NamedTuple):
+    """All-to-alls of a layer."""
+
+    inputs: Mapping[str, Message]
+    """All-to-alls that bring Q, K and V, by the letters of their tensors; "v" on its own may be sent first."""
+    output: Message
+    """All-to-all of O."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All all-to-alls."""
+        return [*self.inputs.values(), self.output]
+
+
+class Gather(NamedTuple):
+    """All-gather of K and V in a ring."""
+
+    seconds: float
+    """Seconds until K and V of all ranks of the ring have arrived."""
+    sent_bytes: Mapping[str, float]
+    """Bytes that a rank sends along each axis."""
+    collectives: int
+    """Collectives that carry it."""
+    operators: int
+    """Operators that the host calls for it."""
+
+
+class LayerTime(NamedTuple):
+    """Seconds of a layer."""
+
+    device: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of device and host."""
+        return max(self)
+
+
+def layer_time(
+    computation: Computation, schedule: Schedule, gather: Gather, ring: int, accelerator: Accelerator, overlaps: bool
+) -> LayerTime:
+    """Return the time of a layer.
+
+    Stock waits for each all-to-all at once. Only its ring overlaps, with attention to a rank's own K and V. The plugin
+    computes an MLP parallel to attention while Q, K and V are in flight. It may send V first, which then overlaps with
+    the projections, norms and RoPE of Q and K.
+
+    Args:
+        computation: computation of the layer.
+        schedule: all-to-alls.
+        gather: all-gather of the ring.
+        ring: ring degree.
+        accelerator: device of the rank.
+        overlaps: whether the plugin runs the layer, instead of stock.
+    """
+    first = schedule.inputs.get("v") if overlaps else None
+    arrived = max(computation.query_key, first.seconds if first else 0.0)
+    arrived += sum(message.seconds for message in schedule.inputs.values() if message is not first)
+    if overlaps:
+        arrived = max(arrived, computation.query_key + computation.parallel)
+    else:
+        arrived += computation.parallel
+    exposed_ring = gather.seconds - min(computation.attention / ring, gather.seconds)
+    device = arrived + computation.rest + computation.attention + exposed_ring + schedule.output.seconds
+    host = computation.host + gather.operators * accelerator.launch_seconds
+    host += gather.collectives * accelerator.collective_host_seconds
+    for message in schedule.messages:
+        if message.nbytes:
+            device += message.copies * accelerator.kernel_seconds(2 * message.nbytes)
+            host += message.operators * accelerator.launch_seconds
+            host += message.collectives * accelerator.collective_host_seconds
+    return LayerTime(device, host)

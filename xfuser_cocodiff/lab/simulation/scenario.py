@@ -1,0 +1,65 @@
+"""A model, its input size and the ranks that share its sequence: what a prediction is about."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from xfuser_cocodiff.engine.settings.config import parse_slow_axes
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE, CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
+from xfuser_cocodiff.lab.simulation.sharding import TokenShard, shard
+from xfuser_cocodiff.lab.simulation.workloads import Workload
+
+STOCK = "stock"
+"""Name of stock xDiT among the modes."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, its input size and the ranks that share its sequence."""
+
+    workload: Workload
+    resolution: int
+    """Pixels per side, or rows of a video."""
+    batch: int
+    """Number of images."""
+    steps: int
+    """Number of denoising steps."""
+    topology: Topology
+    """Topology of all ranks."""
+    link_profile: Callable[[Topology, float], Profile]
+    """Returns the link profile of some axes for messages of so many bytes per rank."""
+    accelerator: Accelerator | None
+    """Device of a rank; None if unknown."""
+
+    @property
+    def shard(self) -> TokenShard:
+        """Tokens of one rank."""
+        return shard(self.workload, self.resolution, self.topology.size)
+
+    @property
+    def layer_calls(self) -> int:
+        """Number of layers of a step, counted once for each call of guidance."""
+        return self.workload.layers * self.workload.calls
+
+    @property
+    def rows(self) -> int:
+        """Number of batch rows in a call."""
+        return self.batch * self.workload.rows_per_image
+
+    @property
+    def token_counts(self) -> dict[str, float]:
+        """Number of tokens of a rank by kind, over all batch rows."""
+        shard, cross = self.shard, self.workload.cross_text_tokens
+        counts = {IMAGE: shard.image, TEXT: shard.text, JOINT: shard.queries, CROSS_TEXT: cross, ROW: 1}
+        return {name: self.rows * count for name, count in counts.items()}
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """Axes on which modes compress without --cocodiff_slow_axes."""
+        return parse_slow_axes("", self.topology, None)
+
+    def message_bytes(self, name: str) -> int:
+        """Return the bytes per rank of one of q, k, v and o."""
+        return self.rows * self.shard.num_tokens(name) * self.workload.width * BYTES_PER_VALUE
