@@ -164,6 +164,18 @@ def test_attention_has_the_shapes_of_the_shard(
     assert shape == (rows, *output)
 
 
+def heads(rank: int, name: str, degree: int) -> tuple[int, int]:
+    """Return the heads that xDiT checks, and those of a block's attention."""
+    with group(degree):
+        full = build(name, 1, torch.device("cpu"))
+    return full.model.config.num_attention_heads, next(iter(full.blocks.values()))[0].attn.heads
+
+
+@pytest.mark.parametrize(("degree", "checked"), [(2, 38), (12, 48)])
+def test_heads_that_are_not_divisible_pass_the_check(degree: int, checked: int) -> None:
+    assert ranks.run(heads, 1, "sd3.5-large", degree) == [(checked, 38)]
+
+
 def flops(rank: int, name: str, resolution: int, degree: int) -> dict[str, int]:
     """Return the FLOPs of the first block of each kind."""
     with group(degree):
