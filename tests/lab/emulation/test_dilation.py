@@ -7,12 +7,18 @@ import pytest
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.emulation import dilation, links
-from xfuser_cocodiff.lab.simulation.machines import AURORA
+
+NODES = Profile(
+    Topology.parse("node=2,gpu=6,tile=2"),
+    (AxisLink("node", 1e-6, 200e9 / 12), AxisLink("gpu", 1e-6, 7.5e9), AxisLink("tile", 1e-6, 185e9)),
+    *(0, 1, 1),
+)
+"""Rates as of Aurora: eight cards of 25 GB/s for the twelve tiles of a node."""
 
 
-def test_links_of_aurora_a_thousand_times_slower() -> None:
-    """8 cards of 25 GB/s for 12 tiles are 133.3 Gbit/s each; 7.5 GB/s and 185 GB/s are 60 and 1480 Gbit/s."""
-    slowed = dilation.slow_cluster(AURORA.link_profile(AURORA.topology(2), 1e6), 1000)
+def test_links_a_thousand_times_slower() -> None:
+    """200 GB/s for 12 tiles are 133.3 Gbit/s each; 7.5 GB/s and 185 GB/s are 60 and 1480 Gbit/s."""
+    slowed = dilation.slow_cluster(NODES, 1000)
     found = {link.axis: (round(slowed.rate(link.axis), 1), link.ranks) for link in slowed.links(1)}
     assert found == {
         "tile": (1480, (0,)),
@@ -25,10 +31,9 @@ def test_links_of_aurora_a_thousand_times_slower() -> None:
 def test_packets_have_a_transfer_time_up_to_a_maximum_size() -> None:
     """2 ms are 15,000 bytes at 60 Mbit/s and 33,333 at 133.3 Mbit/s; 4 ms are twice that, but an IP packet has less
     than 65,536 bytes, which both exceed at 1480 Mbit/s."""
-    profile = AURORA.link_profile(AURORA.topology(2), 1e6)
-    found = dilation.slow_cluster(profile, 1000)
+    found = dilation.slow_cluster(NODES, 1000)
     assert {axis: found.packet_bytes(axis) for axis in found.rates} == {"tile": 65_000, "gpu": 15_000, "node": 33_333}
-    found = dilation.slow_cluster(profile, 1000, packet_seconds=4e-3)
+    found = dilation.slow_cluster(NODES, 1000, packet_seconds=4e-3)
     assert {axis: found.packet_bytes(axis) for axis in found.rates} == {"tile": 65_000, "gpu": 30_000, "node": 65_000}
 
 
@@ -42,7 +47,7 @@ def test_a_flat_profile_gives_each_rank_one_port() -> None:
 @pytest.mark.parametrize("factor", [0, 147, 150_000_000, float("nan")])
 def test_dilations_whose_links_cannot_be_emulated(factor: float) -> None:
     """185 GB/s are 1.48 million Mbit/s, 10,000 at 148; 60,000 Mbit/s are 0.1 at 600,000."""
-    profile = AURORA.link_profile(AURORA.topology(1), 1e6)
+    profile = NODES.restrict_to(Topology.parse("gpu=6,tile=2"))
     words = "valid are 148 to 6e+05, at which links of gpu=60000, tile=1.48e+06 Mbit/s have 0.1 to 10000 Mbit/s"
     with pytest.raises(ValueError, match=re.escape(words)):
         dilation.slow_cluster(profile, factor)
