@@ -137,15 +137,14 @@ def hanging_here(rank):
     time.sleep(600)
 started = time.monotonic()
 try:
-    run_forked(four, hanging_here, deadline_seconds=1)
+    run_forked(four, hanging_here, deadline_seconds=2)
 except TimeoutError as error:
     print(json.dumps([time.monotonic() - started, str(error)]))
 """)
-    assert 1 <= found[0] < 30
+    assert 2 <= found[0] < 30
     assert found[1] == "the ranks of an emulated cluster did not end before their deadline"
-    assert [
-        any(line.startswith(f"[{rank}]") and "in hanging_here" in line for line in errors) for rank in range(4)
-    ] == [True] * 4
+    stacks = {line.split("]")[0] for line in errors if "in hanging_here" in line}
+    assert stacks == {"[0", "[1", "[2", "[3"}
 
 
 def test_a_process_with_threads_is_not_forked() -> None:
@@ -212,6 +211,7 @@ def send(rank, cluster, size, before_each):
 """
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_peers_of_a_port_share_its_rate_and_bytes_are_counted() -> None:
     """To two peers on links of 8 Mbit/s each, 400 kB each take 0.4 s; on one port of 8 Mbit/s, 0.8 s."""
@@ -235,21 +235,22 @@ print(json.dumps([run_forked(cell, work, results_of=(0, 1)) for cell in cells]))
         assert cell["1"][1]["gpu"] < 100  # an answer of one byte, and acknowledgements
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_ranks_change_their_dilation_under_open_connections() -> None:
-    """1 MB at 80 Mbit/s is a tenth of a second; at five times the dilation, half a second."""
+    """500 kB at 20 Mbit/s are 0.2 s; at five times the dilation, 1 s."""
     found, _, _ = run(
         SENDING
         + """
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
-slow = dilation.slow_cluster(Profile(Topology.parse("gpu=2"), (AxisLink("gpu", 0, 10e9),), 0, 1, 1), 1000)
+slow = dilation.slow_cluster(Profile(Topology.parse("gpu=2"), (AxisLink("gpu", 0, 2.5e9),), 0, 1, 1), 1000)
 def work(rank):
     changes = [lambda: None, lambda: dilation.change_dilation(5000)]
-    return send(rank, slow, 1_000_000, changes), links.of_this_rank().rate("gpu"), counters.payload_bytes()
+    return send(rank, slow, 500_000, changes), links.of_this_rank().rate("gpu"), counters.payload_bytes()
 print(json.dumps(run_forked(slow, work)[0]))
 """
     )
     (fast, slow), rate, counted = found
-    assert rate == pytest.approx(16)
-    assert 2.5 < slow / fast < 10
-    assert counted == {"gpu": pytest.approx(2_000_000, rel=0.03)}
+    assert rate == pytest.approx(4)
+    assert 2 < slow / fast < 12
+    assert counted == {"gpu": pytest.approx(1_000_000, rel=0.03)}

@@ -103,14 +103,13 @@ def run_forked(
     deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
     for output in (sys.stdout, sys.stderr):
         output.flush()  # or both processes would write what is buffered
+    work = _with_deadline(work, deadline)
     caller, (read_end, write_end) = os.getpid(), os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
     cell = os.fork()
     if not cell:
         os.close(read_end)
-        _run_cell(
-            caller, lambda: _run_ranks(cluster, _with_deadline(work, deadline), results_of, write_end, write), write_end
-        )
+        _run_cell(caller, lambda: _run_ranks(cluster, work, results_of, write_end, write), write_end)
     os.close(write_end)
     has_ended = False
     try:
