@@ -4,14 +4,15 @@ import pytest
 
 from xfuser_cocodiff.engine.settings.ring_placement import INNER, OUTER, UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench import stock_splits
-from xfuser_cocodiff.lab.simulation.machines import MACHINES
+from xfuser_cocodiff.lab.simulation.machines import MACHINES, machine_named
+from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
-from xfuser_cocodiff.lab.simulation.step_time import STOCK, Scenario, rank_splits
+from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 
 def scenario(machine: str, nodes: int, model: str) -> Scenario:
-    return scenario_on_nodes(MACHINES[machine], nodes, WORKLOADS[model], 1536)
+    return scenario_on_nodes(machine_named(machine), nodes, WORKLOADS[model], 1536)
 
 
 @pytest.mark.parametrize(
