@@ -11,7 +11,9 @@ from xfuser_cocodiff.lab.emulation import dilation, links
 NODES = Profile(
     Topology.parse("node=2,gpu=6,tile=2"),
     (AxisLink("node", 1e-6, 200e9 / 12), AxisLink("gpu", 1e-6, 7.5e9), AxisLink("tile", 1e-6, 185e9)),
-    *(0, 1, 1),
+    launch_seconds=0,
+    copy_bytes_per_second=1,
+    codec_bytes_per_second=1,
 )
 """Rates as of Aurora: eight cards of 25 GB/s for the twelve tiles of a node."""
 

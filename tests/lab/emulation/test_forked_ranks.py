@@ -131,6 +131,26 @@ print(json.dumps([*errors, run_forked(four, lambda rank: "fine", results_of=rang
 
 
 @needs_namespaces
+def test_the_rank_that_failed_first_is_reported_although_another_ends_first() -> None:
+    found, _, _ = run("""
+def work(rank):
+    if rank == 0:
+        time.sleep(0.5)
+        raise ConnectionError("closed by rank 3")
+    if rank == 3:
+        sys.stdout.flush = lambda: time.sleep(600)
+        raise ValueError("the cause")
+    time.sleep(600)
+try:
+    run_forked(four, work)
+except forked_ranks.RankFailedError as error:
+    print(json.dumps([error.failure.rank, error.traceback]))
+""")
+    assert found[0] == 3
+    assert found[1].endswith("ValueError: the cause\n")
+
+
+@needs_namespaces
 def test_a_deadline_stops_ranks_that_hang_and_shows_where() -> None:
     found, _, errors = run("""
 def hanging_here(rank):

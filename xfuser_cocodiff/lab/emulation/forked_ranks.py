@@ -230,11 +230,24 @@ def _run_ranks(
     if failure is None:
         _send(write_end, _Outcome({rank: messages[rank].content for rank in results_of}))
         return 0
-    last = messages.get(failure.rank)
-    _send(
-        write_end, _Outcome(failure=failure, traceback=last.content.decode() if last and not last.has_returned else "")
-    )
+    failure, text = _cause(failure, messages)
+    _send(write_end, _Outcome(failure=failure, traceback=text))
     return failure.status
+
+
+def _cause(noticed: Failure, messages: "dict[int, _Message]") -> tuple[Failure, str]:
+    """Return the failure to report and its traceback.
+
+    Args:
+        noticed: the failure that was noticed first. Ranks that communicate with one that fails soon fail too, and may
+            end before it.
+        messages: last messages of ranks.
+    """
+    raised = {rank: message for rank, message in messages.items() if not message.has_returned}
+    if noticed.rank not in raised:  # it was killed, or has ended without an exception
+        return noticed, ""
+    first = min(raised, key=lambda rank: raised[rank].seconds)
+    return Failure(first, 1), raised[first].content.decode()
 
 
 @dataclass(frozen=True)
@@ -244,6 +257,8 @@ class _Message:
     has_returned: bool
     content: bytes
     """Pickled result, empty if nobody asked for it; the traceback of a rank that failed."""
+    seconds: float = field(default_factory=time.monotonic)
+    """When the rank returned or failed, on a clock that all ranks share."""
 
 
 @dataclass(frozen=True)
