@@ -8,6 +8,7 @@ Streams, events and waits order everything as on CUDA, so code that supports acc
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.lab.accelerator import op_cost
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
-from xfuser_cocodiff.lab.accelerator.program import Program, RecordedCollective
+from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
 from xfuser_cocodiff.lab.accelerator.provenance import Provenance
 from xfuser_cocodiff.lab.accelerator.streams import Event, Stream
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
@@ -34,9 +37,19 @@ DEVICE_TYPE = BACKEND = "emulated"
 _CAPABILITIES = devices.Capabilities(uses_triton=True, has_stream_priorities=True)
 
 
+class _DeviceModule(backend_registration._DummyBackendModule):
+    """The module torch.emulated, which PyTorch and the plugin ask about the device."""
+
+    def get_device_name(self, device: object = None) -> str:
+        """Return the name of the device."""
+        return DEVICE_TYPE
+
+
 @functools.cache
 def register() -> torch.device:
     """Register device type and backend in this process, permanently, and return the device.
+
+    Collectives of the backend return at once, without communication: one process records for all ranks.
 
     Raises:
         RuntimeError: this PyTorch has no devices that are written in Python.
@@ -44,10 +57,13 @@ def register() -> torch.device:
     make_device = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if make_device is None:
         raise RuntimeError(f"emulated accelerators need PyTorch 2.10 or later, not {torch.__version__}")
-    make_device(DEVICE_TYPE)
-    create = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # noqa: E731
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu", DEVICE_TYPE])
+    make_device(DEVICE_TYPE, backend_module=_DeviceModule())
+    dist.Backend.register_backend(BACKEND, _new_group, extended_api=True, devices=["cpu", DEVICE_TYPE])
     return torch.device(DEVICE_TYPE, 0)
+
+
+def _new_group(options: Any, _: object) -> Any:
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size, FakeProcessGroup.Options())
 
 
 class EmulatedAccelerator:
@@ -55,10 +71,9 @@ class EmulatedAccelerator:
 
     Args:
         accelerator: speed of the device.
-        communicator: returns the name of a process group, once messages can be sent in it.
     """
 
-    def __init__(self, accelerator: Accelerator, communicator: Callable[[dist.ProcessGroup], str]) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.device, self.accelerator = register(), accelerator
         self.host_time = Instant()
         """What the host has reached; it is ahead of the device unless it waits."""
@@ -66,7 +81,6 @@ class EmulatedAccelerator:
         """The current stream, last, and those that it has replaced."""
         self.program = Program()
         """What has been recorded since the step began."""
-        self._communicator = communicator
         self._made: list[Stream] = []
         self._provenance = Provenance()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -82,12 +96,15 @@ class EmulatedAccelerator:
             (torch.accelerator, "synchronize", lambda *_: self.streams[-1].synchronize()),
             (torch.Tensor, "record_stream", lambda *_: None),
             (torch, "tensor", _copied_to_device(torch.tensor)),
+            (torch.Tensor, "new_tensor", _new_tensor),
         ]
         for owner, name, replacement in replaced:
             self._stack.enter_context(mock.patch.object(owner, name, replacement))
         self._stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))
         devices.capabilities.cache_clear()
         self._stack.callback(devices.capabilities.cache_clear)
+        self._stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # the plugin compares pointers
         self._stack.enter_context(self._operations)
         return self
 
@@ -240,13 +257,14 @@ class EmulatedAccelerator:
         """Record a collective that starts behind the current stream.
 
         Args:
-            group: the ranks.
+            group: the ranks; this one is the first of them.
             sent: bytes for each of them.
             received: bytes from each of them.
         """
         self.spend_host_time(self.accelerator.collective_host_seconds)
         start = self.streams[-1].tail.latest(self.host_time)
-        collective = RecordedCollective(self._communicator(group), start, tuple(sent), tuple(received))
+        pattern = GroupPattern.of(dist.get_process_group_ranks(group))
+        collective = RecordedCollective(pattern, start, tuple(sent), tuple(received))
         self.program.collectives.append(collective)
         return collective
 
@@ -279,6 +297,11 @@ def _gathered(sent: torch.Tensor, ranks: int) -> tuple[list[int], list[int]]:
     return ([sent.nbytes] * ranks,) * 2
 
 
+def _new_tensor(like: torch.Tensor, values: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """Return what torch.Tensor.new_tensor does, by torch.tensor."""
+    return torch.tensor(values, dtype=dtype or like.dtype, device=device or like.device)
+
+
 def _copied_to_device(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return torch.tensor for the device: the original copies in C++, where no dispatch mode sees it."""
 
@@ -308,6 +331,7 @@ class TritonKernels:
     def __enter__(self) -> None:
         for name in self.NAMES:
             self._stack.enter_context(mock.patch.object(self._module, name, _TritonKernel(self._device)))
+        self._stack.enter_context(mock.patch.object(kernels, "backend_for", lambda device: kernels.TRITON))
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -1,29 +1,75 @@
-"""A recorded step of one rank: its collectives, when they start, and marks such as the end of a block."""
+"""A recorded step: what the accelerator of a rank does, and what every rank of the machine does likewise.
 
-import itertools
-from collections.abc import Iterator
+A step is recorded on rank 0. All ranks run the same code, so the group of a collective is stored as a pattern that
+gives the members for every rank, and its messages by distance: how many places after the own rank a member stands.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
+
+
+@dataclass(frozen=True)
+class GroupPattern:
+    """Groups of ranks that repeat over a machine: all combinations of some positions, at some strides."""
+
+    dims: tuple[tuple[int, int], ...]
+    """Stride and size of each dim, innermost first."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> "GroupPattern":
+        """Return the pattern of the group that contains rank 0.
+
+        Raises:
+            ValueError: the ranks are no combinations of positions at some strides.
+        """
+        ranks, dims = sorted(ranks), list[tuple[int, int]]()
+        count = 1
+        while count < len(ranks):
+            stride = ranks[count]
+            size = 2
+            while size * count < len(ranks) and ranks[size * count] == size * stride:
+                size += 1
+            dims.append((stride, size))
+            count *= size
+        pattern = cls(tuple(dims))
+        if list(pattern.members(0)) != ranks:
+            raise ValueError(f"the group {ranks} does not repeat over the ranks")
+        return pattern
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return math.prod(size for _, size in self.dims)
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group that contains a rank, ascending."""
+        own = rank - sum(rank // stride % size * stride for stride, size in self.dims)
+        members = [own]
+        for stride, size in self.dims:
+            members = [member + step * stride for step in range(size) for member in members]
+        return tuple(sorted(members))
 
 
 @dataclass(eq=False)
 class RecordedCollective:
     """One collective of a step."""
 
-    group: str
-    """Name of its process group. Collectives of one group run one after the other."""
+    group: GroupPattern
+    """Its ranks. Collectives of one group run one after the other."""
     start: Instant
     """When its stream reaches it."""
     sent: tuple[int, ...]
-    """Bytes for each rank of the group."""
+    """Bytes for the member at each distance, in the order of the group; those at distance 0 do not move."""
     received: tuple[int, ...]
-    """Bytes from each rank of the group."""
+    """Bytes from the member at each distance."""
 
 
 @dataclass
 class Program:
-    """Everything that one rank's accelerator does in a step."""
+    """Everything that a rank's accelerator does in a step."""
 
     collectives: list[RecordedCollective] = field(default_factory=list)
     """In the order in which the host starts them."""
@@ -38,14 +84,21 @@ class Program:
     launches: int = 0
     """Number of kernels."""
 
-    def by_group(self) -> dict[str, list[RecordedCollective]]:
+    def by_group(self) -> dict[GroupPattern, list[RecordedCollective]]:
         """Return the collectives of each group, in their order."""
-        groups: dict[str, list[RecordedCollective]] = {}
+        groups: dict[GroupPattern, list[RecordedCollective]] = {}
         for collective in self.collectives:
             groups.setdefault(collective.group, []).append(collective)
         return groups
 
-    def sent_bytes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield group, index of a rank in it, and the bytes sent to it, for each message."""
+    def sent_bytes(self, rank: int) -> dict[int, int]:
+        """Return the bytes that a rank sends to each other rank."""
+        sent: dict[int, int] = {}
         for collective in self.collectives:
-            yield from zip(itertools.repeat(collective.group), itertools.count(), collective.sent)
+            members = collective.group.members(rank)
+            own = members.index(rank)
+            for distance, size in enumerate(collective.sent):
+                if distance and size:
+                    peer = members[(own + distance) % len(members)]
+                    sent[peer] = sent.get(peer, 0) + size
+        return sent

@@ -1,22 +1,22 @@
 """Runs recorded steps in real time: collectives wait for their start and move bytes over gloo.
 
-Each process group has a communicator, as in NCCL: its collectives run one after the other, beside those of other
-groups. Sends and receives to all peers are posted at once. The values of messages do not matter, so a message may be
-thinned: with a thinning of N, every Nth of its bytes moves, over links that are N times slower still.
+Each group has a communicator, as in NCCL: its collectives run one after the other, beside those of other groups. Sends
+and receives to all peers are posted at once. The values of messages do not matter, so a message may be thinned: with a
+thinning of N, every Nth of its bytes moves, over links that are N times slower still.
 """
 
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.lab.accelerator.program import Program, RecordedCollective
+from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
 
 _TAG = 0
@@ -33,14 +33,15 @@ class Pace:
     """Real seconds for each second of the machine."""
     thinning: int = 1
     """Part of a message's bytes that moves is 1 / thinning."""
-    launch_seconds: float = 0.0
-    """Seconds from the time at which a stream reaches a collective to its first byte."""
-    contention: Callable[[list[int], int], float] = lambda ranks, message_bytes: 1.0
-    """Returns the factor by which a collective takes longer than its transfer, given the global ranks of its group and
-    the bytes of a rank."""
+    latency: Callable[[Sequence[int]], float] = lambda ranks: 0.0
+    """Returns the seconds from the time at which a stream reaches a collective to its first byte, given the ranks of
+    its group."""
+    contention: Callable[[Sequence[int], int], float] = lambda ranks, message_bytes: 1.0
+    """Returns the factor by which a collective takes longer than its transfer, given the ranks of its group and the
+    bytes of a rank."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """A step that has run. Times are seconds of the machine since the step began."""
 
@@ -50,79 +51,71 @@ class Outcome:
     """Times of the program's marks."""
     late_seconds: float
     """Longest time by which a collective started late, because the cores were busy."""
-    sent_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes that really moved to each global rank."""
+    sent_bytes: dict[int, int]
+    """Bytes that really moved to each other global rank."""
 
 
-class Communicator:
-    """Moves the messages of one process group.
+class _Communicator:
+    """Moves the messages of one group."""
 
-    Args:
-        group: a gloo group.
-    """
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks, self._own = ranks, ranks.index(dist.get_rank())
+        self._group = dist.new_group(ranks, backend=dist.Backend.GLOO, use_local_synchronization=True)
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.ranks = dist.get_process_group_ranks(group)
-        self._rank = dist.get_rank(group)
-        self._buffers: dict[tuple[int, int, bool], torch.Tensor] = {}
+    def peer(self, distance: int) -> int:
+        """Return the index of the member that stands some places after this rank."""
+        return (self._own + distance) % len(self.ranks)
 
-    def transfer(self, sent: list[int], received: list[int]) -> None:
-        """Exchange messages with all other ranks of the group, and wait until all have arrived.
+    def transfer(self, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Exchange messages with all other members, and wait until all have arrived.
 
         Args:
-            sent: bytes for each rank; those for the own rank do not move.
-            received: bytes from each rank.
+            sent: bytes for the member at each distance.
+            received: bytes from the member at each distance.
         """
-        size, works = len(self.ranks), []
-        for distance in range(1, size):
-            peer = (self._rank - distance) % size
-            if received[peer]:
-                works.append(self._group.recv([self._buffer(received[peer], peer, True)], peer, _TAG))
-        for distance in range(1, size):
-            peer = (self._rank + distance) % size
-            if sent[peer]:
-                works.append(self._group.send([self._buffer(sent[peer], peer, False)], peer, _TAG))
+        works = []
+        for distance in range(len(self.ranks) - 1, 0, -1):
+            if received[distance]:
+                buffer = self._buffer(received[distance], distance)
+                works.append(self._group.recv([buffer], self.peer(distance), _TAG))
+        for distance in range(1, len(self.ranks)):
+            if sent[distance]:
+                works.append(self._group.send([self._buffer(sent[distance], 0)], self.peer(distance), _TAG))
         for work in works:
             work.wait()
 
-    def _buffer(self, size: int, peer: int, receives: bool) -> torch.Tensor:
-        """Return host memory for a message; what all sends read is never written, so they share it."""
-        key = 1 << math.ceil(math.log2(size)), peer if receives else -1, receives
+    def _buffer(self, size: int, distance: int) -> torch.Tensor:
+        """Return host memory for a message from the member at a distance, or to all members for distance 0."""
+        key = 1 << math.ceil(math.log2(size)), distance
         if key not in self._buffers:
             self._buffers[key] = torch.zeros(key[0], dtype=torch.uint8)
         return self._buffers[key][:size]
 
 
 class Transport:
-    """The communicators of this rank.
+    """The communicators of this rank for some programs. All ranks must create it, with the same programs.
 
     Args:
-        host_group: group of all ranks, for agreement.
+        programs: recorded steps.
     """
 
-    def __init__(self, host_group: dist.ProcessGroup) -> None:
-        self._host_group = host_group
-        self._communicators: dict[str, Communicator] = {}
-
-    def add(self, group: dist.ProcessGroup) -> str:
-        """Add the communicator of a group, if there is none, and return the name of the group."""
-        if group.group_name not in self._communicators:
-            self._communicators[group.group_name] = Communicator(group)
-        return group.group_name
+    def __init__(self, programs: Iterable[Program]) -> None:
+        patterns = dict.fromkeys(each.group for program in programs for each in program.collectives)
+        self._communicators = {pattern: _Communicator(pattern.members(dist.get_rank())) for pattern in patterns}
 
     def run(self, program: Program, pace: Pace) -> Outcome:
         """Run a recorded step in real time, together with all other ranks."""
         run = _Run(program, pace, self._communicators)
         begin = torch.tensor([time.monotonic() + _START_MARGIN], dtype=torch.float64)
-        dist.all_reduce(begin, dist.ReduceOp.MAX, group=self._host_group)
+        dist.all_reduce(begin, dist.ReduceOp.MAX)
         return run.outcome(begin.item())
 
 
 class _Run:
     """One run of a recorded step."""
 
-    def __init__(self, program: Program, pace: Pace, communicators: dict[str, Communicator]) -> None:
+    def __init__(self, program: Program, pace: Pace, communicators: dict[GroupPattern, _Communicator]) -> None:
         self._program, self._pace, self._communicators = program, pace, communicators
         self._ends: dict[RecordedCollective, float] = {}
         """Ends so far, in seconds of the machine since the step began."""
@@ -164,19 +157,19 @@ class _Run:
             free: end of the group's previous collective.
         """
         pace, communicator = self._pace, self._communicators[collective.group]
-        start = max(free, self._wait_for(collective.start)) + pace.launch_seconds
+        start = max(free, self._wait_for(collective.start)) + pace.latency(communicator.ranks)
         real_start = begin + start * pace.dilation
         _sleep_until(real_start)
         started = time.monotonic()
         sent, received = (_thinned(sizes, pace.thinning) for sizes in (collective.sent, collective.received))
         communicator.transfer(sent, received)
-        seconds = time.monotonic() - real_start
-        factor = pace.contention(communicator.ranks, sum(collective.sent))
+        seconds = (time.monotonic() - real_start) / pace.dilation
         with self._changed:
             self._late = max(self._late, (started - real_start) / pace.dilation)
-            for rank, size in zip(communicator.ranks, sent, strict=True):
-                self._sent[rank] += size
-        return start + factor * seconds / pace.dilation
+            for distance, size in enumerate(sent):
+                if distance and size:
+                    self._sent[communicator.ranks[communicator.peer(distance)]] += size
+        return start + pace.contention(communicator.ranks, sum(collective.sent)) * seconds
 
     def _wait_for(self, instant: Instant) -> float:
         """Wait until all collectives that an instant depends on have ended, and return its time."""

@@ -1,0 +1,122 @@
+"""Predicts how long a recorded step takes from the rates of the links, without running it.
+
+All ranks do the same, so one rank stands for all. Each rank has one port per axis, which its messages share: a message
+gets an equal part of the port for as long as others use it too.
+"""
+
+from collections.abc import Callable, Mapping
+
+from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
+from xfuser_cocodiff.lab.accelerator.time_line import Instant
+from xfuser_cocodiff.lab.accelerator.transport import Outcome, Pace
+
+_NOTHING = 1e-9
+"""Bytes below which a transfer is complete: less than a byte, for rounding."""
+
+
+def predict(program: Program, pace: Pace, rates: Mapping[str, float], axis_to: Callable[[int], str]) -> Outcome:
+    """Return the outcome of a recorded step.
+
+    Args:
+        program: the step.
+        pace: latencies and contention; dilation and thinning have no effect.
+        rates: bytes per second of a rank along each axis.
+        axis_to: returns the axis of the link from rank 0 to another rank.
+    """
+    return _Prediction(program, pace, rates, axis_to).outcome()
+
+
+class _Transfer:
+    """A collective whose bytes are moving."""
+
+    def __init__(
+        self, collective: RecordedCollective, begin: float, remaining: dict[str, float], factor: float
+    ) -> None:
+        self.collective, self.begin, self.factor = collective, begin, factor
+        self.remaining = remaining
+        """Bytes to send along each axis."""
+
+
+class _Prediction:
+    """State of one prediction."""
+
+    def __init__(self, program: Program, pace: Pace, rates: Mapping[str, float], axis_to: Callable[[int], str]) -> None:
+        self._program, self._pace, self._rates, self._axis_to = program, pace, rates, axis_to
+        self._queues = {group: list(each) for group, each in program.by_group().items()}
+        self._free = dict.fromkeys(self._queues, 0.0)
+        self._moving: list[_Transfer] = []
+        self._ends: dict[RecordedCollective, float] = {}
+        self._busy: set[GroupPattern] = set()
+
+    def outcome(self) -> Outcome:
+        """Run the step event by event.
+
+        Raises:
+            ValueError: collectives wait for each other.
+        """
+        now = 0.0
+        while self._moving or any(self._queues.values()):
+            begins = {each: self._begin(each) for each in self._ready()}
+            if not begins and not self._moving:
+                raise ValueError("collectives of this step wait for each other")
+            next_begin = min(begins.values(), default=float("inf"))
+            next_end = now + min((self._seconds_left(each) for each in self._moving), default=float("inf"))
+            if next_begin <= next_end:
+                self._advance(max(next_begin, now) - now)
+                now = max(next_begin, now)
+                self._start(min(begins, key=lambda each: begins[each]), now)
+            else:
+                self._advance(next_end - now)
+                now = next_end
+                self._finish(now)
+        marks = {name: instant.resolve(self._ends) for name, instant in self._program.marks.items()}
+        sent = self._program.sent_bytes(0)
+        return Outcome(self._program.end.resolve(self._ends), marks, 0.0, sent)
+
+    def _ready(self) -> list[RecordedCollective]:
+        """Return the next collective of each idle group whose start is known."""
+        first = [queue[0] for group, queue in self._queues.items() if queue and group not in self._busy]
+        return [each for each in first if self._is_known(each.start)]
+
+    def _is_known(self, instant: Instant) -> bool:
+        return all(end in self._ends for end in instant.offsets)
+
+    def _begin(self, collective: RecordedCollective) -> float:
+        """Return when the first byte of a collective moves."""
+        reached = max(collective.start.resolve(self._ends), self._free[collective.group])
+        return reached + self._pace.latency(collective.group.members(0))
+
+    def _start(self, collective: RecordedCollective, now: float) -> None:
+        self._queues[collective.group].pop(0)
+        self._busy.add(collective.group)
+        members, remaining = collective.group.members(0), dict[str, float]()
+        for rank, size in zip(members[1:], collective.sent[1:], strict=True):
+            axis = self._axis_to(rank)
+            remaining[axis] = remaining.get(axis, 0.0) + size
+        factor = self._pace.contention(members, sum(collective.sent))
+        self._moving.append(_Transfer(collective, now, remaining, factor))
+
+    def _finish(self, now: float) -> None:
+        for transfer in [each for each in self._moving if not any(each.remaining.values())]:
+            self._moving.remove(transfer)
+            group = transfer.collective.group
+            end = transfer.begin + transfer.factor * (now - transfer.begin)
+            self._ends[transfer.collective] = self._free[group] = end
+            self._busy.remove(group)
+
+    def _seconds_left(self, transfer: _Transfer) -> float:
+        """Return how long a transfer takes if the others go on."""
+        seconds = (size * self._users(axis) / self._rates[axis] for axis, size in transfer.remaining.items() if size)
+        return min(seconds, default=0.0)
+
+    def _users(self, axis: str) -> int:
+        """Return the number of transfers that use the port of an axis."""
+        return sum(each.remaining.get(axis, 0.0) > 0 for each in self._moving)
+
+    def _advance(self, seconds: float) -> None:
+        """Move bytes for some time, in which no transfer begins or leaves a port."""
+        shares = {axis: rate / max(1, self._users(axis)) for axis, rate in self._rates.items()}
+        for transfer in self._moving:
+            for axis, size in transfer.remaining.items():
+                left = size - seconds * shares[axis]
+                transfer.remaining[axis] = left if left > _NOTHING else 0.0

@@ -1,0 +1,213 @@
+"""Measures the variants of a cell on an emulated cluster in slow motion."""
+
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.program import Program
+from xfuser_cocodiff.lab.accelerator.transport import Outcome, Pace, Transport
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
+from xfuser_cocodiff.lab.emulation import counters, dilation
+from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
+from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
+
+_TIMEOUT = timedelta(minutes=10)
+SLOWER = 2.0
+"""Factor on the dilation at which every step is measured once more."""
+
+
+@dataclass
+class MeasuredProgram:
+    """Measured times of one recorded step of all blocks, in seconds of the machine."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Step times at the benchmark's dilation."""
+    slower_seconds: float = 0.0
+    """Step time at :data:`SLOWER` times the dilation."""
+    late_seconds: float = 0.0
+    """Longest time by which a collective started late."""
+    kernel_seconds: float = 0.0
+    """Durations of all kernels of a step."""
+    host_seconds: float = 0.0
+    """Host time of a step."""
+    launches: float = 0.0
+    """Kernels of a step."""
+    link_bytes: dict[str, float] = field(default_factory=dict)
+    """Bytes that a rank sends along each axis in a step."""
+
+
+@dataclass
+class MeasuredVariant:
+    """Measured steps of a variant."""
+
+    programs: dict[str, MeasuredProgram]
+    weights: dict[str, float]
+    alternatives: dict[str, str]
+
+
+@dataclass
+class MeasuredSplit:
+    """Everything measured in one split."""
+
+    variants: dict[str, MeasuredVariant]
+    idle_share: float
+    """Share of the period in which the busiest core was idle."""
+    moved_bytes: dict[str, float]
+    """Bytes that rank 0 has really sent along each axis, by the counters of its links."""
+    expected_bytes: dict[str, float]
+    """The same by the recorded collectives."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How slowly a cell runs."""
+
+    dilation: float
+    thinning: int
+    repeats: int = 3
+
+
+def measure_split(cell: Cell, recorded: RecordedSplit, speed: Speed) -> MeasuredSplit:
+    """Run recorded steps on forked ranks, and return the times of the slowest rank.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    cluster = dilation.slow_cluster(cell.profile, speed.dilation * speed.thinning)
+
+    def work(rank: int) -> MeasuredSplit:
+        dist.init_process_group(dist.Backend.GLOO, timeout=_TIMEOUT)
+        return _Runs(cell, recorded, speed).measure()
+
+    return run_forked(cluster, work)[0]
+
+
+class _Runs:
+    """Runs recorded steps on one rank."""
+
+    def __init__(self, cell: Cell, recorded: RecordedSplit, speed: Speed) -> None:
+        self._cell, self._recorded, self._speed = cell, recorded, speed
+        self._programs = {
+            (name, part): program
+            for name, recording in recorded.recordings.items()
+            for part, program in recording.programs.items()
+        }
+        self._transport = Transport(self._programs.values())
+        self._expected: dict[str, float] = {axis.name: 0.0 for axis in cell.topology.axes}
+
+    def measure(self) -> MeasuredSplit:
+        """Run all recorded steps at both dilations, in turns."""
+        speed, programs = self._speed, self._programs
+        measured = {key: self._describe(program) for key, program in programs.items()}
+        begin_bytes, begin_times = counters.payload_bytes(), CoreTimes.now()
+        for _ in range(speed.repeats):
+            for key, program in programs.items():
+                seconds, late = self._run(program, speed.dilation)
+                measured[key].seconds.append(seconds)
+                measured[key].late_seconds = max(late, measured[key].late_seconds)
+        shares = CoreTimes.now().idle_shares(begin_times)
+        dist.barrier()
+        dilation.change_dilation(SLOWER * speed.dilation * speed.thinning)
+        dist.barrier()
+        for key, program in programs.items():
+            measured[key].slower_seconds, _ = self._run(program, SLOWER * speed.dilation)
+        dist.barrier()
+        moved = {axis: float(size - begin_bytes[axis]) for axis, size in counters.payload_bytes().items()}
+        return MeasuredSplit(
+            {
+                name: MeasuredVariant(
+                    {part: measured[name, part] for part in recording.programs},
+                    recording.weights,
+                    recording.alternatives,
+                )
+                for name, recording in self._recorded.recordings.items()
+            },
+            min(shares.values()),
+            moved,
+            self._expected,
+        )
+
+    def _run(self, program: Program, pace_dilation: float) -> tuple[float, float]:
+        """Run a step; return the step time of all blocks and the delay of the latest collective, over all ranks."""
+        cell = self._cell
+        pace = Pace(pace_dilation, self._speed.thinning, cell.latency_seconds, cell.contention)
+        outcome = self._transport.run(program, pace)
+        for rank, size in outcome.sent_bytes.items():
+            self._expected[_axis_to(cell.topology, dist.get_rank(), rank)] += size
+        slowest = torch.tensor([self._step_seconds(outcome), outcome.late_seconds], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds, late = slowest.tolist()
+        return seconds, late
+
+    def _step_seconds(self, outcome: Outcome) -> float:
+        """Return the time of a step with all blocks: the recorded blocks stand for all of their kind."""
+        return self._scaled(lambda kind, index: _duration(outcome.marks, kind, index), outcome.seconds)
+
+    def _scaled(self, duration: Any, total: float) -> float:
+        calls = self._cell.workload.calls
+        for kind, count in self._recorded.counts.items():
+            durations = [duration(kind, index) for index in range(self._cell.blocks)]
+            total += sum(durations) * (count / self._cell.blocks - 1)
+        return calls * total
+
+    def _describe(self, program: Program) -> MeasuredProgram:
+        """Return the properties of a program that need no run, scaled to all blocks by their number."""
+        counts, calls = self._recorded.counts, self._cell.workload.calls
+        factor = calls * sum(counts.values()) / (self._cell.blocks * len(counts))
+        sent: dict[str, float] = {}
+        for rank, size in program.sent_bytes(0).items():
+            axis = _axis_to(self._cell.topology, 0, rank)
+            sent[axis] = sent.get(axis, 0.0) + factor * size
+        return MeasuredProgram(
+            kernel_seconds=factor * program.kernel_seconds,
+            host_seconds=factor * program.host_seconds,
+            launches=factor * program.launches,
+            link_bytes=sent,
+        )
+
+
+def _duration(marks: dict[str, float], kind: str, index: int) -> float:
+    return marks[f"{kind} {index} end"] - marks[f"{kind} {index} begin"]
+
+
+def _axis_to(topology: Topology, own: int, other: int) -> str:
+    """Return the axis of the link between two ranks: the outermost one on which they differ."""
+    places = zip(topology.axes, topology.coordinates(own), topology.coordinates(other), strict=True)
+    return next(axis.name for axis, here, there in places if here != there)
+
+
+def step_seconds(variant: MeasuredVariant) -> list[float]:
+    """Return the mean step time of a run for each repeat, by the overlap schedule that autotuning would choose."""
+    chosen = {name: _chosen(variant, name) for name in variant.weights}
+    repeats = len(next(iter(chosen.values())).seconds)
+    return [
+        sum(weight * chosen[name].seconds[repeat] for name, weight in variant.weights.items())
+        for repeat in range(repeats)
+    ]
+
+
+def slower_step_seconds(variant: MeasuredVariant) -> float:
+    """Return the mean step time of a run at :data:`SLOWER` times the dilation."""
+    return sum(weight * _chosen(variant, name).slower_seconds for name, weight in variant.weights.items())
+
+
+def _chosen(variant: MeasuredVariant, name: str) -> MeasuredProgram:
+    from xfuser_cocodiff.xdit.session.schedule_tuner import MIN_SAVING
+
+    own = variant.programs[name]
+    if name not in variant.alternatives:
+        return own
+    other = variant.programs[variant.alternatives[name]]
+    saving = 1 - median(other.seconds) / median(own.seconds)
+    return other if saving > MIN_SAVING else own
+
+
+def to_record(split: MeasuredSplit) -> dict[str, Any]:
+    """Return everything measured as JSON values."""
+    return asdict(split)

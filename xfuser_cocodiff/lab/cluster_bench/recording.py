@@ -1,0 +1,260 @@
+"""Records the steps of variants on an emulated accelerator, in one process that stands for all ranks.
+
+xDiT initializes its process groups once in a process. So each split is recorded in a process of its own, forked from
+the caller.
+"""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from xfuser_cocodiff.engine.attention import overlap_schedule
+from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
+from xfuser_cocodiff.engine.comm import failure_detection
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator import device
+from xfuser_cocodiff.lab.accelerator.device import EmulatedAccelerator, TritonKernels
+from xfuser_cocodiff.lab.accelerator.program import Program
+from xfuser_cocodiff.lab.bench.variant import parse_mode
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.rules import Rule
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.full_size import transformer as full_size
+from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer
+from xfuser_cocodiff.xdit.integration import activation
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import startup
+from xfuser_cocodiff.xdit.session.session import Session
+
+RUN_STEPS = 50
+"""Denoising steps of a run."""
+_WARMUP_STEPS = 3
+"""Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""
+_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Positions in the run of coded steps that stand for all of them."""
+KEYFRAME, STOCK_SCHEDULE = "keyframe", "stock schedule"
+"""Names of programs beside those of usual steps: a keyframe, and a usual step by the schedule that resembles stock."""
+
+
+@dataclass
+class Recording:
+    """Recorded steps of a variant."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    """Distinct steps by name."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Fraction of a run's steps that each program stands for."""
+    alternatives: dict[str, str] = field(default_factory=dict)
+    """The program of the other overlap schedule, by the program that it could replace."""
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    """Bytes that a step of the recorded blocks sends along each axis, by the plugin's own account; empty for rules."""
+
+
+@dataclass
+class RecordedSplit:
+    """Recorded steps of all variants of a split."""
+
+    recordings: dict[str, Recording]
+    counts: dict[str, int]
+    """Number of blocks of each kind in the real model."""
+
+
+def record_split(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
+    """Record variants of the same split in a forked process.
+
+    Raises:
+        RuntimeError: a variant cannot be recorded; contains the traceback.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_record_and_send, args=(cell, split, variants, sender))
+    process.start()
+    sender.close()
+    try:
+        recorded = receiver.recv()
+    except EOFError:
+        recorded = "the recording process was killed"
+    finally:
+        process.join()
+    if isinstance(recorded, str):
+        raise RuntimeError(f"{cell.model} on {cell.machine.name}, split {split}: {recorded}")
+    return recorded
+
+
+def _record_and_send(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant], sender: Connection) -> None:
+    try:
+        sender.send(_record(cell, split, variants))
+    except BaseException:
+        sender.send(traceback.format_exc())
+
+
+def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) -> RecordedSplit:
+    from xfuser_cocodiff.engine.kernels import triton_kernels
+
+    activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
+    emulated = device.register()
+    _start_xdit(split)
+    with (
+        EmulatedAccelerator(cell.machine.accelerator) as emulator,
+        TritonKernels(emulator, triton_kernels),
+    ):
+        model = full_size.build(cell.model, cell.blocks, emulated)
+        recorder = Recorder(emulator, model, cell)
+        return RecordedSplit({variant.name: recorder.record(variant) for variant in variants}, model.counts)
+
+
+def _start_xdit(split: UlyssesRingSplit) -> None:
+    """Start xDiT on rank 0 of a group whose collectives return at once."""
+    ranks = split.ulysses * split.ring
+    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    dist.init_process_group(device.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
+    new_group = dist.new_group
+
+    def of_this_backend(members: Any = None, *_: Any, **__: Any) -> dist.ProcessGroup:
+        return new_group(members, backend=device.BACKEND)
+
+    dist.new_group = of_this_backend  # xDiT and the plugin also ask for gloo, which would wait for other processes
+    failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
+    bare_runtime.start(ring=split.ring)
+
+
+class Recorder:
+    """Records variants of one cell in one split.
+
+    Args:
+        emulator: emulated accelerator.
+        transformer: model on it.
+        cell: the cell.
+    """
+
+    def __init__(self, emulator: EmulatedAccelerator, transformer: FullSizeTransformer, cell: Cell) -> None:
+        self._device, self._transformer, self._cell = emulator, transformer, cell
+        for kind, blocks in transformer.blocks.items():
+            for index, block in enumerate(blocks):
+                block.register_forward_pre_hook(self._mark(f"{kind} {index} begin"))
+                block.register_forward_hook(self._mark(f"{kind} {index} end"))
+
+    def _mark(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._device.mark(name)
+
+    def record(self, variant: Variant) -> Recording:
+        """Return the recorded steps of a variant. All ranks must call this."""
+        return self._record_rule(variant.rule) if variant.rule else self._record_plugin(variant)
+
+    def _record_rule(self, rule: Rule) -> Recording:
+        bare_runtime.use_session(Session())
+        with rule.running() as begin_step:
+            program = Program()
+            for _ in range(_WARMUP_STEPS):
+                begin_step()
+                program = self._step()
+        return Recording({"step": program}, {"step": 1.0})
+
+    def _record_plugin(self, variant: Variant) -> Recording:
+        session = self._new_session(variant)
+        with _in_use(session):
+            if session.runtime is None:
+                return self._record_lossless(session)
+            return self._record_lossy(session)
+
+    def _record_lossless(self, session: Session) -> Recording:
+        for _ in range(_WARMUP_STEPS):
+            self._step(session)
+        recording = Recording({"step": self._step(session)}, {"step": 1.0})
+        self._record_alternative(recording, session, "step", partial(self._step, session))
+        recording.sent_bytes = dict(session.traffic.sent_bytes)
+        return recording
+
+    def _record_lossy(self, session: Session) -> Recording:
+        assert session.runtime
+        schedule = session.runtime.schedule
+        coded = [step for step in range(RUN_STEPS) if not schedule.is_keyframe_step(step)]
+        session.runs.begin(RUN_STEPS)
+        for step in range(max(_WARMUP_STEPS, coded[0] + 2)):
+            self._step(session, step)
+        recording = Recording()
+        chosen = sorted({coded[round(position * (len(coded) - 1))] for position in _POSITIONS})
+        programs = {step: self._step(session, step) for step in chosen}
+        sizes = {step: tuple(each.sent for each in program.collectives) for step, program in programs.items()}
+        for size in dict.fromkeys(sizes.values()):
+            steps = [step for step in chosen if sizes[step] == size]
+            name = f"step {steps[0]}"
+            recording.programs[name] = programs[steps[0]]
+            recording.weights[name] = len(steps) / len(chosen) * len(coded) / RUN_STEPS
+            self._record_alternative(recording, session, name, partial(self._step, session, steps[0]))
+        recording.sent_bytes = dict(session.traffic.sent_bytes)
+        session.runs.begin(RUN_STEPS)
+        recording.programs[KEYFRAME] = self._step(session, 0)
+        recording.weights[KEYFRAME] = 1 - len(coded) / RUN_STEPS
+        return recording
+
+    def _record_alternative(
+        self, recording: Recording, session: Session, name: str, step: Callable[[], Program]
+    ) -> None:
+        """Record a step by stock's overlap schedule, where autotuning would compare it with the plugin's."""
+        candidates = [each.candidates for each in session.layers.signatures if each.candidates]
+        undecided = [each for each in candidates if each.chosen is None]
+        if not undecided:
+            return
+        for each in undecided:
+            each.candidate = overlap_schedule.STOCK
+        alternative = f"{name}, {STOCK_SCHEDULE}"
+        step()  # V of the first block was still sent by the other schedule
+        recording.programs[alternative] = step()
+        recording.alternatives[name] = alternative
+        for each in undecided:
+            each.candidate = overlap_schedule.PLUGIN
+        step()
+
+    def _step(self, session: Session | None = None, step: int | None = None) -> Program:
+        """Run a step and return its program."""
+        if session is not None and session.runtime is not None and step is not None:
+            session.runtime.step = step
+        if session is not None:
+            session.traffic.reset()
+        self._device.begin_step()
+        with torch.inference_mode():
+            self._transformer.call(self._cell.resolution, self._cell.batch)
+        if session is not None:
+            session.runs.end_step()
+        return self._device.end_step()
+
+    def _new_session(self, variant: Variant) -> Session:
+        profile, split = self._cell.profile, variant.split
+        config = parse_mode(variant.mode, self._cell.topology, split)
+        ring_group = None
+        if split.ring > 1:
+            config = replace(config, ring_profile=profile.restrict_to(split.ring_topology(self._cell.topology)))
+            ring_group = bare_runtime.process_groups()[1]
+        ulysses = _profile_of(profile, split.ulysses_topology(self._cell.topology))
+        group = bare_runtime.process_groups()[0]
+        session = startup.create_session(group, config, TuningCache({}, ulysses), ring_group=ring_group)
+        session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
+        return session
+
+
+def _profile_of(profile: Profile, topology: Topology) -> Profile:
+    return profile if topology == profile.topology else profile.restrict_to(topology)
+
+
+@contextmanager
+def _in_use(session: Session) -> Iterator[None]:
+    """Return a context in which xDiT runs with a session, and after which its hooks are gone."""
+    bare_runtime.use_session(session)
+    try:
+        yield
+    finally:
+        session.close()
+        bare_runtime.use_session(Session())

@@ -1,0 +1,88 @@
+"""The variants that a cell compares: stock in its splits, the plugin's modes, and rules of other systems."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xfuser_cocodiff.engine.settings.ring_placement import OUTER, UlyssesRingSplit
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
+from xfuser_cocodiff.lab.cluster_bench.stock_splits import divide, rank_stock_splits
+from xfuser_cocodiff.lab.simulation.step_time import rank_splits
+
+STOCK, BEST_STOCK = "stock", "best_stock"
+_STOCK_RULES = ("stock-combined", "stock-separate")
+"""How stock sends Q, K and V; the faster one counts as best stock."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the cell."""
+
+    name: str
+    """Name in reports."""
+    split: UlyssesRingSplit
+    rule: Rule | None = None
+    """Rule that replaces stock's collectives; None for the plugin."""
+    mode: str = ""
+    """The plugin's mode in the notation of `bench model --mode`; empty for rules."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is stock xDiT in some split."""
+        return self.rule is not None and self.rule.name in (STOCK, *_STOCK_RULES)
+
+
+def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
+    """Return variants by name, after stock's flat Ulysses where the model's heads allow it.
+
+    Args:
+        cell: the cell.
+        names: `best_stock` for all splits of stock that may be the fastest, names of rules, or modes of the plugin such
+            as 'balanced' or 'exact/flat@v_first=on'. Rules and modes run in flat Ulysses where the heads allow it, else
+            in the fastest split by the simulator.
+
+    Raises:
+        ValueError: an unknown rule or mode, or a rule whose ring this cell does not have.
+    """
+    ranks = cell.topology.size
+    flat = UlyssesRingSplit(ranks, 1)
+    has_flat = cell.workload.heads % ranks == 0
+    variants = [Variant(STOCK, flat, RULES[STOCK])] if has_flat else []
+    for name in dict.fromkeys(names):
+        if name == STOCK:
+            continue
+        if name == BEST_STOCK:
+            variants += _stock_splits(cell)
+        elif name in RULES:
+            variants.append(_of_rule(cell, RULES[name], flat if has_flat else _fastest(cell, STOCK)))
+        else:
+            mode = name.partition("@")[0].partition("/")[0]
+            variants.append(Variant(name, flat if has_flat else _fastest(cell, mode), mode=name))
+    return variants
+
+
+def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
+    if rule.plugin_variant:
+        return Variant(rule.name, split, mode=rule.plugin_variant)
+    if not rule.needs_ring:
+        return Variant(rule.name, split, rule)
+    if cell.nodes == 1:
+        raise ValueError(f"rule {rule.name!r} needs several nodes, for a ring across them")
+    return Variant(rule.name, UlyssesRingSplit(cell.machine.ranks_per_node, cell.nodes), rule)
+
+
+def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:
+    """Return the fastest split of a mode by the simulator, of those without zero-padded heads and in xDiT's order."""
+    splits = [each.split for each in rank_splits(cell.scenario, mode)]
+    return next(split for split in splits if cell.workload.heads % split.ulysses == 0 and split.placement == OUTER)
+
+
+def _stock_splits(cell: Cell) -> list[Variant]:
+    """Return the splits of stock that may be the fastest, with Q, K and V in one message or in three."""
+    measured, _ = divide(rank_stock_splits(cell.scenario))
+    return [
+        Variant(f"{rule} {each.split.ulysses}x{each.split.ring}", each.split, RULES[rule])
+        for each in measured
+        if each.split.placement == OUTER
+        for rule in _STOCK_RULES
+    ]
