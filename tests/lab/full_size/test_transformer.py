@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests import mock_device, ranks
-from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES, architecture, dimensions
+from xfuser_cocodiff.lab.full_size.architectures import ARCHITECTURES, LAST, architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer, build
-from xfuser_cocodiff.lab.simulation.sharding import TokenShard, shard
+from xfuser_cocodiff.lab.simulation.layers import CROSS_TEXT, IMAGE, JOINT, ROW, TEXT
+from xfuser_cocodiff.lab.simulation.sharding import shard
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
@@ -38,19 +39,6 @@ PARAMETERS = {
     "wan2.1-14b": 14.3e9,
 }
 """Parameters of the real transformers, as published with their weights."""
-MODULATION = {
-    "flux.1-dev": {"double": 2 * 6, "single": 3},
-    "flux.2-dev": {"double": 0, "single": 0},  # it is computed once for all blocks
-    "sd3.5-large": {"joint": 2 * 6, "last": 6 + 2},
-    "qwen-image": {"double": 2 * 6},
-    "hunyuanvideo": {"double": 2 * 6, "single": 3},
-    "wan2.1-14b": {"cross": 0},  # it is computed once for all blocks
-}
-"""Vectors that the modulation of a block computes for a batch row, each a projection of one token."""
-MLP = {name: 2 * 4 for name in MODULATION} | {"flux.2-dev": 3 * 3, "wan2.1-14b": 2 * 2.7}
-"""Cost of the MLP of a token, in projections from width to width; FLUX.2's is gated."""
-PROJECTIONS = 4
-"""Projections of a token to Q, K and V, and from O."""
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
@@ -105,7 +93,8 @@ def parameters(rank: int, name: str) -> float:
     with group(1):
         full = build(name, 1, torch.device("cpu"))
     missing = {kind: full.counts[kind] - len(blocks) for kind, blocks in full.blocks.items()}
-    assert set(full.counts) == set(ARCHITECTURES[name].kinds)
+    assert sum(full.counts.values()) == full.workload.layers
+    assert list(full.counts) == list(full.blocks)
     return num_parameters(full.model) + sum(missing[kind] * num_parameters(full.blocks[kind][0]) for kind in missing)
 
 
@@ -113,16 +102,6 @@ def parameters(rank: int, name: str) -> float:
 def test_parameters_are_those_of_the_real_model(name: str) -> None:
     [total] = ranks.run(parameters, 1, name)
     assert total == pytest.approx(PARAMETERS[name], rel=0.02)
-
-
-def token_shard(name: str, resolution: int, degree: int) -> TokenShard:
-    """Return the simulator's tokens of a rank; for videos those of 1280 x 720 pixels."""
-    frames = architecture(name).frames
-    if frames == 1:
-        return shard(WORKLOADS[name], resolution, degree)
-    image = ((frames - 1) // 4 + 1) * 45 * 80 // degree
-    text = 0 if name == "wan2.1-14b" else dimensions(name).text_tokens // degree
-    return TokenShard(image, text, text, (image + text) * degree)
 
 
 def shapes(rank: int, name: str, resolution: int, degree: int, batch: int) -> tuple[list, tuple[int, ...]]:
@@ -157,10 +136,10 @@ def test_attention_has_the_shapes_of_the_shard(
     name: str, resolution: int, degree: int, batch: int, output: tuple[int, ...]
 ) -> None:
     [(calls, shape)] = ranks.run(shapes, 1, name, resolution, degree, batch)
-    dims, tokens = dimensions(name), token_shard(name, resolution, degree)
-    rows = batch * dims.rows_per_image
-    expected = [(rows, dims.heads, tokens.num_tokens(tensor), dims.head_dim) for tensor in "qkv"]
-    assert calls == sum(min(2, kind.count) for kind in architecture(name).kinds.values()) * [expected]
+    (workload, parts), tokens = architecture(name), shard(WORKLOADS[name], resolution, degree)
+    rows = batch * workload.rows_per_image
+    expected = [(rows, workload.heads, tokens.num_tokens(tensor), workload.head_dim) for tensor in "qkv"]
+    assert calls == sum(min(2, count) for count in parts.counts(workload).values()) * [expected]
     assert shape == (rows, *output)
 
 
@@ -203,24 +182,25 @@ def _path(full: FullSizeTransformer, block: torch.nn.Module) -> str:
         ("wan2.1-14b", 720, 8),
     ],
 )
-def test_flops_are_those_of_the_layers(name: str, resolution: int, degree: int) -> None:
+def test_flops_are_those_of_the_workload(name: str, resolution: int, degree: int) -> None:
     [counted] = ranks.run(flops, 1, name, resolution, degree)
     expected = {kind: expected_flops(name, kind, resolution, degree) for kind in counted}
     assert counted == pytest.approx(expected, rel=1e-9)
 
 
 def expected_flops(name: str, kind: str, resolution: int, degree: int) -> float:
-    """Return the FLOPs of a block: projections, attention, modulation and cross-attention."""
-    dims, tokens = dimensions(name), token_shard(name, resolution, degree)
-    width, mlp = dims.heads * dims.head_dim, MLP[name]
-    projections = (PROJECTIONS + mlp) * tokens.queries + MODULATION[name][kind]
-    scores = tokens.queries * tokens.attended  # of all ranks' queries, for this rank's heads
-    if kind == "last":  # text is discarded: no output projection and no MLP
-        projections -= (1 + mlp) * tokens.text
-    if kind == "cross":  # Q and O of the video, K and V of the text
-        projections += 2 * tokens.queries + 2 * dims.text_tokens
-        scores += tokens.queries * dims.text_tokens
-    return dims.rows_per_image * (4 * scores * width + 2 * projections * width**2)
+    """Return the FLOPs of a block by the formulas of the simulator."""
+    workload, tokens = WORKLOADS[name], shard(WORKLOADS[name], resolution, degree)
+    cross = workload.cross_text_tokens
+    counts = {IMAGE: tokens.image, TEXT: tokens.text, JOINT: tokens.queries, CROSS_TEXT: cross, ROW: 1}
+    [layer] = [each for each in workload.kinds if each.name == ("double" if kind == LAST else kind)]
+    flops = sum(work.flops(counts, workload.width) for work in layer.parts)
+    flops += workload.attention_flops(tokens.queries * degree, tokens.attended, workload.heads / degree)
+    if layer.has_cross_attention:
+        flops += workload.attention_flops(tokens.queries, cross, workload.heads)
+    if kind == LAST:  # it discards its text: no output projection, no MLP, and 2 of 6 vectors of modulation
+        flops -= 2 * (9 * tokens.text + 4) * workload.width**2
+    return workload.rows_per_image * flops
 
 
 class OneDevice(TorchDispatchMode):
@@ -254,7 +234,7 @@ def on_python_device(rank: int, name: str, resolution: int) -> tuple[int, int]:
 @pytest.mark.skipif(not mock_device.HAS_BACKENDS, reason="this PyTorch has no devices written in Python")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_calls_need_no_values_and_no_other_device(name: str) -> None:
-    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if architecture(name).frames > 1 else 1024)
+    [(num_operations, waits)] = ranks.run(on_python_device, 1, name, 720 if WORKLOADS[name].latent_frames else 1024)
     assert num_operations > 100
     assert waits == (name == "hunyuanvideo")  # it indexes text by a mask
 

@@ -1,4 +1,4 @@
-"""Provides the arguments of full-size transformers that the simulator's workloads lack, and their kinds of blocks.
+"""Provides the arguments of full-size transformers that the simulator's workloads lack, and where their blocks are.
 
 The figures come from `transformer/config.json` of the weights on Hugging Face.
 """
@@ -6,59 +6,62 @@ The figures come from `transformer/config.json` of the weights on Hugging Face.
 from dataclasses import dataclass
 from typing import Any
 
-from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
+from torch import nn
+
+from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
 
 @dataclass(frozen=True)
-class Dimensions:
-    """Dimensions of a transformer, and how its pipeline calls it."""
-
-    heads: int
-    head_dim: int
-    text_tokens: int
-    """Text tokens of the prompt."""
-    calls: int = 1
-    """Sequential calls per step: 2 where guidance needs a second call."""
-    rows_per_image: int = 1
-    """Batch rows per image: 2 where guidance is batched."""
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """Blocks of the same structure."""
+class BlockList:
+    """Where a transformer keeps the blocks of one kind."""
 
     argument: str
-    """Argument of the transformer's class that sets their number."""
+    """Argument of its class that sets their number."""
     attribute: str
-    """Attribute of the transformer that holds them."""
-    count: int
-    """Number in the real model."""
-    first: int | None = None
-    """Position of the first of them in the attribute, where it holds more than one kind."""
-    end: int | None = None
-    """Position after the last of them."""
+    """Attribute that holds them."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A transformer's class arguments and kinds of blocks, in addition to its dimensions."""
+    """A transformer's class arguments and blocks, in addition to its workload."""
 
     arguments: dict[str, Any]
     """Arguments of the class, without heads, head dim and numbers of blocks."""
-    kinds: dict[str, BlockKind]
-    """Kinds of blocks, in the order of the call."""
-    frames: int = 1
-    """Default number of frames in xDiT's runner; 1 for an image."""
+    lists: dict[str, BlockList]
+    """Lists of blocks by the names of the workload's kinds, in the order of the call."""
+    last_differs: bool = False
+    """Whether the last block is of a kind of its own, :data:`LAST`."""
 
-    def sizes(self, dimensions: Dimensions, blocks: int) -> dict[str, Any]:
+    def counts(self, workload: Workload) -> dict[str, int]:
+        """Return the number of blocks of each kind in the real model."""
+        counts = {kind.name: kind.count for kind in workload.kinds}
+        if self.last_differs:
+            counts[workload.kinds[-1].name] -= 1
+            counts[LAST] = 1
+        return counts
+
+    def sizes(self, workload: Workload, blocks: int) -> dict[str, Any]:
         """Return all arguments of the class for a model with `blocks` blocks of each kind, or all that it has."""
-        sizes = dict(self.arguments, num_attention_heads=dimensions.heads, attention_head_dim=dimensions.head_dim)
-        for kind in self.kinds.values():
-            sizes[kind.argument] = sizes.get(kind.argument, 0) + min(blocks, kind.count)
+        sizes = dict(self.arguments, num_attention_heads=workload.heads, attention_head_dim=workload.head_dim)
+        counts = self.counts(workload)
+        for kind, blocks_of_kind in self.lists.items():
+            sizes[blocks_of_kind.argument] = min(blocks, counts[kind])
+        if self.last_differs:
+            sizes[list(self.lists.values())[-1].argument] += 1
         return sizes
 
+    def blocks(self, model: nn.Module) -> dict[str, list[nn.Module]]:
+        """Return the blocks of a model by kind, in the order of the call."""
+        blocks = {kind: list(getattr(model, each.attribute)) for kind, each in self.lists.items()}
+        if self.last_differs:
+            blocks[LAST] = [list(blocks.values())[-1].pop()]
+        return blocks
 
-_DOUBLE, _SINGLE = ("num_layers", "transformer_blocks"), ("num_single_layers", "single_transformer_blocks")
+
+LAST = "last"
+"""Name of the kind of a last block that differs from all others."""
+_DOUBLE = {"double": BlockList("num_layers", "transformer_blocks")}
+_DOUBLE_AND_SINGLE = _DOUBLE | {"single": BlockList("num_single_layers", "single_transformer_blocks")}
 
 ARCHITECTURES = {
     "flux.1-dev": Architecture(
@@ -69,7 +72,7 @@ ARCHITECTURES = {
             "guidance_embeds": True,
             "axes_dims_rope": (16, 56, 56),
         },
-        {"double": BlockKind(*_DOUBLE, 19), "single": BlockKind(*_SINGLE, 38)},
+        _DOUBLE_AND_SINGLE,
     ),
     "flux.2-dev": Architecture(
         {
@@ -81,7 +84,7 @@ ARCHITECTURES = {
             "rope_theta": 2000,
             "guidance_embeds": True,
         },
-        {"double": BlockKind(*_DOUBLE, 8), "single": BlockKind(*_SINGLE, 48)},
+        _DOUBLE_AND_SINGLE,
     ),
     # The last block discards its text: it has no output projection and no MLP for text.
     "sd3.5-large": Architecture(
@@ -96,7 +99,8 @@ ARCHITECTURES = {
             "pos_embed_max_size": 192,
             "qk_norm": "rms_norm",
         },
-        {"joint": BlockKind(*_DOUBLE, 37, end=-1), "last": BlockKind(*_DOUBLE, 1, first=-1)},
+        _DOUBLE,
+        last_differs=True,
     ),
     "qwen-image": Architecture(
         {
@@ -107,7 +111,7 @@ ARCHITECTURES = {
             "guidance_embeds": False,
             "axes_dims_rope": (16, 56, 56),
         },
-        {"double": BlockKind(*_DOUBLE, 60)},
+        _DOUBLE,
     ),
     # In addition to its blocks, a refiner of 2 blocks processes the text before them.
     "hunyuanvideo": Architecture(
@@ -125,8 +129,7 @@ ARCHITECTURES = {
             "rope_theta": 256.0,
             "rope_axes_dim": (16, 56, 56),
         },
-        {"double": BlockKind(*_DOUBLE, 20), "single": BlockKind(*_SINGLE, 40)},
-        frames=129,
+        _DOUBLE_AND_SINGLE,
     ),
     # Text is in cross-attention only, which has no all-to-all.
     "wan2.1-14b": Architecture(
@@ -141,35 +144,17 @@ ARCHITECTURES = {
             "qk_norm": "rms_norm_across_heads",
             "rope_max_seq_len": 1024,
         },
-        {"cross": BlockKind("num_layers", "blocks", 40)},
-        frames=81,
+        {"block": BlockList("num_layers", "blocks")},
     ),
 }
 
-_VIDEOS = {
-    # Guidance is distilled. xDiT drops the padding of the prompt; the longest has 256 tokens.
-    "hunyuanvideo": Dimensions(heads=24, head_dim=128, text_tokens=256),
-    # The pipeline pads text to 512 tokens. Guidance needs two calls per step.
-    "wan2.1-14b": Dimensions(heads=40, head_dim=128, text_tokens=512, calls=2),
-}
-VIDEO_WIDTHS = {480: 832, 720: 1280}
-"""Width in pixels by height of the models' usual videos."""
 
-
-def architecture(name: str) -> Architecture:
-    """Return the architecture of a model.
+def architecture(name: str) -> tuple[Workload, Architecture]:
+    """Return the workload and the architecture of a model.
 
     Raises:
         ValueError: an unknown name.
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"model {name!r} is not valid; valid are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
-
-
-def dimensions(name: str) -> Dimensions:
-    """Return the dimensions of a model with an architecture."""
-    if name in _VIDEOS:
-        return _VIDEOS[name]
-    workload = WORKLOADS[name]
-    return Dimensions(workload.heads, workload.head_dim, workload.text_tokens, workload.calls, workload.rows_per_image)
+    return WORKLOADS[name], ARCHITECTURES[name]

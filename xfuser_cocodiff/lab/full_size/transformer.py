@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from xfuser_cocodiff.lab.full_size.architectures import VIDEO_WIDTHS, Dimensions, architecture, dimensions
+from xfuser_cocodiff.lab.full_size.architectures import architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.inputs import INPUTS, Inputs, Request
 from xfuser_cocodiff.lab.full_size.materialize import materialize
+from xfuser_cocodiff.lab.simulation.workloads import Workload
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 DTYPE = torch.bfloat16
@@ -22,9 +23,7 @@ FRAMES_PER_LATENT = 4
 class FullSizeTransformer:
     """A transformer of full width whose blocks stand for all blocks of their kind."""
 
-    name: str
-    """Name of the model."""
-    dimensions: Dimensions
+    workload: Workload
     """Dimensions, and how the pipeline calls it: `calls` per step, `rows_per_image` of the batch."""
     model: nn.Module
     """The transformer in xDiT's wrapper."""
@@ -32,8 +31,6 @@ class FullSizeTransformer:
     """Blocks by kind, in the order of the call."""
     counts: dict[str, int]
     """Number of blocks of each kind in the real model."""
-    frames: int
-    """Default number of frames; 1 for an image."""
     device: torch.device
     """Device of the weights and inputs."""
     _sizes: dict[str, Any]
@@ -42,36 +39,29 @@ class FullSizeTransformer:
     def call(self, resolution: int, batch: int = 1, frames: int | None = None) -> torch.Tensor:
         """Run one forward on this rank's shard, and return its output.
 
-        A step has `dimensions.calls` such calls. Inputs are created in the first call of each size.
+        A step has `workload.calls` such calls. Inputs are created in the first call of each size.
 
         Args:
-            resolution: pixels per side of a square image, or height of a video in
-                :data:`xfuser_cocodiff.lab.full_size.architectures.VIDEO_WIDTHS`.
+            resolution: pixels per side of a square image, or rows of a video of 16:9.
             batch: number of images or videos.
-            frames: number of frames of a video; :attr:`frames` when not given.
+            frames: number of frames of a video; the workload's when not given.
 
         Raises:
-            ValueError: an unknown size of a video, or xDiT cannot shard this size.
+            ValueError: xDiT cannot shard this size.
         """
-        size = resolution, batch, frames or self.frames
+        latent_frames = (frames - 1) // FRAMES_PER_LATENT + 1 if frames else self.workload.latent_frames or 1
+        size = resolution, batch, latent_frames
         if size not in self._inputs:
-            self._inputs[size] = INPUTS[self.name](self._request(*size), self._sizes)
+            self._inputs[size] = INPUTS[self.workload.name](self._request(*size), self._sizes)
         with torch.no_grad(), FullMask() if "encoder_attention_mask" in self._inputs[size] else nullcontext():
             output = self.model(**self._inputs[size], return_dict=False)[0]
         return output[0] if isinstance(output, tuple) else output
 
-    def _request(self, resolution: int, batch: int, frames: int) -> Request:
-        width = resolution
-        if self.frames > 1:
-            if resolution not in VIDEO_WIDTHS:
-                raise ValueError(
-                    f"video height {resolution} is not valid; valid are {', '.join(map(str, VIDEO_WIDTHS))}"
-                )
-            width = VIDEO_WIDTHS[resolution]
-        latent_frames = (frames - 1) // FRAMES_PER_LATENT + 1
-        rows = batch * self.dimensions.rows_per_image
-        text = self.dimensions.text_tokens
-        return Request(resolution, width, latent_frames, rows, text, self.device, DTYPE)
+    def _request(self, resolution: int, batch: int, latent_frames: int) -> Request:
+        width, height = self.workload.size(resolution)
+        text_tokens = self.workload.text_tokens + self.workload.cross_text_tokens
+        rows = batch * self.workload.rows_per_image
+        return Request(height, width, latent_frames, rows, text_tokens, self.device, DTYPE)
 
 
 def build(name: str, blocks: int, device: torch.device, **flags: Any) -> FullSizeTransformer:
@@ -90,19 +80,10 @@ def build(name: str, blocks: int, device: torch.device, **flags: Any) -> FullSiz
     """
     if blocks < 1:
         raise ValueError(f"{blocks} blocks are not valid; valid are positive numbers")
-    parts, dims = architecture(name), dimensions(name)
-    sizes = parts.sizes(dims, blocks)
+    workload, parts = architecture(name)
+    sizes = parts.sizes(workload, blocks)
     with torch.device("meta"):
         model = transformer_wrappers.construct(name, sizes).eval()
     materialize(model, device, DTYPE)
     model = transformer_wrappers.wrap(name, model, **flags)
-    return FullSizeTransformer(
-        name,
-        dims,
-        model,
-        {key: list(getattr(model, kind.attribute))[kind.first : kind.end] for key, kind in parts.kinds.items()},
-        {key: kind.count for key, kind in parts.kinds.items()},
-        parts.frames,
-        device,
-        sizes,
-    )
+    return FullSizeTransformer(workload, model, parts.blocks(model), parts.counts(workload), device, sizes)
