@@ -11,7 +11,6 @@ The caller must have a single thread. So it calls :func:`prepare_environment` be
 in parallel, and leaves `torch.distributed` to the ranks.
 """
 
-import contextlib
 import faulthandler
 import gc
 import itertools
@@ -20,17 +19,16 @@ import pickle
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from xfuser_cocodiff.lab.emulation import namespaces, ranks, user_namespace
-from xfuser_cocodiff.lab.emulation.cluster import environment
+from xfuser_cocodiff.lab.emulation.forked_rank import DRAIN_SECONDS, ForkedRank, Mail, Message, fork
 from xfuser_cocodiff.lab.emulation.links import Cluster
-from xfuser_cocodiff.lab.emulation.ranks import STDERR, STDOUT, Failure, Write
+from xfuser_cocodiff.lab.emulation.ranks import STDERR, Failure, Write
 
 ENVIRONMENT = {
     # More than one thread would not survive the fork.
@@ -38,8 +36,6 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # every connection would warn that its address has no host name
 }
 """Variables that libraries read when they are loaded, so that ranks cannot set them."""
-_DRAIN_SECONDS = 1.0
-"""How long to wait for the last message of a rank, and for the stacks that ranks print after a deadline."""
 
 
 class RankFailedError(RuntimeError):
@@ -114,7 +110,7 @@ def run_forked(
     has_ended = False
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        message = _read(read_end, None if deadline is None else deadline + _DRAIN_SECONDS)
+        message = _read(read_end, None if deadline is None else deadline + DRAIN_SECONDS)
         has_ended = True
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, user_namespace.STOP_SIGNALS)
@@ -219,12 +215,12 @@ def _run_ranks(
         return 1
     gc.freeze()  # a collection on a rank would write to all objects, and so copy the memory that ranks share
     release_read, release_write = os.pipe()
-    started: list[_Rank] = []
+    started: list[ForkedRank] = []
     for rank in range(cluster.size):
         inherited = [write_end, release_write, *itertools.chain.from_iterable(each.descriptors() for each in started)]
-        started.append(_fork(cluster, rank, work, rank in results_of, release_read, inherited))
+        started.append(fork(cluster, rank, work, rank in results_of, release_read, inherited))
     os.close(release_read)
-    mail = _Mail([each.messages for each in started], release_write)
+    mail = Mail([each.messages for each in started], release_write)
     failure = ranks.watch([each.process for each in started], write)
     messages = mail.all()
     if failure is None:
@@ -235,7 +231,7 @@ def _run_ranks(
     return failure.status
 
 
-def _cause(noticed: Failure, messages: "dict[int, _Message]") -> tuple[Failure, str]:
+def _cause(noticed: Failure, messages: dict[int, Message]) -> tuple[Failure, str]:
     """Return the failure to report and its traceback.
 
     Args:
@@ -248,128 +244,3 @@ def _cause(noticed: Failure, messages: "dict[int, _Message]") -> tuple[Failure, 
         return noticed, ""
     first = min(raised, key=lambda rank: raised[rank].seconds)
     return Failure(first, 1), raised[first].content.decode()
-
-
-@dataclass(frozen=True)
-class _Message:
-    """Last message of a rank."""
-
-    has_returned: bool
-    content: bytes
-    """Pickled result, empty if nobody asked for it; the traceback of a rank that failed."""
-    seconds: float = field(default_factory=time.monotonic)
-    """When the rank returned or failed, on a clock that all ranks share."""
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """A forked rank."""
-
-    process: ranks.Process
-    messages: IO[bytes]
-    """Read end of a pipe for its last message."""
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors that other ranks inherit and must close."""
-        return [pipe.fileno() for pipe in (*self.process.outputs.values(), self.messages)]
-
-
-class _Mail:
-    """Last messages of all ranks. Threads read them, and let the ranks end once all have returned."""
-
-    def __init__(self, pipes: Sequence[IO[bytes]], release: int) -> None:
-        self._messages: dict[int, _Message] = {}
-        self._lock = threading.Lock()
-        self._missing = len(pipes)
-        self._release = release
-        self._readers = [threading.Thread(target=self._read, args=each, daemon=True) for each in enumerate(pipes)]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, rank: int, pipe: IO[bytes]) -> None:
-        with contextlib.suppress(EOFError, pickle.UnpicklingError):  # it was killed
-            message: _Message = pickle.load(pipe)
-            with self._lock:
-                self._messages[rank] = message
-                self._missing -= message.has_returned
-                if not self._missing:
-                    os.close(self._release)
-
-    def all(self) -> dict[int, _Message]:
-        """Return the messages by rank, once all ranks have ended; a rank that was killed has none."""
-        for reader in self._readers:
-            reader.join(_DRAIN_SECONDS)
-        with self._lock:
-            return dict(self._messages)
-
-
-def _fork(
-    cluster: Cluster, rank: int, work: Callable[[int], Any], has_result: bool, release: int, inherited: Sequence[int]
-) -> _Rank:
-    """Fork a rank.
-
-    Args:
-        cluster: the cluster, whose namespaces exist.
-        rank: its number.
-        work: called with the rank.
-        has_result: whether it sends what `work` returns.
-        release: read end of a pipe, at whose end the rank may end.
-        inherited: descriptors that the rank closes.
-    """
-    output, error, message = os.pipe(), os.pipe(), os.pipe()
-    number = os.fork()
-    if not number:
-        for descriptor in (*inherited, output[0], error[0], message[0]):
-            os.close(descriptor)
-        _run_rank(cluster, rank, work, has_result, (output[1], error[1], message[1], release))
-    for _, descriptor in (output, error, message):
-        os.close(descriptor)
-    pipes = {STDOUT: os.fdopen(output[0], "rb"), STDERR: os.fdopen(error[0], "rb")}
-    return _Rank(ranks.Process(number, pipes), os.fdopen(message[0], "rb"))
-
-
-def _run_rank(
-    cluster: Cluster, rank: int, work: Callable[[int], Any], has_result: bool, pipes: tuple[int, int, int, int]
-) -> NoReturn:
-    """Run a rank and end.
-
-    Args:
-        cluster: the cluster.
-        rank: its number.
-        work: called with the rank.
-        has_result: whether to send what `work` returns.
-        pipes: write ends for stdout, stderr and the last message; read end of the release.
-    """
-    output, error, messages, release = pipes
-    status = 1
-    try:
-        os.setsid()
-        _redirect(output, error)
-        user_namespace.enter_network(namespaces.FOLDER / namespaces.name(rank))
-        os.environ.update(environment(cluster, rank, os.environ))
-        if "torch" in sys.modules:  # which was loaded with another number
-            sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        result = work(rank)
-        message = _Message(True, pickle.dumps(result) if has_result else b"")
-        status = 0
-    except BaseException:
-        message = _Message(False, traceback.format_exc().encode())
-    try:
-        with os.fdopen(messages, "wb") as pipe:
-            pickle.dump(message, pipe)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        if status == 0:
-            os.read(release, 1)  # returns once all ranks have closed it
-    finally:
-        os._exit(status)
-
-
-def _redirect(output: int, error: int) -> None:
-    """Connect stdin to nothing, and stdout and stderr to pipes."""
-    for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (error, 2)):
-        os.dup2(source, target)
-        os.close(source)
-    # The caller's own may lead elsewhere, as in a notebook.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
