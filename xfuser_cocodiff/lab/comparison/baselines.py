@@ -110,12 +110,12 @@ def rotate(values: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Te
 def hadamard(values: torch.Tensor) -> torch.Tensor:
     """Return the orthonormal Hadamard matrix for rows (..., D), of at most 128 x 128; 1 x 1 if there is none."""
     size = min(_BLOCK, values.shape[-1])
-    matrix = values.new_ones(1, 1)
     if size & (size - 1):
-        return matrix
+        return values.new_ones(1, 1)
+    pair, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)
     while len(matrix) < size:
-        matrix = torch.kron(matrix.new_tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return matrix * size**-0.5
+        matrix = torch.kron(pair, matrix)
+    return (matrix * size**-0.5).to(values)
 
 
 def _round_to_fp8(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Replacement of the collectives inside xDiT's USP, to run schedules of other systems in xDiT's own transformers."""
 
-import functools
+import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,25 +32,22 @@ class Collectives:
 
 @contextmanager
 def replace_collectives(collectives: Collectives) -> Iterator[None]:
-    """Return a context in which USP uses other collectives, in all modules of xDiT that are loaded.
+    """Return a context in which USP uses other collectives.
 
-    The plugin's session must be inactive, as stock runs.
+    USP itself stays, because models hold it: its globals and the default of an argument are replaced. The plugin's
+    session must be inactive, as stock runs.
     """
     from xfuser.model_executor.layers import usp
 
     with ExitStack() as stack:
         for name, replacement in _replacements(collectives, usp):
             stack.enter_context(mock.patch.object(usp, name, replacement))
-        combined = True if collectives.exchange_inputs else collectives.combined
-        if combined is not None:
-            original = usp.USP
-
-            @functools.wraps(original)
-            def replacement(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-                return original(*tensors, **{**options, "combine_qkv_a2a": combined})
-
-            for module in [module for module in list(sys.modules.values()) if _holds(module, original)]:
-                stack.enter_context(mock.patch.object(module, "USP", replacement))
+        if collectives.exchange_inputs or collectives.combined:
+            stock = inspect.unwrap(usp.USP)
+            parameters = inspect.signature(stock).parameters.values()
+            defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+            combining = tuple({**defaults, "combine_qkv_a2a": True}.values())
+            stack.enter_context(mock.patch.object(stock, "__defaults__", combining))
         yield
 
 
@@ -69,15 +65,14 @@ def ring_group() -> torch.distributed.ProcessGroup:
     return PROCESS_GROUP.RING_PG
 
 
-def _holds(module: Any, function: Callable) -> bool:
-    return getattr(module, "__dict__", {}).get("USP") is function
-
-
 def _replacements(collectives: Collectives, usp: Any) -> Iterator[tuple[str, Callable]]:
     """Return the functions of USP's module to replace, by name."""
+    single = usp._ft_c_input_all_to_all
+    if collectives.combined is False:
+        yield "_combined_qkv_all_to_all", lambda *tensors: tuple(map(single, tensors))
+        yield "_combined_gqa_qkv_all_to_all", lambda *tensors: tuple(map(single, tensors))
     letters = itertools.cycle("qkv")  # USP sends each of them once, in this order, unless it sends them together
     if exchange := collectives.exchange_inputs:
-        single = usp._ft_c_input_all_to_all
 
         def combined(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *extra: torch.Tensor
