@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.topology import devices
-from xfuser_cocodiff.lab.accelerator import op_cost
+from xfuser_cocodiff.lab.accelerator import fused_operations, op_cost
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
 from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
 from xfuser_cocodiff.lab.accelerator.provenance import Provenance
@@ -97,6 +97,7 @@ class EmulatedAccelerator:
             (torch.Tensor, "record_stream", lambda *_: None),
             (torch, "tensor", _copied_to_device(torch.tensor)),
             (torch.Tensor, "new_tensor", _new_tensor),
+            *fused_operations.replacements(DEVICE_TYPE),
         ]
         for owner, name, replacement in replaced:
             self._stack.enter_context(mock.patch.object(owner, name, replacement))
