@@ -123,6 +123,7 @@ def test_computed_lse_equals_flash_attention(
 
 def test_kernel_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_kernels.kernel_for("cpu") is attention_kernels.flash_attention
+    assert attention_kernels.kernel_for("emulated") is None  # whose kernels are those of GPUs, with LSE
     for has_flash, expected in ((False, attention_kernels.sdpa_with_lse), (True, None)):
         monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_, found=has_flash: found)
         assert attention_kernels.kernel_for("xpu") is expected

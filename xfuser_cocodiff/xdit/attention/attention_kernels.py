@@ -42,6 +42,8 @@ def patches() -> list[Patch]:
 
 def kernel_for(device_type: str) -> Callable | None:
     """Return the kernel of SDPA_FLASH on a device; None if xDiT's own supports the device."""
+    if device_type not in DEVICES:
+        return None
     if device_type == "cpu":
         return flash_attention
     dispatch_key = "aten::_scaled_dot_product_flash_attention", device_type.upper()
