@@ -13,11 +13,15 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 from torch.nn.functional import scaled_dot_product_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import ranks
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator import device
+from xfuser_cocodiff.lab.accelerator.accelerators import ACCELERATORS
+from xfuser_cocodiff.lab.accelerator.program import RecordedCollective
 from xfuser_cocodiff.lab.bench import transformer as model
 from xfuser_cocodiff.lab.cluster_bench.coded_ulysses import CodedUlysses, UlyssesCodes
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
@@ -25,6 +29,8 @@ from xfuser_cocodiff.lab.comparison import quality
 from xfuser_cocodiff.xdit.launching import bare_runtime
 
 BATCH, HEADS, TOKENS, DIM = 2, 8, 48, 32
+LAUNCHES = {"fp4": 2 + 2, "int8": 2 + 2 + 2, "fp8-rows": 6 + 2, "fp8": 2 + 6 + 2}
+SHAPE = (1, 24, 9216, 128)
 WORDS = ("query", "key", "value")
 REPLACING = [rule for rule in RULES.values() if rule.plugin_variant is None]
 ERRORS = {"fp8": 0.073, "fp8-rows": 0.041, "fp4": 0.247, "int8": 0.026, "compact-ring": 0.037}
@@ -260,3 +266,40 @@ def test_rules_state_their_source_and_quality() -> None:
     assert RULES["fp4"].bytes_per_value("k", 128) == 4.5 / 8
     assert RULES["fp8-rows"].bytes_per_value("k", 128) == 2
     assert RULES["compact-ring"].ring_bytes_per_value((1, 12, 2304, 128)) == pytest.approx(0.25, abs=0.003)
+
+
+def run_on_accelerator(rank: int) -> dict[str, tuple[int, float, list[RecordedCollective]]]:
+    """Return launches, kernel seconds and collectives of one attention by rule, on an emulated accelerator."""
+    emulated = device.register()
+    dist.destroy_process_group()
+    dist.init_process_group(device.BACKEND, store=FakeStore(), rank=0, world_size=4)
+    results = {}
+    with device.EmulatedAccelerator(ACCELERATORS["h100-sxm"]) as emulator, torch.inference_mode():
+        tensors = [torch.empty(SHAPE, dtype=torch.bfloat16, device=emulated) for _ in range(3)]
+        for rule in REPLACING:
+            if rule.ulysses:
+                ulysses = CodedUlysses(rule.ulysses, dist.group.WORLD)
+                for _ in range(2):
+                    emulator.begin_step()
+                    received = ulysses.exchange_inputs("qkv", tensors)
+                    ulysses.exchange_output(received[0])
+                    program = emulator.end_step()
+                results[rule.name] = program.launches, program.kernel_seconds, program.collectives
+    return results
+
+
+def test_kernels_cost_their_bytes_on_an_accelerator() -> None:
+    [results] = ranks.run(run_on_accelerator, 1)
+    # Each message is encoded and decoded; FP8 rotates Q and K, INT8 collects and merges statistics.
+    assert {name: launches for name, (launches, *_) in results.items()} == LAUNCHES
+    values = torch.Size(SHAPE).numel()
+    bandwidth = ACCELERATORS["h100-sxm"].bytes_per_second
+    for name, (_, seconds, sent) in results.items():
+        coded = sum(RULES[name].bytes_per_value(letter, SHAPE[-1]) for letter in "qkvo") * values
+        assert sum(sum(each.sent) for each in sent) == pytest.approx(coded, rel=0.001), name
+        # All of Q, K, V and O are read once and written once in bf16, and their codes are written and read.
+        if name in ("fp4", "fp8-rows"):
+            assert seconds == pytest.approx((4 * 2 * 2 * values + 2 * coded) / bandwidth, rel=1e-6)
+    first, second = results["fp8-rows"][2][:2]
+    assert not second.start.offsets and not first.start.offsets  # the second does not wait for the first
+    assert results["fp8"][2][1].start.offsets

@@ -35,7 +35,7 @@ class Rule:
     system: str
     """System that has the rule, as in "rule of ..."."""
     source: str
-    """Version and file of the rule, or its pull request."""
+    """Version or commit and file of the rule, or its pull request."""
     ulysses: UlyssesCodes | None = None
     """How Q, K, V and O are sent in Ulysses groups; None for stock's all-to-alls."""
     ring: str = AS_IT_IS
@@ -129,7 +129,7 @@ RULES = {
         Rule(
             "fp8-rows",
             "cache-dit's ulysses_float8",
-            "cache-dit 1.5.3, distributed/core/_distributed_primitives.py, _All2AllComm",
+            "vipshop/cache-dit@37ef278, src/cache_dit/distributed/core/_distributed_primitives.py, _All2AllComm",
             UlyssesCodes(
                 {"q": ROW_FP8.name, "v": ROW_FP8.name, "o": ROW_FP8_HALF.name}, one_message=False, overlaps=True
             ),
@@ -138,7 +138,7 @@ RULES = {
         Rule(
             "fp4",
             "LightX2V's FP4 communication",
-            "LightX2V, common/ops/attn/utils/seq_p.py (ModelTC/LightX2V#917)",
+            "ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917",
             UlyssesCodes(dict.fromkeys("qkvo", FP4.name)),
             quality_case=_case(quality.FP4),
         ),
@@ -163,7 +163,7 @@ RULES = {
         Rule(
             "v-first",
             "cache-dit's ulysses_async: V first",
-            "cache-dit 1.5.3, distributed/async_ulysses",
+            "vipshop/cache-dit@8987d3d, src/cache_dit/distributed/async_ulysses",
             plugin_variant="exact/flat@v_first=on",
         ),
     )
