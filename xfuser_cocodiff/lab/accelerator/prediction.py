@@ -10,8 +10,8 @@ from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, Recor
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
 from xfuser_cocodiff.lab.accelerator.transport import Outcome, Pace
 
-_NOTHING = 1e-9
-"""Bytes below which a transfer is complete: less than a byte, for rounding."""
+_NOTHING = 1e-3
+"""Bytes below which a transfer is complete, because of rounding."""
 
 
 def predict(program: Program, pace: Pace, rates: Mapping[str, float], axis_to: Callable[[int], str]) -> Outcome:
@@ -60,14 +60,14 @@ class _Prediction:
             if not begins and not self._moving:
                 raise ValueError("collectives of this step wait for each other")
             next_begin = min(begins.values(), default=float("inf"))
-            next_end = now + min((self._seconds_left(each) for each in self._moving), default=float("inf"))
-            if next_begin <= next_end:
-                self._advance(max(next_begin, now) - now)
+            left = min((self._seconds_left(each) for each in self._moving), default=float("inf"))
+            if next_begin <= now + left:
+                self._advance(max(next_begin - now, 0.0))
                 now = max(next_begin, now)
                 self._start(min(begins, key=lambda each: begins[each]), now)
             else:
-                self._advance(next_end - now)
-                now = next_end
+                self._advance(left)
+                now += left
                 self._finish(now)
         marks = {name: instant.resolve(self._ends) for name, instant in self._program.marks.items()}
         sent = self._program.sent_bytes(0)
