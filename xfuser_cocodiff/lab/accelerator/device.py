@@ -216,7 +216,7 @@ class EmulatedAccelerator:
             shares = _shares(sent, group.size(), args[4]), _shares(received, group.size(), args[3])
             return self._work(self._record(group, *shares))
         if op_cost.name_of(func) == "_allgather_base_":
-            return received, self._work(self._record(group, *_gathered(sent, group.size())))
+            return received, self._work(self._record(group, *_gathered(sent, group.size()), is_gather=True))
         raise NotImplementedError(f"{func} on an emulated accelerator")
 
     def _work(self, collective: RecordedCollective) -> Any:
@@ -241,7 +241,8 @@ class EmulatedAccelerator:
             shares = _gathered(sent, group.size())
         else:
             raise NotImplementedError(f"{func} on an emulated accelerator")
-        received.cocodiff_collective = self._record(group, *shares)
+        is_gather = op_cost.name_of(func) == "all_gather_into_tensor"
+        received.cocodiff_collective = self._record(group, *shares, is_gather)
         return received
 
     def _wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,18 +255,21 @@ class EmulatedAccelerator:
             self._wait(collective)
         return tensor
 
-    def _record(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> RecordedCollective:
+    def _record(
+        self, group: dist.ProcessGroup, sent: list[int], received: list[int], is_gather: bool = False
+    ) -> RecordedCollective:
         """Record a collective that starts behind the current stream.
 
         Args:
             group: the ranks; this one is the first of them.
             sent: bytes for each of them.
             received: bytes from each of them.
+            is_gather: whether all of them are sent the same block.
         """
         self.spend_host_time(self.accelerator.collective_host_seconds)
         start = self.streams[-1].tail.latest(self.host_time)
         pattern = GroupPattern.of(dist.get_process_group_ranks(group))
-        collective = RecordedCollective(pattern, start, tuple(sent), tuple(received))
+        collective = RecordedCollective(pattern, start, tuple(sent), tuple(received), is_gather)
         self.program.collectives.append(collective)
         return collective
 

@@ -93,7 +93,7 @@ class _Prediction:
         for rank, size in zip(members[1:], collective.sent[1:], strict=True):
             axis = self._axis_to(rank)
             remaining[axis] = remaining.get(axis, 0.0) + size
-        factor = self._pace.contention(members, sum(collective.sent))
+        factor = self._pace.contention(collective)
         self._moving.append(_Transfer(collective, now, remaining, factor))
 
     def _finish(self, now: float) -> None:

@@ -65,6 +65,13 @@ class RecordedCollective:
     """Bytes for the member at each distance, in the order of the group; those at distance 0 do not move."""
     received: tuple[int, ...]
     """Bytes from the member at each distance."""
+    is_gather: bool = False
+    """Whether all members are sent the same block."""
+
+    @property
+    def is_all_to_all(self) -> bool:
+        """Whether several members are sent a share of their own: not in a permutation, nor in an all-gather."""
+        return not self.is_gather and sum(size > 0 for size in self.sent[1:]) > 1
 
 
 @dataclass

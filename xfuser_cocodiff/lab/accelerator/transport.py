@@ -36,9 +36,8 @@ class Pace:
     latency: Callable[[Sequence[int]], float] = lambda ranks: 0.0
     """Returns the seconds from the time at which a stream reaches a collective to its first byte, given the ranks of
     its group."""
-    contention: Callable[[Sequence[int], int], float] = lambda ranks, message_bytes: 1.0
-    """Returns the factor by which a collective takes longer than its transfer, given the ranks of its group and the
-    bytes of a rank."""
+    contention: Callable[[RecordedCollective], float] = lambda collective: 1.0
+    """Returns the factor by which a collective takes longer than its transfer."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class _Run:
             for distance, size in enumerate(sent):
                 if distance and size:
                     self._sent[communicator.ranks[communicator.peer(distance)]] += size
-        return start + pace.contention(communicator.ranks, sum(collective.sent)) * seconds
+        return start + pace.contention(collective) * seconds
 
     def _wait_for(self, instant: Instant) -> float:
         """Wait until all collectives that an instant depends on have ended, and return its time."""

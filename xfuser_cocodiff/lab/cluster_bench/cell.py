@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.program import RecordedCollective
 from xfuser_cocodiff.lab.simulation.machines import Machine
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
 from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
@@ -54,14 +55,11 @@ class Cell:
             latency += self._link_latency(axis)
         return latency
 
-    def contention(self, ranks: Sequence[int], message_bytes: int) -> float:
-        """Return the factor by which a collective of some ranks takes longer than its bytes do.
-
-        Args:
-            ranks: global ranks of its group.
-            message_bytes: bytes of a rank, its own block included.
-        """
-        coordinates = [self.topology.coordinates(rank) for rank in ranks]
+    def contention(self, collective: RecordedCollective) -> float:
+        """Return the factor by which a collective takes longer than its bytes do: more than 1 for some all-to-alls."""
+        if not collective.is_all_to_all:
+            return 1.0
+        coordinates = [self.topology.coordinates(rank) for rank in collective.group.members(0)]
         crossed = [
             axis.name
             for axis, places in zip(self.topology.axes, zip(*coordinates, strict=True), strict=True)
@@ -70,7 +68,7 @@ class Cell:
         if len(crossed) < 2:
             return 1.0
         spanned = Topology(tuple(axis for axis in self.topology.axes if axis.name in crossed))
-        return self.machine.link_profile(spanned, message_bytes).contention
+        return self.machine.link_profile(spanned, sum(collective.sent)).contention
 
     def _outermost_axis(self, own: tuple[int, ...], other: tuple[int, ...]) -> str:
         axes = zip(self.topology.axes, own, other, strict=True)
