@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.program import Program
-from xfuser_cocodiff.lab.accelerator.transport import Outcome, Pace, Transport
+from xfuser_cocodiff.lab.accelerator.transport import Pace, Transport
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
+from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_factor, full_step_seconds
 from xfuser_cocodiff.lab.emulation import counters, dilation
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
@@ -139,30 +139,19 @@ class _Runs:
         pace = Pace(pace_dilation, self._speed.thinning, cell.latency_seconds, cell.contention)
         outcome = self._transport.run(program, pace)
         for rank, size in outcome.sent_bytes.items():
-            self._expected[_axis_to(cell.topology, dist.get_rank(), rank)] += size
-        slowest = torch.tensor([self._step_seconds(outcome), outcome.late_seconds], dtype=torch.float64)
+            self._expected[axis_to(cell.topology, dist.get_rank(), rank)] += size
+        own_seconds = full_step_seconds(cell, self._recorded.counts, outcome)
+        slowest = torch.tensor([own_seconds, outcome.late_seconds], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds, late = slowest.tolist()
         return seconds, late
 
-    def _step_seconds(self, outcome: Outcome) -> float:
-        """Return the time of a step with all blocks: the recorded blocks stand for all of their kind."""
-        return self._scaled(lambda kind, index: _duration(outcome.marks, kind, index), outcome.seconds)
-
-    def _scaled(self, duration: Any, total: float) -> float:
-        calls = self._cell.workload.calls
-        for kind, count in self._recorded.counts.items():
-            durations = [duration(kind, index) for index in range(self._cell.blocks)]
-            total += sum(durations) * (count / self._cell.blocks - 1)
-        return calls * total
-
     def _describe(self, program: Program) -> MeasuredProgram:
         """Return the properties of a program that need no run, scaled to all blocks by their number."""
-        counts, calls = self._recorded.counts, self._cell.workload.calls
-        factor = calls * sum(counts.values()) / (self._cell.blocks * len(counts))
+        factor = full_step_factor(self._cell, self._recorded.counts)
         sent: dict[str, float] = {}
         for rank, size in program.sent_bytes(0).items():
-            axis = _axis_to(self._cell.topology, 0, rank)
+            axis = axis_to(self._cell.topology, 0, rank)
             sent[axis] = sent.get(axis, 0.0) + factor * size
         return MeasuredProgram(
             kernel_seconds=factor * program.kernel_seconds,
@@ -170,16 +159,6 @@ class _Runs:
             launches=factor * program.launches,
             link_bytes=sent,
         )
-
-
-def _duration(marks: dict[str, float], kind: str, index: int) -> float:
-    return marks[f"{kind} {index} end"] - marks[f"{kind} {index} begin"]
-
-
-def _axis_to(topology: Topology, own: int, other: int) -> str:
-    """Return the axis of the link between two ranks: the outermost one on which they differ."""
-    places = zip(topology.axes, topology.coordinates(own), topology.coordinates(other), strict=True)
-    return next(axis.name for axis, here, there in places if here != there)
 
 
 def step_seconds(variant: MeasuredVariant) -> list[float]:
