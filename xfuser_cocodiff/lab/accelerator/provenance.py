@@ -1,5 +1,6 @@
 """Provenance of tensors without values, which answers whether two of them would be equal."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Provenance:
         if inputs and (func.is_view or name in _COPIES):
             sources = self.sources(inputs[0])
         elif name == "cat":
-            sources = tuple(number for each in inputs for number in self.sources(each))
+            # Parts of one result, such as attention by head groups, join to that result.
+            sources = tuple(number for number, _ in itertools.groupby(n for each in inputs for n in self.sources(each)))
         else:
             scalars = [repr(leaf) for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor)]
             sources = (self._number((name, *map(self.sources, inputs), *scalars)) if inputs else self._new(),)
