@@ -20,6 +20,8 @@ from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, Recor
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
 
 _TAG = 0
+_HEADER_BYTES = 8
+"""First bytes of each message: when its sender reached the collective, as float64."""
 _SPIN_SECONDS = 2e-4
 _START_MARGIN = 0.02
 """Seconds between the agreement on the begin of a step and the begin."""
@@ -66,23 +68,28 @@ class _Communicator:
         """Return the index of the member that stands some places after this rank."""
         return (self._own + distance) % len(self.ranks)
 
-    def transfer(self, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Exchange messages with all other members, and wait until all have arrived.
+    def transfer(self, start: float, sent: Sequence[int], received: Sequence[int]) -> float:
+        """Exchange messages with all other members, wait until all have arrived, and return the latest start.
 
         Args:
+            start: when this rank reached the collective.
             sent: bytes for the member at each distance.
             received: bytes from the member at each distance.
         """
-        works = []
+        works, arrived = [], []
         for distance in range(len(self.ranks) - 1, 0, -1):
             if received[distance]:
                 buffer = self._buffer(received[distance], distance)
+                arrived.append(buffer)
                 works.append(self._group.recv([buffer], self.peer(distance), _TAG))
         for distance in range(1, len(self.ranks)):
             if sent[distance]:
-                works.append(self._group.send([self._buffer(sent[distance], 0)], self.peer(distance), _TAG))
+                buffer = self._buffer(sent[distance], 0)
+                _start_in(buffer).fill_(start)
+                works.append(self._group.send([buffer], self.peer(distance), _TAG))
         for work in works:
             work.wait()
+        return max([start, *(_start_in(buffer).item() for buffer in arrived)])
 
     def _buffer(self, size: int, distance: int) -> torch.Tensor:
         """Return host memory for a message from the member at a distance, or to all members for distance 0."""
@@ -161,14 +168,15 @@ class _Run:
         _sleep_until(real_start)
         started = time.monotonic()
         sent, received = (_thinned(sizes, pace.thinning) for sizes in (collective.sent, collective.received))
-        communicator.transfer(sent, received)
-        seconds = (time.monotonic() - real_start) / pace.dilation
+        begun = communicator.transfer(start, sent, received)
+        end = start + (time.monotonic() - real_start) / pace.dilation
         with self._changed:
             self._late = max(self._late, (started - real_start) / pace.dilation)
             for distance, size in enumerate(sent):
                 if distance and size:
                     self._sent[communicator.ranks[communicator.peer(distance)]] += size
-        return start + pace.contention(collective) * seconds
+        # Contention acts once all members take part, so that members who wait for a late one stay together.
+        return begun + pace.contention(collective) * max(0.0, end - begun)
 
     def _wait_for(self, instant: Instant) -> float:
         """Wait until all collectives that an instant depends on have ended, and return its time."""
@@ -185,5 +193,10 @@ def _sleep_until(at: float) -> None:
 
 
 def _thinned(sizes: Sequence[int], thinning: int) -> list[int]:
-    """Return the bytes of messages that move: at least one of each, so that both ends wait for each other."""
-    return [max(1, size // thinning) if size else 0 for size in sizes]
+    """Return the bytes of messages that move: at least the header of each, so that both ends wait for each other."""
+    return [max(_HEADER_BYTES, size // thinning) if size else 0 for size in sizes]
+
+
+def _start_in(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the header of a message."""
+    return buffer[:_HEADER_BYTES].view(torch.float64)
