@@ -9,7 +9,7 @@ Streams, events and waits order everything as on CUDA, so code that supports acc
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.lab.accelerator import fused_operations, op_cost
-from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
+from xfuser_cocodiff.lab.accelerator.accelerators import HOST_COPY_BYTES_PER_SECOND, Accelerator
+from xfuser_cocodiff.lab.accelerator.call_cache import CallCache, UnknownArgumentError, describe
 from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
 from xfuser_cocodiff.lab.accelerator.provenance import Provenance
 from xfuser_cocodiff.lab.accelerator.streams import Event, Stream
@@ -81,20 +82,32 @@ class EmulatedAccelerator:
         """The current stream, last, and those that it has replaced."""
         self.program = Program()
         """What has been recorded since the step began."""
+        self.num_steps = 0
+        """Number of steps begun."""
         self._made: list[Stream] = []
+        self._last: dict[GroupPattern, RecordedCollective] = {}
+        """The last collective of each group in this step."""
         self._provenance = Provenance()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls = CallCache(self._fake, self.device, self._provenance)
+        self._depth = 0
+        """Number of operations that are being run in terms of others."""
+        self._kernels: list[float] = []
+        """Durations of the kernels of the current operation."""
+        self._num_unrepeatable = 0
+        """Number of operations so far that did more than kernels."""
         self._operations = _Operations(self)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "EmulatedAccelerator":
         Event.host = self
-        replaced = [
+        replaced: list[tuple[Any, str, Callable]] = [
             (torch, "Stream", self._new_stream),
             (torch, "Event", Event),
             (torch.accelerator, "current_stream", lambda *_: self.streams[-1]),
-            (torch.accelerator, "synchronize", lambda *_: self.streams[-1].synchronize()),
+            (torch.accelerator, "synchronize", lambda *_: self.synchronize()),
             (torch.Tensor, "record_stream", lambda *_: None),
+            (torch.Tensor, "data_ptr", _address_of(torch.Tensor.data_ptr)),
             (torch, "tensor", _copied_to_device(torch.tensor)),
             (torch.Tensor, "new_tensor", _new_tensor),
             *fused_operations.replacements(DEVICE_TYPE),
@@ -115,16 +128,27 @@ class EmulatedAccelerator:
     def begin_step(self) -> None:
         """Begin to record a step, on an idle host and device."""
         self.program, self.host_time = Program(), Instant()
+        self.num_steps += 1
+        self._last.clear()
         for stream in (*self.streams, *self._made):
             stream.tail = Instant()
 
     def end_step(self) -> Program:
-        """Return everything since the step began."""
-        end = self.host_time
+        """Return everything since the step began. The step ends when host and device have nothing left to do."""
+        self.program.end = self.host_time.latest(self._device_end())
+        return self.program
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has ended everything queued so far, in all streams and groups."""
+        self.host_time = self.host_time.latest(self._device_end())
+
+    def _device_end(self) -> Instant:
+        end = Instant()
+        for collective in self._last.values():
+            end = end.after_collective(collective)
         for stream in (*self.streams, *self._made):
             end = end.latest(stream.tail)
-        self.program.end = end
-        return self.program
+        return end
 
     def mark(self, name: str) -> None:
         """Record the end of everything in the current stream so far under a name."""
@@ -134,6 +158,7 @@ class EmulatedAccelerator:
         """Launch a kernel on the current stream, given its duration."""
         self.spend_host_time(self.accelerator.launch_seconds)
         self.streams[-1].launch(seconds)
+        self._kernels.append(seconds)
         self.program.kernel_seconds += seconds
         self.program.launches += 1
 
@@ -142,63 +167,134 @@ class EmulatedAccelerator:
         self.host_time = self.host_time.after(seconds)
         self.program.host_seconds += seconds
 
+    def spend_call_time(self) -> None:
+        """Let the host be busy with a call that launches no kernel."""
+        self.spend_host_time(self.accelerator.call_seconds)
+
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operation: on the host if no tensor of the device takes part in it, else on the current stream."""
-        if func.namespace == "_c10d_functional" and op_cost.name_of(func) == "wait_tensor":
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return self.device
+        try:
+            key, tensors = describe(func, args, kwargs)
+            effect = self._calls.get(key)
+        except UnknownArgumentError:
+            return self._run_unknown(func, args, kwargs)
+        if effect is None:
+            return self._run_unknown(func, args, kwargs, key, tensors)
+        for seconds in effect.kernels:
+            self.launch(seconds)
+        if not effect.kernels and not self._depth:
+            self.spend_call_time()
+        return self._calls.repeat(key, effect, tensors)
+
+    def _run_unknown(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], key: Hashable = None, tensors: Sequence = ()
+    ) -> Any:
+        """Run an operation whose effect is not known.
+
+        Args:
+            func: the operation.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            key: key of the call, if its effect can be kept.
+            tensors: its tensors.
+        """
+        if op_cost.is_wait(func):
             return self._wait_tensor(args[0])
-        args, kwargs = tree_map_only(AsyncCollectiveTensor, self._wait_tensor, (args, kwargs))
         leaves = tree_leaves((args, kwargs))
         creates = any(isinstance(leaf, torch.device) and leaf.type == DEVICE_TYPE for leaf in leaves)
-        if not creates and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        pending = [leaf for leaf in leaves if isinstance(leaf, AsyncCollectiveTensor)]
+        if not creates and not pending and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args)
+        if op_cost.is_composite(func):
+            return self._run_composite(func, args, kwargs, key, tensors)
+        if pending:
+            return self._run_pending(func, args, kwargs)
         if func.namespace == "_c10d_functional":
             return self._functional_collective(func, args)
         answer = self._answer(func, args, kwargs)
-        return self._kernel(func, args, kwargs) if answer is NotImplemented else answer
+        return self._run_kernel(func, args, kwargs, key, tensors) if answer is NotImplemented else answer
 
-    def _kernel(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operation on the current stream."""
-        if func.namespace == "aten" and not op_cost.is_attention(func):
+    def _run_composite(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], key: Hashable, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Run an operation that consists of others. Its sources are its own where it only copies or joins."""
+        outer, self._kernels, num_unrepeatable = self._kernels, [], self._num_unrepeatable
+        self._depth += 1
+        try:
             with self._operations:
-                decomposed = func.decompose(*args, **kwargs)
-            if decomposed is not NotImplemented:
-                return decomposed
+                result = func.decompose(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            kernels, self._kernels = self._kernels, outer
+            outer.extend(kernels)
+        if not kernels and not self._depth:
+            self.spend_call_time()
+        if key is not None and num_unrepeatable == self._num_unrepeatable and not func._schema.is_mutable:
+            self._calls.learn_composite(key, tensors, result, kernels)
+        return result
+
+    def _run_kernel(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], key: Hashable, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """Run an operation with a kernel of its own on the current stream."""
         with self._fake:
             result = func(*args, **kwargs)
-        self._provenance.follow(func, args, result)
+        kernels = []
         if not op_cost.is_free(func):
-            self.launch(op_cost.kernel_seconds(self.accelerator, func, args, kwargs, result))
+            kernels.append(op_cost.kernel_seconds(self.accelerator, func, args, kwargs, result))
+            self.launch(kernels[0])
+        elif not self._depth:
+            self.spend_call_time()
+        if key is None:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._calls.learn_kernel(func, key, tensors, result, kernels)
         return result
+
+    def _run_pending(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on results of collectives: a view is pending too, anything else waits for them first."""
+        if not func.is_view:
+            return self.run(func, *tree_map_only(AsyncCollectiveTensor, self._wait_tensor, (args, kwargs)))
+        source = args[0].elem
+        views = self.run(func, *tree_map_only(AsyncCollectiveTensor, lambda tensor: tensor.elem, (args, kwargs)))
+        return tree_map_only(torch.Tensor, lambda view: _pending_view(view, source), views)
 
     def _answer(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation that needs values, or copies between host and device; else
         NotImplemented."""
         name = op_cost.name_of(func)
         if name in ("_local_scalar_dense", "item"):
-            self.streams[-1].synchronize()
+            self._copy(args[0].element_size(), is_asynchronous=False)
             return False if args[0].dtype == torch.bool else 0.0 if args[0].is_floating_point() else 0
         if name == "equal":
-            self.streams[-1].synchronize()
+            self.launch(self.accelerator.kernel_seconds(args[0].nbytes + args[1].nbytes))
+            self.launch(self.accelerator.shortest_kernel_seconds)  # whether all are
+            self._copy(1, is_asynchronous=False)
             return self._provenance.equal(*args)
+        is_asynchronous = bool(kwargs.get("non_blocking"))
         if name == "_to_copy" and not isinstance(args[0], FakeTensor):
             with self._fake:
                 copy = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=self.device)
-            self._copy(copy.nbytes, is_asynchronous=True)
+            self._copy(copy.nbytes, is_asynchronous)
             return copy
         if name == "_to_copy" and kwargs.get("device") == torch.device("cpu"):
             copy = torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-            self._copy(copy.nbytes, bool(kwargs.get("non_blocking")))
+            self._copy(copy.nbytes, is_asynchronous)
             return copy
-        if name == "copy_" and not isinstance(args[0], FakeTensor):
-            self._copy(args[0].nbytes, bool(kwargs.get("non_blocking") or (args[2:] and args[2])))
+        if name == "copy_" and not (isinstance(args[0], FakeTensor) and isinstance(args[1], FakeTensor)):
+            self._copy(args[0].nbytes, is_asynchronous or bool(args[2:] and args[2]))
+            if isinstance(args[0], FakeTensor):
+                self._provenance.write(args[0], self._provenance.new())
             return args[0]
         return NotImplemented
 
     def _copy(self, num_bytes: int, is_asynchronous: bool) -> None:
-        """Copy bytes between host and device."""
-        self.launch(self.accelerator.kernel_seconds(num_bytes))
+        """Copy bytes between host and device; unless it is asynchronous, the host waits for the stream."""
+        self._num_unrepeatable += 1
+        self.launch(max(num_bytes / HOST_COPY_BYTES_PER_SECOND, self.accelerator.shortest_kernel_seconds))
         if not is_asynchronous:
             self.streams[-1].synchronize()
 
@@ -269,14 +365,18 @@ class EmulatedAccelerator:
         self.spend_host_time(self.accelerator.collective_host_seconds)
         start = self.streams[-1].tail.latest(self.host_time)
         pattern = GroupPattern.of(dist.get_process_group_ranks(group))
-        collective = RecordedCollective(pattern, start, tuple(sent), tuple(received), is_gather)
+        sizes = tuple(sent), tuple(received)
+        collective = RecordedCollective(pattern, start, *sizes, is_gather, self.num_steps)
         self.program.collectives.append(collective)
+        self._last[pattern] = collective
+        self._num_unrepeatable += 1
         return collective
 
     def _wait(self, collective: RecordedCollective) -> None:
-        """Let the current stream wait for a collective of this step."""
-        stream = self.streams[-1]
-        stream.tail = stream.tail.after_collective(collective)
+        """Let the current stream wait for a collective; those of earlier steps have ended."""
+        if collective.step == self.num_steps:
+            stream = self.streams[-1]
+            stream.tail = stream.tail.after_collective(collective)
 
 
 class _Operations(TorchDispatchMode):
@@ -285,6 +385,10 @@ class _Operations(TorchDispatchMode):
     def __init__(self, device: EmulatedAccelerator) -> None:
         super().__init__()
         self._device = device
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper for that takes time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return self._device.run(func, args, kwargs or {})
@@ -300,6 +404,24 @@ def _shares(tensor: torch.Tensor, ranks: int, rows: list[int] | None) -> list[in
 
 def _gathered(sent: torch.Tensor, ranks: int) -> tuple[list[int], list[int]]:
     return ([sent.nbytes] * ranks,) * 2
+
+
+def _pending_view(view: torch.Tensor, source: torch.Tensor) -> AsyncCollectiveTensor:
+    """Return a view of a collective's result that is waited for when it is used, unless the result was."""
+    if (collective := getattr(source, "cocodiff_collective", None)) is not None:
+        view.cocodiff_collective = collective
+    return AsyncCollectiveTensor(view)
+
+
+def _address_of(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    """Return torch.Tensor.data_ptr with addresses for fake tensors, which tell views of the same memory."""
+
+    def address(tensor: torch.Tensor) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor)
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+    return address
 
 
 def _new_tensor(like: torch.Tensor, values: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:

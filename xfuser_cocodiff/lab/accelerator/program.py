@@ -67,6 +67,8 @@ class RecordedCollective:
     """Bytes from the member at each distance."""
     is_gather: bool = False
     """Whether all members are sent the same block."""
+    step: int = 0
+    """Number of the step on its device."""
 
     @property
     def is_all_to_all(self) -> bool:

@@ -1,52 +1,102 @@
 """Provenance of tensors without values, which answers whether two of them would be equal."""
 
-import itertools
-from typing import Any
+import math
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 Sources = tuple[int, ...]
 """Numbers of the computations whose results a tensor consists of, in order."""
-_COPIES = {"clone", "contiguous", "_to_copy", "_unsafe_view", "alias", "detach", "_reshape_copy", "view_copy"}
+_ATTRIBUTE = "_cocodiff_sources"
+"""Attribute of a storage: the sources of all that it holds."""
 
 
 class Provenance:
-    """Tracks the computations that tensors come from; equal computations of equal inputs have equal numbers."""
+    """Tracks the computations that tensors come from; equal computations of equal inputs have equal numbers.
+
+    Sources belong to storages, so that views and in-place operations need nothing of their own. The order of dims is
+    not tracked: a tensor has the sources of its transpose.
+    """
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-
-    def follow(self, func: Any, args: tuple, result: Any) -> None:
-        """Set the sources of an operation's results. Views and copies keep those of their input."""
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
-        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        name = func._schema.name.partition("::")[2]
-        if inputs and (func.is_view or name in _COPIES):
-            sources = self.sources(inputs[0])
-        elif name == "cat":
-            # Parts of one result, such as attention by head groups, join to that result.
-            sources = tuple(number for number, _ in itertools.groupby(n for each in inputs for n in self.sources(each)))
-        else:
-            scalars = [repr(leaf) for leaf in tree_leaves(args) if not isinstance(leaf, torch.Tensor)]
-            sources = (self._number((name, *map(self.sources, inputs), *scalars)) if inputs else self._new(),)
-        for output in outputs:
-            output.cocodiff_sources = sources
-
-    def sources(self, tensor: torch.Tensor) -> Sources:
-        """Return the sources of a tensor; those of a parameter are its own."""
-        sources = getattr(tensor, "cocodiff_sources", None)
-        if sources is None:
-            sources = (self._number(("constant", tensor.untyped_storage()._cdata)),)
-        return sources
+        self._numbers: dict[Hashable, int] = {}
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Return whether two tensors have the same shape and come from the same computations."""
         return one.shape == other.shape and self.sources(one) == self.sources(other)
 
-    def _number(self, computation: Any) -> int:
-        return self._numbers.setdefault(computation, len(self._numbers))
+    def sources(self, tensor: torch.Tensor) -> Sources:
+        """Return the sources of a tensor."""
+        if not isinstance(tensor, FakeTensor):
+            return self.new()  # values on the host may change unnoticed
+        everything = self._everything(tensor)
+        return everything if is_whole(tensor) else self.number("part", everything, *_place(tensor))
 
-    def _new(self) -> int:
-        return self._number(("new", len(self._numbers)))
+    def heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sources:
+        """Return the sources of attention, head by head: a head does not depend on those that are computed with it.
+
+        Args:
+            query: shape (B, H, S, D).
+            key: K, likewise.
+            value: V, likewise.
+        """
+        tensors = query, key, value
+        parts = [(self._everything(tensor), _place(tensor, skipped_dim=1)[1]) for tensor in tensors]
+        heads = [(tensor.storage_offset(), tensor.shape[1], tensor.stride(1)) for tensor in tensors]
+        return concatenated(
+            self.number("attention", *parts, *(offset + head % count * stride for offset, count, stride in heads))
+            for head in range(query.shape[1])
+        )
+
+    def write(self, tensor: torch.Tensor, sources: Sources) -> None:
+        """Set the sources of a tensor that an operation has written."""
+        if not is_whole(tensor):
+            sources = self.number("written", self._everything(tensor), *_place(tensor), sources)
+        setattr(tensor.untyped_storage(), _ATTRIBUTE, sources)
+
+    def number(self, *computation: Hashable) -> Sources:
+        """Return the sources of a computation's result."""
+        return (self._numbers.setdefault(computation, len(self._numbers)),)
+
+    def new(self) -> Sources:
+        """Return the sources of values that equal no others."""
+        return self.number("new", len(self._numbers))
+
+    def _everything(self, tensor: torch.Tensor) -> Sources:
+        """Return the sources of all that a tensor's storage holds."""
+        storage = tensor.untyped_storage()
+        sources = getattr(storage, _ATTRIBUTE, None)
+        if sources is None:
+            sources = self.new()
+            setattr(storage, _ATTRIBUTE, sources)
+        return sources
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor consists of all values of its storage."""
+    sizes = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return tensor.storage_offset() == 0 and sizes * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def _place(tensor: torch.Tensor, skipped_dim: int | None = None) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return which values of its storage a tensor consists of, whatever the order of its dims: offset and dims."""
+    dims: list[tuple[int, int]] = []
+    strides = [
+        (stride, size)
+        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True))
+        if dim != skipped_dim
+    ]
+    for stride, size in sorted(strides):
+        if stride == 0 or size == 1:
+            continue
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            dims[-1] = dims[-1][0], dims[-1][1] * size
+        else:
+            dims.append((stride, size))
+    return tensor.storage_offset(), tuple(dims)
+
+
+def concatenated(sources: Iterable[Sources]) -> Sources:
+    """Return the sources of joined tensors."""
+    return tuple(number for each in sources for number in each)

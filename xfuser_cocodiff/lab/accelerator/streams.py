@@ -1,4 +1,9 @@
-"""Streams and events of an emulated accelerator, with the interface of torch.Stream and torch.Event."""
+"""Streams and events of an emulated accelerator, with the interface of torch.Stream and torch.Event.
+
+Kernels of all streams share the device. The main stream computes; the others have a higher priority and short kernels.
+So a kernel on another stream starts at once and takes its duration from the main stream, at the place in the main
+stream's queue at which the host launches it. Only collectives run beside kernels.
+"""
 
 from typing import Any, ClassVar, Protocol
 
@@ -11,7 +16,12 @@ class Host(Protocol):
     host_time: Instant
     """What the host has reached."""
     streams: "list[Stream]"
-    """The current stream, last, and those that it has replaced."""
+    """The current stream, last, and those that it has replaced; the main stream is the first."""
+    num_steps: int
+    """Number of steps begun."""
+
+    def spend_call_time(self) -> None:
+        """Let the host be busy with a call that launches no kernel."""
 
 
 class Stream:
@@ -29,20 +39,25 @@ class Stream:
     def launch(self, seconds: float) -> None:
         """Queue a kernel, given its duration."""
         self.tail = self.tail.latest(self._host.host_time).after(seconds)
+        main = self._host.streams[0]
+        if self is not main:
+            main.tail = main.tail.after(seconds)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Return an event that marks the end of everything queued so far."""
         event = event or Event()
-        event.instant = self.tail.latest(self._host.host_time)
+        self._host.spend_call_time()
+        event.set(self.tail.latest(self._host.host_time), self._host.num_steps)
         return event
 
     def wait_event(self, event: "Event") -> None:
         """Queue the wait for an event."""
+        self._host.spend_call_time()
         self.tail = self.tail.latest(event.instant)
 
     def wait_stream(self, other: "Stream") -> None:
         """Queue the wait for everything that another stream holds."""
-        self.tail = self.tail.latest(other.tail)
+        self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
         """Let the host wait until everything queued so far has ended."""
@@ -67,7 +82,16 @@ class Event:
     """Host of this process; set while an accelerator is emulated."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.instant = Instant()
+        self._instant, self._step = Instant(), 0
+
+    @property
+    def instant(self) -> Instant:
+        """When the event passes; the begin of the step if it was recorded in an earlier one, or never."""
+        return self._instant if self._step == self.host.num_steps else Instant()
+
+    def set(self, instant: Instant, step: int) -> None:
+        """Set when the event passes, in the step of a number."""
+        self._instant, self._step = instant, step
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the end of everything queued so far."""
