@@ -153,6 +153,7 @@ class EmulatedAccelerator:
     def mark(self, name: str) -> None:
         """Record the end of everything in the current stream so far under a name."""
         self.program.marks[name] = self.streams[-1].tail.latest(self.host_time)
+        self.program.counts[name] = self.program.counts_so_far()
 
     def launch(self, seconds: float) -> None:
         """Launch a kernel on the current stream, given its duration."""

@@ -7,6 +7,7 @@ gives the members for every rank, and its messages by distance: how many places 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
 
@@ -76,6 +77,15 @@ class RecordedCollective:
         return not self.is_gather and sum(size > 0 for size in self.sent[1:]) > 1
 
 
+class Counts(NamedTuple):
+    """What a step has done up to a mark."""
+
+    kernel_seconds: float
+    host_seconds: float
+    launches: int
+    collectives: int
+
+
 @dataclass
 class Program:
     """Everything that a rank's accelerator does in a step."""
@@ -84,6 +94,8 @@ class Program:
     """In the order in which the host starts them."""
     marks: dict[str, Instant] = field(default_factory=dict)
     """Instants by name, such as the begin of each block."""
+    counts: dict[str, Counts] = field(default_factory=dict)
+    """What the step has done up to each mark."""
     end: Instant = field(default_factory=Instant)
     """When host and device are done."""
     kernel_seconds: float = 0.0
@@ -100,10 +112,14 @@ class Program:
             groups.setdefault(collective.group, []).append(collective)
         return groups
 
-    def sent_bytes(self, rank: int) -> dict[int, int]:
-        """Return the bytes that a rank sends to each other rank."""
+    def counts_so_far(self) -> Counts:
+        """Return everything that the step has done."""
+        return Counts(self.kernel_seconds, self.host_seconds, self.launches, len(self.collectives))
+
+    def sent_bytes(self, rank: int, collectives: slice = slice(None)) -> dict[int, int]:
+        """Return the bytes that a rank sends to each other rank in all collectives, or in some of them."""
         sent: dict[int, int] = {}
-        for collective in self.collectives:
+        for collective in self.collectives[collectives]:
             members = collective.group.members(rank)
             own = members.index(rank)
             for distance, size in enumerate(collective.sent):

@@ -12,7 +12,7 @@ from xfuser_cocodiff.lab.accelerator.program import Program
 from xfuser_cocodiff.lab.accelerator.transport import Pace, Transport
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
-from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_factor, full_step_seconds
+from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_seconds, full_step_totals
 from xfuser_cocodiff.lab.emulation import counters, dilation
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
@@ -148,16 +148,12 @@ class _Runs:
 
     def _describe(self, program: Program) -> MeasuredProgram:
         """Return the properties of a program that need no run, scaled to all blocks by their number."""
-        factor = full_step_factor(self._cell, self._recorded.counts)
-        sent: dict[str, float] = {}
-        for rank, size in program.sent_bytes(0).items():
-            axis = axis_to(self._cell.topology, 0, rank)
-            sent[axis] = sent.get(axis, 0.0) + factor * size
+        totals = full_step_totals(self._cell, self._recorded.counts, program)
         return MeasuredProgram(
-            kernel_seconds=factor * program.kernel_seconds,
-            host_seconds=factor * program.host_seconds,
-            launches=factor * program.launches,
-            link_bytes=sent,
+            kernel_seconds=totals.kernel_seconds,
+            host_seconds=totals.host_seconds,
+            launches=totals.launches,
+            link_bytes=totals.link_bytes,
         )
 
 

@@ -1,8 +1,10 @@
 """What holds for all blocks of a model, from the recorded ones: step times and numbers of a step."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.accelerator.program import Counts, Program
 from xfuser_cocodiff.lab.accelerator.transport import Outcome
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 
@@ -22,9 +24,38 @@ def full_step_seconds(cell: Cell, counts: Mapping[str, int], outcome: Outcome) -
     return cell.workload.calls * total
 
 
-def full_step_factor(cell: Cell, counts: Mapping[str, int]) -> float:
-    """Return the factor from sums over the recorded blocks, such as bytes, to those of a whole step."""
-    return cell.workload.calls * sum(counts.values()) / (cell.blocks * len(counts))
+@dataclass(frozen=True)
+class StepTotals:
+    """What a rank does in a step with all blocks."""
+
+    kernel_seconds: float
+    """Durations of all kernels."""
+    host_seconds: float
+    """Host time of all calls."""
+    launches: float
+    """Number of kernels."""
+    link_bytes: dict[str, float]
+    """Bytes sent along each axis."""
+
+
+def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) -> StepTotals:
+    """Return what a rank does in a step with all blocks; see :func:`full_step_seconds`."""
+    parts: list[tuple[float, Counts, Counts]] = [(1.0, Counts(0.0, 0.0, 0, 0), program.counts_so_far())]
+    for kind, count in counts.items():
+        for index in range(cell.blocks):
+            begin, end = (program.counts[f"{kind} {index} {edge}"] for edge in ("begin", "end"))
+            parts.append((count / cell.blocks - 1, begin, end))
+    link_bytes: dict[str, float] = {}
+    kernel_seconds = host_seconds = launches = 0.0
+    for weight, begin, end in parts:
+        weight *= cell.workload.calls
+        kernel_seconds += weight * (end.kernel_seconds - begin.kernel_seconds)
+        host_seconds += weight * (end.host_seconds - begin.host_seconds)
+        launches += weight * (end.launches - begin.launches)
+        for rank, size in program.sent_bytes(0, slice(begin.collectives, end.collectives)).items():
+            axis = axis_to(cell.topology, 0, rank)
+            link_bytes[axis] = link_bytes.get(axis, 0.0) + weight * size
+    return StepTotals(kernel_seconds, host_seconds, launches, link_bytes)
 
 
 def axis_to(topology: Topology, own: int, other: int) -> str:
