@@ -4,16 +4,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.cli import on_ranks
+from xfuser_cocodiff.cli import bench_cluster, on_ranks
 from xfuser_cocodiff.cli.output import fail, write_json
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its subcommands to the parser."""
-    parser = subparsers.add_parser("bench", help="benchmark the all-to-all, denoising steps or kernels")
+    parser = subparsers.add_parser("bench", help="benchmark the all-to-all, denoising steps, clusters or kernels")
     subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT")
     _add_a2a(subjects)
     _add_model(subjects)
+    bench_cluster.add_parser(subjects)
     _add_kernels(subjects)
     _add_all(subjects)
 

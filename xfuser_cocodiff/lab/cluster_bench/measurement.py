@@ -13,6 +13,7 @@ from xfuser_cocodiff.lab.accelerator.transport import Pace, Transport
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
 from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_seconds, full_step_totals
+from xfuser_cocodiff.lab.cluster_bench.schedule_choice import choose_programs
 from xfuser_cocodiff.lab.emulation import counters, dilation
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
@@ -159,28 +160,24 @@ class _Runs:
 
 def step_seconds(variant: MeasuredVariant) -> list[float]:
     """Return the mean step time of a run for each repeat, by the overlap schedule that autotuning would choose."""
-    chosen = {name: _chosen(variant, name) for name in variant.weights}
-    repeats = len(next(iter(chosen.values())).seconds)
+    chosen = chosen_programs(variant)
+    repeats = len(next(iter(variant.programs.values())).seconds)
     return [
-        sum(weight * chosen[name].seconds[repeat] for name, weight in variant.weights.items())
+        sum(weight * variant.programs[chosen[name]].seconds[repeat] for name, weight in variant.weights.items())
         for repeat in range(repeats)
     ]
 
 
 def slower_step_seconds(variant: MeasuredVariant) -> float:
     """Return the mean step time of a run at :data:`SLOWER` times the dilation."""
-    return sum(weight * _chosen(variant, name).slower_seconds for name, weight in variant.weights.items())
+    chosen = chosen_programs(variant)
+    return sum(weight * variant.programs[chosen[name]].slower_seconds for name, weight in variant.weights.items())
 
 
-def _chosen(variant: MeasuredVariant, name: str) -> MeasuredProgram:
-    from xfuser_cocodiff.xdit.session.schedule_tuner import MIN_SAVING
-
-    own = variant.programs[name]
-    if name not in variant.alternatives:
-        return own
-    other = variant.programs[variant.alternatives[name]]
-    saving = 1 - median(other.seconds) / median(own.seconds)
-    return other if saving > MIN_SAVING else own
+def chosen_programs(variant: MeasuredVariant) -> dict[str, str]:
+    """Return, for each program of a run, itself or the alternative that autotuning would choose."""
+    seconds = {name: median(program.seconds) for name, program in variant.programs.items()}
+    return choose_programs(variant.weights, variant.alternatives, seconds)
 
 
 def to_record(split: MeasuredSplit) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What holds for all blocks of a model, from the recorded ones: step times and numbers of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -36,6 +36,8 @@ class StepTotals:
     """Number of kernels."""
     link_bytes: dict[str, float]
     """Bytes sent along each axis."""
+    collectives: dict[str, float]
+    """Number of collectives by the axes that their groups span, such as "node+gpu"."""
 
 
 def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) -> StepTotals:
@@ -45,7 +47,8 @@ def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) ->
         for index in range(cell.blocks):
             begin, end = (program.counts[f"{kind} {index} {edge}"] for edge in ("begin", "end"))
             parts.append((count / cell.blocks - 1, begin, end))
-    link_bytes: dict[str, float] = {}
+    link_bytes = dict.fromkeys((axis.name for axis in cell.topology.axes), 0.0)
+    collectives: dict[str, float] = {}
     kernel_seconds = host_seconds = launches = 0.0
     for weight, begin, end in parts:
         weight *= cell.workload.calls
@@ -54,8 +57,11 @@ def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) ->
         launches += weight * (end.launches - begin.launches)
         for rank, size in program.sent_bytes(0, slice(begin.collectives, end.collectives)).items():
             axis = axis_to(cell.topology, 0, rank)
-            link_bytes[axis] = link_bytes.get(axis, 0.0) + weight * size
-    return StepTotals(kernel_seconds, host_seconds, launches, link_bytes)
+            link_bytes[axis] += weight * size
+        for collective in program.collectives[begin.collectives : end.collectives]:
+            axes = _spanned_axes(cell.topology, collective.group.members(0))
+            collectives[axes] = collectives.get(axes, 0.0) + weight
+    return StepTotals(kernel_seconds, host_seconds, launches, link_bytes, collectives)
 
 
 def axis_to(topology: Topology, own: int, other: int) -> str:
@@ -66,3 +72,8 @@ def axis_to(topology: Topology, own: int, other: int) -> str:
 
 def _duration(marks: Mapping[str, float], kind: str, index: int) -> float:
     return marks[f"{kind} {index} end"] - marks[f"{kind} {index} begin"]
+
+
+def _spanned_axes(topology: Topology, ranks: Sequence[int]) -> str:
+    places = zip(topology.axes, zip(*map(topology.coordinates, ranks), strict=True), strict=True)
+    return "+".join(axis.name for axis, each in places if len(set(each)) > 1)

@@ -22,6 +22,12 @@ _CLASSES = {
 """Module and class of each model's transformer. The wrapper of SD3.5 encloses the class of diffusers."""
 
 
+def preload(name: str) -> None:
+    """Import xDiT and the class of a model, for processes that are forked from this one."""
+    importlib.import_module("xfuser.core.distributed")
+    importlib.import_module(_CLASSES[name][0])
+
+
 def construct(name: str, sizes: Mapping[str, Any]) -> torch.nn.Module:
     """Return a transformer, with weights on the default device.
 

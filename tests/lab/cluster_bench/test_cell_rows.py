@@ -1,0 +1,129 @@
+"""Rows of the record, from steps made by hand whose times are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.lab.cluster_bench.programs import one_block
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology.link_profile import AxisLink
+from xfuser_cocodiff.lab.cluster_bench import cell_rows
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
+from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredProgram, MeasuredSplit, MeasuredVariant
+from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+from xfuser_cocodiff.lab.cluster_bench.recording import KEYFRAME, Recording
+from xfuser_cocodiff.lab.cluster_bench.rules import RULES
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.simulation.machines import DGX_H100
+
+RATE, MESSAGE = 1e9, 1_000_000
+MACHINE = replace(DGX_H100, links=(AxisLink("node", 0.0, RATE), AxisLink("gpu", 0.0, RATE)), launch_seconds=0.0)
+CELL = Cell(MACHINE, 1, "wan2.1-14b", 480)  # two calls of 40 equal blocks
+BLOCKS, CALLS, RANKS = 40, 2, 8
+BEFORE, AFTER, TRANSFER = 0.004, 0.002, (RANKS - 1) * MESSAGE / RATE
+STEP = CALLS * BLOCKS * (BEFORE + TRANSFER + AFTER)
+SPLIT = UlyssesRingSplit(RANKS, 1)
+KEYS = {
+    *("mode", "exchange", "step_seconds", "speedup", "speedup_over_best_stock", "exposed_seconds", "bytes_per_link"),
+    *("psnr_db", "valid", "invalid_because"),
+}
+"""Keys that other programs read."""
+
+
+def recorded(name: str, message_bytes: int = MESSAGE, **parts: Any) -> RecordedVariant:
+    """Return a variant with one program, "step"."""
+    recording = Recording({"step": one_block(RANKS, message_bytes, BEFORE, AFTER)}, {"step": 1.0})
+    variant = Variant(name, SPLIT, RULES[name]) if name in RULES else Variant(name, SPLIT, mode=name)
+    return RecordedVariant(CELL, variant, replace(recording, **parts), {"block": BLOCKS})
+
+
+def measured(seconds: list[float], slower: float, late: float = 0.0) -> MeasuredVariant:
+    """Return measured times of the program "step"."""
+    return MeasuredVariant({"step": MeasuredProgram(seconds, slower, late)}, {"step": 1.0}, {})
+
+
+def test_a_predicted_row_has_times_bytes_and_exposed_communication() -> None:
+    row = cell_rows.predicted_row(recorded("stock"), QualityRecord())
+    assert row["predicted_seconds"] == pytest.approx(STEP)
+    assert row["compute_seconds"] == pytest.approx(CALLS * BLOCKS * (BEFORE + AFTER))
+    assert row["exposed_seconds"] == pytest.approx(CALLS * BLOCKS * TRANSFER)
+    assert row["bytes_per_link"] == {"gpu": CALLS * BLOCKS * (RANKS - 1) * MESSAGE}
+    assert row["exchange"] == {"gpu": CALLS * BLOCKS}
+    assert row["launches"] == CALLS * BLOCKS * 2
+    assert row["step_seconds"] is None and row["valid"] is None
+
+
+def test_a_measured_row_has_all_keys_and_is_valid() -> None:
+    split = MeasuredSplit({}, 0.6, {"gpu": 101.0}, {"gpu": 100.0})
+    times = [1.01 * STEP, STEP, 1.03 * STEP]
+    row = cell_rows.measured_row(recorded("stock"), measured(times, 1.02 * STEP), split, QualityRecord())
+    assert row["step_seconds"] == times
+    assert row["exposed_seconds"] == pytest.approx(1.01 * STEP - CALLS * BLOCKS * (BEFORE + AFTER))
+    assert row["dilation_ratio"] == pytest.approx(1.02 / 1.01)
+    assert row["prediction_ratio"] == pytest.approx(1 / 1.01)
+    assert row["bytes_ratio"] == {"gpu": 1.01}
+    assert (row["valid"], row["invalid_because"]) == (True, [])
+    [compared] = cell_rows.compare([row], {"stock"})[:1]
+    assert compared.keys() >= KEYS
+
+
+def test_a_late_collective_is_compared_with_the_recorded_step() -> None:
+    """What is late in a recorded block is late in all blocks that it stands for."""
+    split, recorded_step = MeasuredSplit({}, 0.6, {}, {}), BEFORE + TRANSFER + AFTER
+    late = measured([STEP], STEP, late=0.02 * recorded_step)
+    row = cell_rows.measured_row(recorded("stock"), late, split, QualityRecord())
+    assert row["invalid_because"] == ["a collective started late by 2.0% of the step"]
+
+
+def test_speedups_are_over_flat_stock_and_over_the_fastest_stock() -> None:
+    fast, slow = (MESSAGE // 4, MESSAGE * 2)
+    rows = [
+        cell_rows.predicted_row(recorded("stock", slow), QualityRecord()),
+        cell_rows.predicted_row(recorded("stock-combined", MESSAGE), QualityRecord()),
+        cell_rows.predicted_row(recorded("exact", fast), QualityRecord()),
+    ]
+    compared = {row["mode"]: row for row in cell_rows.compare(rows, {"stock", "stock-combined"})}
+    times = {mode: row["predicted_seconds"] for mode, row in compared.items()}
+    assert list(compared) == ["stock", "stock-combined", "best_stock", "exact"]
+    assert compared["best_stock"]["variant"] == "stock-combined"
+    assert compared["exact"]["speedup"] == pytest.approx(times["stock"] / times["exact"])
+    assert compared["exact"]["speedup_over_best_stock"] == pytest.approx(times["stock-combined"] / times["exact"])
+    assert compared["best_stock"]["speedup_over_best_stock"] == 1
+    without_flat = {row["mode"]: row for row in cell_rows.compare(rows[1:], {"stock-combined"})}
+    assert without_flat["exact"]["speedup"] is None
+
+
+def test_the_faster_schedule_counts_where_autotuning_would_choose_it() -> None:
+    parts = {
+        "programs": {
+            "step": one_block(RANKS, MESSAGE, BEFORE, AFTER),
+            "other": one_block(RANKS, MESSAGE, 0.001, 0.001),
+        },
+        "alternatives": {"step": "other"},
+    }
+    row = cell_rows.predicted_row(recorded("exact", **parts), QualityRecord())
+    assert row["schedule"] == {"step": "other"}
+    assert row["predicted_seconds"] == pytest.approx(CALLS * BLOCKS * (0.002 + TRANSFER))
+
+
+def test_only_lossy_variants_have_a_psnr() -> None:
+    rows = (
+        {"mode": "balanced", "sweep": False, "series": "balanced", "codec": "", "psnr_db_mean": 41.0},
+        {"mode": "balanced", "sweep": True, "series": "FP4 as in LightX2V", "codec": "FP4 as in LightX2V"}
+        | {"psnr_db_mean": 23.0},
+    )
+    quality, step = QualityRecord(rows), one_block(RANKS, MESSAGE, BEFORE, AFTER)
+    lossy = {"programs": {"step": step, KEYFRAME: step}, "weights": {"step": 0.9, KEYFRAME: 0.1}}
+
+    def figures(variant: RecordedVariant) -> tuple[bool, float | None]:
+        row = cell_rows.predicted_row(variant, quality)
+        return row["lossless"], row["psnr_db"]
+
+    assert figures(recorded("balanced", **lossy)) == (False, 41.0)
+    assert figures(recorded("fast", **lossy)) == (False, None)
+    assert figures(recorded("balanced")) == (True, None)  # without a slow axis
+    assert figures(recorded("fp4")) == (False, 23.0)
+    assert figures(recorded("fp8")) == (False, None)
+    assert figures(recorded("stock")) == (True, None)

@@ -1,0 +1,84 @@
+"""Options of `cocodiff bench cluster`: lists, defaults, and errors that name option, value and valid set."""
+
+import pytest
+
+from xfuser_cocodiff.lab.cluster_bench import requested_cells
+from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
+
+
+def parse(
+    machine: str = "aurora",
+    nodes: str = "2",
+    model: str = "flux1",
+    resolution: str = "768",
+    modes: str | None = None,
+    predicts: bool = False,
+    dilation: float | None = None,
+    batch: int = 1,
+    layers: int = 1,
+    launch_us: float | None = None,
+) -> list[RequestedCell]:
+    """Parse options as the command does."""
+    cells = requested_cells.parse_cells(machine, nodes, model, resolution, batch, layers, launch_us)
+    return requested_cells.request(cells, modes, predicts, dilation)
+
+
+def test_lists_give_all_combinations() -> None:
+    cells = [each.cell for each in parse("aurora,ethernet", "1,2", "flux1,sd35", "768,1536")]
+    assert len(cells) == 16
+    assert (cells[0].machine.name, cells[-1].machine.name) == ("aurora", "ethernet-100")
+    assert [(cell.nodes, cell.model, cell.resolution) for cell in cells[:3]] == [
+        (1, "flux.1-dev", 768),
+        (1, "flux.1-dev", 1536),
+        (1, "sd3.5-large", 768),
+    ]
+
+
+def test_variants_that_do_not_apply_are_no_default() -> None:
+    one_node, two_nodes = parse(nodes="1,2")
+    assert set(two_nodes.modes) - set(one_node.modes) == {"balanced", "fast", "paper", "kv-gather", "compact-ring"}
+    assert {"best_stock", "exact", "v-first", "fp8", "fp4", "int8"} <= set(one_node.modes)
+    assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock"}
+
+
+def test_launch_time_replaces_that_of_the_accelerator() -> None:
+    [graphs], [eager] = parse(launch_us=0), parse()
+    assert graphs.cell.machine.accelerator.launch_seconds == 0 < eager.cell.machine.accelerator.launch_seconds
+    assert graphs.cell.machine.accelerator.bytes_per_second == eager.cell.machine.accelerator.bytes_per_second
+
+
+def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
+    possible, impossible = parse(resolution="768,800")
+    assert possible.problem is None
+    assert "2500 image tokens are not divisible by 24" in str(impossible.problem)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"machine": "aurora,frontier"}, "--machine 'frontier' is not valid; valid are aurora, dgx-h100"),
+        ({"nodes": "two"}, "--nodes 'two' is not valid"),
+        ({"nodes": "0"}, "--nodes 0 is not valid; it must be 1 or more"),
+        ({"nodes": "8"}, "--nodes 8 is not valid: 96 ranks .* valid are 1, 2, or more with --predict"),
+        ({"model": "sdxl"}, "--model 'sdxl' is not valid; valid are flux.1-dev"),
+        ({"resolution": "1000"}, "--resolution 1000 is not valid; it must be a positive multiple of 16"),
+        ({"resolution": "800"}, "--resolution 800 is not valid for flux.1-dev on 2 nodes of aurora: 2500 image"),
+        ({"batch": 0}, "--batch 0 is not valid"),
+        ({"layers": 0}, "--layers 0 is not valid"),
+        ({"launch_us": -1.0}, "--launch_us -1 is not valid; valid are microseconds from 0"),
+        ({"modes": "exact,quick"}, "--modes 'quick' is not valid; valid are best_stock, stock, .*fp4.*balanced"),
+        ({"modes": "exact@color=red"}, "'color' is not valid after @"),
+        ({"modes": "kv-gather", "nodes": "1"}, "--modes 'kv-gather' needs several nodes.*; valid rules are .*fp4"),
+        ({"dilation": 0.5}, "--dilation 0.5 is not valid for 2 nodes of aurora; valid are"),
+        ({"dilation": 1e9}, r"--dilation 1e\+09 is not valid"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_errors_name_option_value_and_valid_set(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(**options)
+
+
+def test_many_ranks_can_be_predicted() -> None:
+    [requested] = parse(nodes="4", predicts=True)
+    assert requested.cell.topology.size == 48

@@ -1,0 +1,180 @@
+"""The record of `cocodiff bench cluster`: cells one after the other, each recorded, measured and checked."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.lab.cluster_bench import cell_rows
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
+from xfuser_cocodiff.lab.cluster_bench.measurement import Speed, measure_split
+from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
+from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
+from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+from xfuser_cocodiff.xdit.launching import transformer_wrappers
+
+_KEY = ("machine", "nodes", "model", "resolution", "batch", "blocks", "launch_us", "predicted", "requested_dilation")
+"""Fields by which a cell of an earlier record is recognized."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How cells are measured."""
+
+    dilation: float | None = None
+    """None to choose it for each cell."""
+    repeats: int = 3
+    predicts: bool = False
+    """Whether steps are only recorded and predicted."""
+    quality: QualityRecord = field(default_factory=QualityRecord)
+
+
+def run(requested: RequestedCell, conditions: Conditions, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Return a cell of the record.
+
+    Args:
+        requested: the cell and its variants.
+        conditions: how to measure it.
+        progress: advances by two for each variant.
+
+    Raises:
+        RuntimeError: a variant cannot be recorded, or the cluster cannot be emulated on this machine.
+        RankFailedError: a rank failed.
+    """
+    progress = progress or ProgressReporter(None)
+    cell, described = requested.cell, _describe(requested, conditions)
+    if requested.problem:
+        _advance(progress, 2 * len(requested.variants))
+        return {**described, "problem": requested.problem, "rows": []}
+    transformer_wrappers.preload(cell.model)
+    splits = _by_split(requested.variants)
+    recorded: dict[UlyssesRingSplit, RecordedSplit] = {}
+    for split, variants in splits.items():
+        progress.report(f"{_title(cell)}: record {', '.join(each.name for each in variants)}")
+        recorded[split] = record_split(cell, split, variants)
+        _advance(progress, len(variants))
+    known = {split: cell_rows.recorded_variants(cell, recorded[split], splits[split]) for split in splits}
+    stock = {each.name for each in requested.variants if each.is_stock}
+    rows: list[dict[str, Any]] = []
+    if conditions.predicts:
+        rows = [cell_rows.predicted_row(each, conditions.quality) for split in splits for each in known[split]]
+        _advance(progress, len(rows))
+        return {**described, "problem": None, "rows": cell_rows.compare(rows, stock)}
+    speed = _speed(cell, [each for split in splits for each in known[split]], conditions)
+    for split in splits:
+        progress.report(f"{_title(cell)}: measure split {split} at a dilation of {speed.dilation:g}")
+        measured = measure_split(cell, recorded[split], speed)
+        for each in known[split]:
+            variant = measured.variants[each.variant.name]
+            rows.append(cell_rows.measured_row(each, variant, measured, conditions.quality))
+        _advance(progress, len(known[split]))
+    described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
+    return {**described, "rows": cell_rows.compare(rows, stock)}
+
+
+def run_all(
+    cells: Sequence[RequestedCell],
+    conditions: Conditions,
+    progress: ProgressReporter,
+    earlier: Sequence[dict[str, Any]] = (),
+    keep: Callable[[list[dict[str, Any]]], None] = lambda finished: None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return all cells of the record, and why some are missing.
+
+    Args:
+        cells: the cells and their variants.
+        conditions: how to measure them.
+        progress: gets activities and work items.
+        earlier: cells of an earlier record; those that are asked for again are not measured again.
+        keep: called with all finished cells after each one.
+    """
+    kept = {_key(cell): cell for cell in earlier}
+    missing = [each for each in cells if not _has(kept, each, conditions)]
+    progress.set_total(2 * sum(len(each.variants) for each in missing))
+    failures = []
+    for each in missing:
+        described = _describe(each, conditions)
+        try:
+            kept[_key(described)] = run(each, conditions, progress)
+        except RuntimeError as error:
+            failures.append(f"{_title(each.cell)}: {error}")
+            continue
+        keep(list(kept.values()))
+    return list(kept.values()), failures
+
+
+def read_cells(file: Path | None) -> list[dict[str, Any]]:
+    """Return the cells of a record; none if there is no such file.
+
+    Raises:
+        ValueError: the file is no record of this benchmark.
+    """
+    if file is None or not file.exists():
+        return []
+    try:
+        cells: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
+        for cell in cells:
+            _key(cell)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--json {file} is not valid ({error}); it must be a new file, or a record of `cocodiff bench cluster`"
+        ) from None
+    return cells
+
+
+def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any]:
+    cell = requested.cell
+    return {
+        "machine": cell.machine.name,
+        "nodes": cell.nodes,
+        "ranks": cell.topology.size,
+        "topology": str(cell.topology),
+        "model": cell.model,
+        "resolution": cell.resolution,
+        "batch": cell.batch,
+        "blocks": cell.blocks,
+        "launch_us": 1e6 * cell.machine.accelerator.launch_seconds,
+        "requested_dilation": conditions.dilation,
+        "dilation": None,
+        "thinning": None,
+        "predicted": conditions.predicts,
+        "modes": list(requested.modes),
+    }
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in _KEY)
+
+
+def _has(kept: dict[tuple[Any, ...], dict[str, Any]], requested: RequestedCell, conditions: Conditions) -> bool:
+    """Return whether an earlier record has all variants of a cell."""
+    cell = kept.get(_key(_describe(requested, conditions)))
+    return cell is not None and set(requested.modes) <= set(cell["modes"])
+
+
+def _speed(cell: Cell, recorded: Sequence[RecordedVariant], conditions: Conditions) -> Speed:
+    programs = [program for each in recorded for program in each.recording.programs.values()]
+    seconds = [outcome.seconds for each in recorded for outcome in each.predictions.values()]
+    return choose_speed(cell, programs, seconds, conditions.repeats, conditions.dilation)
+
+
+def _by_split(variants: Sequence[Variant]) -> dict[UlyssesRingSplit, list[Variant]]:
+    splits: dict[UlyssesRingSplit, list[Variant]] = {}
+    for each in variants:
+        splits.setdefault(each.split, []).append(each)
+    return splits
+
+
+def _advance(progress: ProgressReporter, items: int) -> None:
+    for _ in range(items):
+        progress.advance()
+
+
+def _title(cell: Cell) -> str:
+    return f"{cell.machine.name}, {cell.nodes} nodes, {cell.model}, {cell.resolution} px"

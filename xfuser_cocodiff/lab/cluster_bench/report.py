@@ -1,0 +1,86 @@
+"""Prints the tables of a record of `cocodiff bench cluster`."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK
+from xfuser_cocodiff.lab.reporting.formatting import (
+    NOT_MEASURED,
+    format_db,
+    format_median_range,
+    format_percent,
+    format_seconds,
+)
+
+_COLUMNS = (
+    *("variant", "U x R", "step time", "speedup", "over best stock", "exposed", "MB", "PSNR"),
+    *("predicted", "valid"),
+)
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print one table per cell, and below it why times are not valid."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    for cell in record["cells"]:
+        console.print(_title(cell))
+        if cell["problem"]:
+            console.print(f"not measured: {cell['problem']}\n")
+            continue
+        console.print(_table(cell["rows"]), *_objections(cell["rows"]), "", sep="\n")
+    console.print(
+        "step time: median (min to max) in undilated time; speedup: over stock's flat Ulysses",
+        "exposed: step time without that of computation and host alone; MB: sent per rank and step on the slowest axis",
+        "predicted: predicted over measured step time",
+        sep="\n",
+    )
+
+
+def _title(cell: dict[str, Any]) -> str:
+    batch = f", batch {cell['batch']}" if cell["batch"] > 1 else ""
+    speed = "predicted, not measured"
+    if not cell["predicted"] and cell["dilation"]:
+        speed = f"D = {cell['dilation']:g}, 1 of {cell['thinning']} bytes moves"
+    return (
+        f"{cell['machine']} ({cell['topology']}), {cell['model']}, {cell['resolution']} px{batch}: "
+        f"{speed}, launches of {cell['launch_us']:g} us"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in ("variant", "valid") else "right", no_wrap=True)
+    for row in rows:
+        split, sent = row["split"], next(iter(row["bytes_per_link"].values()), 0.0)  # axes are ordered, slowest first
+        is_measured = row["step_seconds"] is not None
+        table.add_row(
+            f"{BEST_STOCK} = {row['variant']}" if row["mode"] == BEST_STOCK else row["mode"],
+            f"{split['ulysses']} x {split['ring']}",
+            format_median_range(row["step_seconds"] or [row["predicted_seconds"]]),
+            _times(row["speedup"]),
+            _times(row["speedup_over_best_stock"]),
+            format_seconds(row["exposed_seconds"]),
+            f"{sent / 1e6:.1f}",
+            "lossless" if row["lossless"] else format_db(row["psnr_db"]),
+            format_percent(row["prediction_ratio"]) if is_measured else NOT_MEASURED,
+            {True: "yes", False: "INVALID", None: NOT_MEASURED}[row["valid"]],
+        )
+    return table
+
+
+def _objections(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the reasons why times are not valid, each with its variants."""
+    variants: dict[str, list[str]] = {}
+    for row in rows:
+        for reason in row["invalid_because"]:
+            variants.setdefault(reason, []).append(row["mode"])
+    return [f"INVALID: {', '.join(names)}: {reason}" for reason, names in variants.items()]
+
+
+def _times(speedup: float | None) -> str:
+    return NOT_MEASURED if speedup is None else f"{speedup:.2f}x"

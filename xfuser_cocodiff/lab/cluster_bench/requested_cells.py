@@ -1,0 +1,180 @@
+"""The cells that a command asks for, and the variants that apply to each."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from xfuser_cocodiff.engine.settings.config import resolve
+from xfuser_cocodiff.engine.settings.options import MODES, OFF
+from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
+from xfuser_cocodiff.lab.bench.variant import parse_mode
+from xfuser_cocodiff.lab.cluster_bench import variants
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.rules import RULES
+from xfuser_cocodiff.lab.cluster_bench.speed_choice import dilations
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.simulation.machines import ALIASES, MACHINES, Machine, machine_named
+from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
+from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
+from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
+
+DEFAULT_MODES = (
+    *(variants.BEST_STOCK, "exact", "balanced", "fast", "paper"),
+    *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
+)
+MAX_RANKS = 32
+"""Ranks that are emulated at most; 24 ranks on two cores meet the rates of their links."""
+
+
+@dataclass(frozen=True)
+class RequestedCell:
+    """A cell with its variants."""
+
+    cell: Cell
+    modes: tuple[str, ...]
+    """Names from which the variants were parsed."""
+    variants: tuple[Variant, ...]
+    problem: str | None = None
+    """Why xDiT cannot run this cell; None if it can."""
+
+
+def parse_cells(
+    machines: str,
+    nodes: str,
+    models: str,
+    resolutions: str,
+    batch: int = 1,
+    layers: int = 1,
+    launch_us: float | None = None,
+) -> list[Cell]:
+    """Return the cells of all combinations of comma-separated options; resolutions vary fastest.
+
+    Args:
+        machines: names in :data:`machines.MACHINES`, or aliases.
+        nodes: numbers of nodes.
+        models: names in :data:`workloads.WORKLOADS`, or short names.
+        resolutions: pixels per side, or rows of a video.
+        batch: number of images.
+        layers: blocks of each kind that are emulated.
+        launch_us: host time of a kernel launch in microseconds; None for that of the accelerator.
+
+    Raises:
+        ValueError: an option is not valid.
+    """
+    check_count("--batch", batch)
+    check_count("--layers", layers)
+    if launch_us is not None and not 0 <= launch_us < float("inf"):
+        raise ValueError(f"--launch_us {launch_us:g} is not valid; valid are microseconds from 0")
+    used = [_machine(name, launch_us) for name in _names("--machine", machines, MACHINES, ALIASES)]
+    workloads = [MODEL_ALIASES.get(name, name) for name in _names("--model", models, WORKLOADS, MODEL_ALIASES)]
+    counts, sizes = _counts("--nodes", nodes), _counts("--resolution", resolutions, PIXELS_PER_TOKEN)
+    return [
+        Cell(machine, count, model, size, batch, layers)
+        for machine in used
+        for count in counts
+        for model in workloads
+        for size in sizes
+    ]
+
+
+def request(
+    cells: Iterable[Cell], modes: str | None, predicts: bool, dilation: float | None = None
+) -> list[RequestedCell]:
+    """Return the cells with their variants.
+
+    Args:
+        cells: the cells.
+        modes: names of variants, separated by commas; None for those of :data:`DEFAULT_MODES` that apply to a cell.
+        predicts: whether nothing is emulated, so that the number of ranks is not limited.
+        dilation: requested dilation; None if it is chosen.
+
+    Raises:
+        ValueError: a variant or the dilation is not valid in a cell, a cell has too many ranks, or xDiT can run none of
+            the cells.
+    """
+    requested = [_request(cell, modes, predicts) for cell in cells]
+    for each in requested:
+        lowest, highest = dilations(each.cell)
+        if dilation is not None and not lowest <= dilation <= highest:
+            raise ValueError(
+                f"--dilation {dilation:g} is not valid for {each.cell.nodes} nodes of {each.cell.machine.name}; valid "
+                f"are {lowest:.4g} to {highest:.4g}"
+            )
+    if all(each.problem for each in requested):
+        cell, problem = requested[0].cell, requested[0].problem
+        raise ValueError(
+            f"--resolution {cell.resolution} is not valid for {cell.model} on {cell.nodes} nodes of "
+            f"{cell.machine.name}: {problem}"
+        )
+    return requested
+
+
+def _request(cell: Cell, modes: str | None, predicts: bool) -> RequestedCell:
+    ranks = cell.topology.size
+    if not predicts and ranks > MAX_RANKS:
+        valid = ", ".join(map(str, range(1, MAX_RANKS // cell.machine.ranks_per_node + 1)))
+        raise ValueError(
+            f"--nodes {cell.nodes} is not valid: {ranks} ranks of {cell.machine.name} are too many to be emulated; "
+            f"valid are {valid}, or more with --predict"
+        )
+    if ranks < 2:
+        raise ValueError(f"--nodes {cell.nodes} is not valid: {cell.machine.name} has a single rank")
+    names = [name.strip() for name in modes.split(",")] if modes else _applicable(cell)
+    for name in names:
+        _check(cell, name)
+    shard = cell.scenario.shard
+    # The plugin can run what a remark names, but stock cannot.
+    problem = shard.problem or next((remark for remark in shard.remarks if "xDiT fails" in remark), None)
+    return RequestedCell(cell, tuple(names), tuple(variants.parse(cell, names)), problem)
+
+
+def _applicable(cell: Cell) -> list[str]:
+    """Return the default variants that differ from others in this cell."""
+    topology = cell.topology
+    ranks = SequenceRanks(topology.size, topology)
+    config = resolve({"use_cocodiff": True, "cocodiff_cache": OFF}, {}, ranks)
+    dropped = {name for name in DEFAULT_MODES if name in RULES and RULES[name].needs_ring and cell.nodes == 1}
+    if config is None or not config.slow_axes:  # lossy modes are lossless then
+        dropped |= {*MODES} - {"exact"}
+    return [name for name in DEFAULT_MODES if name not in dropped]
+
+
+def _check(cell: Cell, name: str) -> None:
+    """Check the name of a variant.
+
+    Raises:
+        ValueError: it is not valid in this cell.
+    """
+    if name in RULES:
+        if RULES[name].needs_ring and cell.nodes == 1:
+            valid = ", ".join(each for each, rule in RULES.items() if not rule.needs_ring)
+            raise ValueError(f"--modes {name!r} needs several nodes, for a ring across them; valid rules are {valid}")
+        return
+    mode = name.partition("@")[0].partition("/")[0]
+    if mode not in (*MODES, variants.BEST_STOCK):
+        valid = ", ".join((variants.BEST_STOCK, *RULES, *MODES))
+        raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
+    if mode in MODES:
+        parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))
+
+
+def _machine(name: str, launch_us: float | None) -> Machine:
+    machine = machine_named(name)
+    if launch_us is None:
+        return machine
+    return replace(machine, accelerator=replace(machine.accelerator, launch_seconds=1e-6 * launch_us))
+
+
+def _names(option: str, text: str, valid: Iterable[str], aliases: Iterable[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        check_choice(option, name, [*valid, *aliases])
+    return list(dict.fromkeys(names))
+
+
+def _counts(option: str, text: str, multiple: int = 1) -> Sequence[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{option} {text!r} is not valid; it must be integers separated by commas")
+    for part in parts:
+        check_count(option, int(part), multiple)
+    return list(dict.fromkeys(map(int, parts)))
