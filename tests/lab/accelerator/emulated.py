@@ -24,12 +24,12 @@ ROUND = Accelerator("round", 1e9, 1e8, 1e7, 1e6, SHORTEST, LAUNCH, COLLECTIVE)
 @contextmanager
 def accelerator(ranks: int = 1) -> Iterator["EmulatedAccelerator"]:
     """Yield an accelerator that records a step on rank 0 of a group."""
-    from xfuser_cocodiff.lab.accelerator import device
+    from xfuser_cocodiff.lab.accelerator import device, device_type
 
-    device.register()
+    device_type.register()
     dist.destroy_process_group()
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group(device.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
     with device.EmulatedAccelerator(ROUND) as emulator, torch.inference_mode():
         emulator.begin_step()
         yield emulator

@@ -19,7 +19,7 @@ from tests import ranks
 from xfuser_cocodiff.engine.compression.codecs import EXACT
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.accelerator import device
+from xfuser_cocodiff.lab.accelerator import device, device_type
 from xfuser_cocodiff.lab.accelerator.accelerators import ACCELERATORS
 from xfuser_cocodiff.lab.accelerator.program import RecordedCollective
 from xfuser_cocodiff.lab.bench import transformer as model
@@ -270,9 +270,9 @@ def test_rules_state_their_source_and_quality() -> None:
 
 def run_on_accelerator(rank: int) -> dict[str, tuple[int, float, list[RecordedCollective]]]:
     """Return launches, kernel seconds and collectives of one attention by rule, on an emulated accelerator."""
-    emulated = device.register()
+    emulated = device_type.register()
     dist.destroy_process_group()
-    dist.init_process_group(device.BACKEND, store=FakeStore(), rank=0, world_size=4)
+    dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=4)
     results = {}
     with device.EmulatedAccelerator(ACCELERATORS["h100-sxm"]) as emulator, torch.inference_mode():
         tensors = [torch.empty(SHAPE, dtype=torch.bfloat16, device=emulated) for _ in range(3)]

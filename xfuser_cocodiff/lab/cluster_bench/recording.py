@@ -24,9 +24,10 @@ from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
-from xfuser_cocodiff.lab.accelerator import device
-from xfuser_cocodiff.lab.accelerator.device import EmulatedAccelerator, TritonKernels
+from xfuser_cocodiff.lab.accelerator import device_type
+from xfuser_cocodiff.lab.accelerator.device import EmulatedAccelerator
 from xfuser_cocodiff.lab.accelerator.program import Program
+from xfuser_cocodiff.lab.accelerator.triton_stand_ins import TritonKernels
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.rules import Rule
@@ -104,7 +105,7 @@ def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) ->
     from xfuser_cocodiff.engine.kernels import triton_kernels
 
     activation.activate()  # before PyTorch knows the device, so that xDiT runs as on a machine without one
-    emulated = device.register()
+    emulated = device_type.register()
     _start_xdit(split)
     with (
         EmulatedAccelerator(cell.machine.accelerator) as emulator,
@@ -119,11 +120,11 @@ def _start_xdit(split: UlyssesRingSplit) -> None:
     """Start xDiT on rank 0 of a group whose collectives return at once."""
     ranks = split.ulysses * split.ring
     os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    dist.init_process_group(device.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group(device_type.BACKEND, store=FakeStore(), rank=0, world_size=ranks)
     new_group = dist.new_group
 
     def of_this_backend(members: Any = None, *_: Any, **__: Any) -> dist.ProcessGroup:
-        return new_group(members, backend=device.BACKEND)
+        return new_group(members, backend=device_type.BACKEND)
 
     dist.new_group = of_this_backend  # xDiT and the plugin also ask for gloo, which would wait for other processes
     failure_detection.start_heartbeat = lambda: None  # there is no other rank to watch
