@@ -31,6 +31,9 @@ def add_parser(subjects: Any) -> None:
     parser.add_argument("--resolution", required=True, help="pixels per side of an image, or rows of a 16:9 video")
     parser.add_argument("--batch", type=int, default=1, help="number of images (%(default)s)")
     parser.add_argument(
+        "--text_tokens", type=int, metavar="N", help="text tokens of the prompt (default: the pipeline's)"
+    )
+    parser.add_argument(
         "--modes",
         metavar="LIST",
         help="variants, separated by commas: best_stock, rules of other systems, or modes as in `bench model --mode` "
@@ -93,7 +96,8 @@ def _cells(options: argparse.Namespace) -> Any:
     from xfuser_cocodiff.lab.cluster_bench import requested_cells
 
     lists = (options.machine, options.nodes, options.model, options.resolution)
-    cells = requested_cells.parse_cells(*lists, options.batch, options.layers, options.launch_us)
+    numbers = (options.batch, options.layers, options.launch_us, options.text_tokens)
+    cells = requested_cells.parse_cells(*lists, *numbers)
     return requested_cells.request(cells, options.modes, options.predict, options.dilation)
 
 

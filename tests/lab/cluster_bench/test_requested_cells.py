@@ -17,9 +17,10 @@ def parse(
     batch: int = 1,
     layers: int = 1,
     launch_us: float | None = None,
+    text_tokens: int | None = None,
 ) -> list[RequestedCell]:
     """Parse options as the command does."""
-    cells = requested_cells.parse_cells(machine, nodes, model, resolution, batch, layers, launch_us)
+    cells = requested_cells.parse_cells(machine, nodes, model, resolution, batch, layers, launch_us, text_tokens)
     return requested_cells.request(cells, modes, predicts, dilation)
 
 
@@ -62,8 +63,10 @@ def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
         ({"nodes": "8"}, "--nodes 8 is not valid: 96 ranks .* valid are 1, 2, or more with --predict"),
         ({"model": "sdxl"}, "--model 'sdxl' is not valid; valid are flux.1-dev"),
         ({"resolution": "1000"}, "--resolution 1000 is not valid; it must be a positive multiple of 16"),
-        ({"resolution": "800"}, "--resolution 800 is not valid for flux.1-dev on 2 nodes of aurora: 2500 image"),
+        ({"resolution": "800"}, "--resolution 800 and --nodes 2 is not valid on aurora: 2500 image"),
         ({"batch": 0}, "--batch 0 is not valid"),
+        ({"text_tokens": 64, "model": "wan"}, "--text_tokens 64 is not valid: the sequence of wan2.1-14b has no text"),
+        ({"text_tokens": 500, "model": "flux2"}, "500 text tokens are not divisible by 24: xDiT fails"),
         ({"layers": 0}, "--layers 0 is not valid"),
         ({"launch_us": -1.0}, "--launch_us -1 is not valid; valid are microseconds from 0"),
         ({"modes": "exact,quick"}, "--modes 'quick' is not valid; valid are best_stock, stock, .*fp4.*balanced"),
@@ -77,6 +80,13 @@ def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
 def test_errors_name_option_value_and_valid_set(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(**options)
+
+
+def test_text_that_xdit_cannot_shard_is_shortened() -> None:
+    """A user would set --max_sequence_length as xDiT's error says."""
+    [default], [shorter], [replicated] = parse(model="flux2"), parse(model="flux2", text_tokens=240), parse()
+    assert [each.cell.workload.text_tokens for each in (default, shorter, replicated)] == [504, 240, 512]
+    assert default.problem is None and default.cell.scenario.workload.text_tokens == 504
 
 
 def test_many_ranks_can_be_predicted() -> None:

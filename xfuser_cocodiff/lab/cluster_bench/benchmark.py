@@ -19,7 +19,10 @@ from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
-_KEY = ("machine", "nodes", "model", "resolution", "batch", "blocks", "launch_us", "predicted", "requested_dilation")
+_KEY = (
+    *("machine", "nodes", "model", "resolution", "batch", "text_tokens", "blocks"),
+    *("launch_us", "predicted", "requested_dilation"),
+)
 """Fields by which a cell of an earlier record is recognized."""
 
 
@@ -138,6 +141,7 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
         "model": cell.model,
         "resolution": cell.resolution,
         "batch": cell.batch,
+        "text_tokens": cell.workload.text_tokens,
         "blocks": cell.blocks,
         "launch_us": 1e6 * cell.machine.accelerator.launch_seconds,
         "requested_dilation": conditions.dilation,

@@ -1,13 +1,14 @@
 """A cell of the benchmark: a model at one size on some nodes of a machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.program import RecordedCollective
 from xfuser_cocodiff.lab.simulation.machines import Machine
 from xfuser_cocodiff.lab.simulation.scenario import Scenario
+from xfuser_cocodiff.lab.simulation.sharding import RULES, UNSUPPORTED
 from xfuser_cocodiff.lab.simulation.simulate import scenario_on_nodes
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS, Workload
 
@@ -25,6 +26,8 @@ class Cell:
     """Number of images or videos."""
     blocks: int = 1
     """Blocks of each kind that are emulated; they stand for all blocks of their kind."""
+    text_tokens: int | None = None
+    """Text tokens of the prompt; None for the pipeline's, or the largest number below that xDiT can shard."""
 
     @property
     def topology(self) -> Topology:
@@ -33,8 +36,12 @@ class Cell:
 
     @property
     def workload(self) -> Workload:
-        """Dimensions of the model."""
-        return WORKLOADS[self.model]
+        """Dimensions of the model, with the text tokens of this cell."""
+        workload, degree = WORKLOADS[self.model], self.topology.size
+        tokens = self.text_tokens or workload.text_tokens
+        if self.text_tokens is None and RULES[self.model].text == UNSUPPORTED:
+            tokens = max(tokens // degree, 1) * degree
+        return replace(workload, text_tokens=tokens)
 
     @property
     def scenario(self) -> Scenario:

@@ -7,11 +7,13 @@ from statistics import geometric_mean
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.comparison.charts import AXIS_COLORS, INK, REST_COLOR
 
 _EDGE = 5.0
 """Distance of the lossless variants, at the right edge, from the largest PSNR in dB."""
+_MARGIN = 1.2
+"""Factor between the largest speedup and the upper edge, and between the smallest and the lower one."""
 _OWN_COLOR = AXIS_COLORS["node"]
 
 
@@ -42,7 +44,8 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for row in cell["rows"]:
-            is_candidate = row["mode"].startswith("stock-")
+            is_best_stock = row["speedup_over_best_stock"] == 1 and row["mode"] == row["variant"]
+            is_candidate = row["mode"].startswith("stock-") or (row["mode"] == STOCK and is_best_stock)
             if row["valid"] is not False and row["speedup_over_best_stock"] is not None and not is_candidate:
                 found.setdefault(row["mode"], []).append(row)
     return [
@@ -98,12 +101,14 @@ def _draw(machine: str, every: Sequence[Point], file: Path) -> None:
         axes.plot(_x(each, edge), each.speedup, marker, color=color, markerfacecolor=face, zorder=2)
         label = "best stock" if each.variant == BEST_STOCK else each.variant
         axes.annotate(label, (_x(each, edge), each.speedup), (5, 4), textcoords="offset points", fontsize=8)
+    speedups = [each.speedup for each in every]
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.set_ylim(min(speedups) / _MARGIN, max(speedups) * _MARGIN)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set_xlim(right=edge + _EDGE)
-    ticks = [tick for tick in axes.get_xticks() if tick < edge - 1]
+    axes.set_xlim(min(decibels, default=edge) - _EDGE, edge + _EDGE)
+    ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick < edge - 1]
     axes.set_xticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "lossless"])
     axes.set(xlabel="PSNR to lossless, dB", ylabel="speedup over best stock", title=machine)
     figure.text(0.01, 0.01, "filled: on the frontier; circles: CoCoDiff; squares: others", fontsize=7, color=INK)

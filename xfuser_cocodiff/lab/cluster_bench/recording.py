@@ -112,6 +112,7 @@ def _record(cell: Cell, split: UlyssesRingSplit, variants: Sequence[Variant]) ->
         TritonKernels(emulator, triton_kernels),
     ):
         model = full_size.build(cell.model, cell.blocks, emulated)
+        model.workload = cell.workload
         recorder = Recorder(emulator, model, cell)
         return RecordedSplit({variant.name: recorder.record(variant) for variant in variants}, model.counts)
 

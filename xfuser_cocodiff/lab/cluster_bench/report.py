@@ -43,8 +43,9 @@ def _title(cell: dict[str, Any]) -> str:
     speed = "predicted, not measured"
     if not cell["predicted"] and cell["dilation"]:
         speed = f"D = {cell['dilation']:g}, 1 of {cell['thinning']} bytes moves"
+    text = f", {cell['text_tokens']} text tokens" if cell["text_tokens"] else ""
     return (
-        f"{cell['machine']} ({cell['topology']}), {cell['model']}, {cell['resolution']} px{batch}: "
+        f"{cell['machine']} ({cell['topology']}), {cell['model']}, {cell['resolution']} px{batch}{text}: "
         f"{speed}, launches of {cell['launch_us']:g} us"
     )
 

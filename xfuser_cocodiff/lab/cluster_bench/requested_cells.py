@@ -45,6 +45,7 @@ def parse_cells(
     batch: int = 1,
     layers: int = 1,
     launch_us: float | None = None,
+    text_tokens: int | None = None,
 ) -> list[Cell]:
     """Return the cells of all combinations of comma-separated options; resolutions vary fastest.
 
@@ -56,19 +57,24 @@ def parse_cells(
         batch: number of images.
         layers: blocks of each kind that are emulated.
         launch_us: host time of a kernel launch in microseconds; None for that of the accelerator.
+        text_tokens: text tokens of the prompt; None for those of the pipeline.
 
     Raises:
         ValueError: an option is not valid.
     """
     check_count("--batch", batch)
     check_count("--layers", layers)
+    if text_tokens is not None:
+        check_count("--text_tokens", text_tokens)
     if launch_us is not None and not 0 <= launch_us < float("inf"):
         raise ValueError(f"--launch_us {launch_us:g} is not valid; valid are microseconds from 0")
     used = [_machine(name, launch_us) for name in _names("--machine", machines, MACHINES, ALIASES)]
     workloads = [MODEL_ALIASES.get(name, name) for name in _names("--model", models, WORKLOADS, MODEL_ALIASES)]
+    if text_tokens and (without := [name for name in workloads if not WORKLOADS[name].text_tokens]):
+        raise ValueError(f"--text_tokens {text_tokens} is not valid: the sequence of {without[0]} has no text")
     counts, sizes = _counts("--nodes", nodes), _counts("--resolution", resolutions, PIXELS_PER_TOKEN)
     return [
-        Cell(machine, count, model, size, batch, layers)
+        Cell(machine, count, model, size, batch, layers, text_tokens)
         for machine in used
         for count in counts
         for model in workloads
@@ -102,7 +108,7 @@ def request(
     if all(each.problem for each in requested):
         cell, problem = requested[0].cell, requested[0].problem
         raise ValueError(
-            f"--resolution {cell.resolution} is not valid for {cell.model} on {cell.nodes} nodes of "
+            f"--model {cell.model} with --resolution {cell.resolution} and --nodes {cell.nodes} is not valid on "
             f"{cell.machine.name}: {problem}"
         )
     return requested

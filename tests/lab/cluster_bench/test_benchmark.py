@@ -1,0 +1,181 @@
+"""Cells of `cocodiff bench cluster`: recorded and measured, kept in a file, and not measured again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.cluster_bench.programs import one_block
+from tests.lab.emulation.requirement import needs_namespaces
+from xfuser_cocodiff import cli
+from xfuser_cocodiff.lab.cluster_bench import benchmark, requested_cells
+from xfuser_cocodiff.lab.cluster_bench.benchmark import Conditions
+from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredProgram, MeasuredSplit, MeasuredVariant
+from xfuser_cocodiff.lab.cluster_bench.recorded_times import predict_step
+from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, Recording
+from xfuser_cocodiff.lab.cluster_bench.scaling import full_step_seconds
+from xfuser_cocodiff.lab.emulation import forked_ranks
+from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
+
+KEYS = {"machine", "nodes", "ranks", "model", "resolution", "batch", "dilation", "rows"}
+"""Keys of a cell that other programs read."""
+COUNTS = {"block": 40}
+DEADLINE = 300
+"""Seconds after which a test gives up: a guard against hangs, not a bound on speed."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace recording and measurement by steps made by hand; return the calls so far."""
+    seen = []
+
+    def record_split(cell: Any, split: Any, variants: Any) -> RecordedSplit:
+        seen.append(f"record {cell.resolution} {split.ulysses}x{split.ring}")
+        if cell.resolution == 960:
+            raise RuntimeError("no memory")
+        step = one_block(cell.topology.size, 100_000, 0.001, 0.001)
+        return RecordedSplit({each.name: Recording({"step": step}, {"step": 1.0}) for each in variants}, COUNTS)
+
+    def measure_split(cell: Any, recorded: RecordedSplit, speed: Any) -> MeasuredSplit:
+        seen.append(f"measure {cell.resolution} at {speed.dilation:g}, {speed.repeats} times")
+        measured = {}
+        for name, recording in recorded.recordings.items():
+            seconds = full_step_seconds(cell, COUNTS, predict_step(cell, recording.programs["step"]))
+            program = MeasuredProgram([seconds] * speed.repeats, seconds)
+            measured[name] = MeasuredVariant({"step": program}, {"step": 1.0}, {})
+        return MeasuredSplit(measured, 0.6, {"gpu": 1.0, "node": 1.0}, {"gpu": 1.0, "node": 1.0})
+
+    monkeypatch.setattr(benchmark, "record_split", record_split)
+    monkeypatch.setattr(benchmark, "measure_split", measure_split)
+    monkeypatch.setattr(benchmark.transformer_wrappers, "preload", lambda name: None)
+    return seen
+
+
+def requested(resolution: str, modes: str = "exact,fp4") -> list[requested_cells.RequestedCell]:
+    """Return cells of one node of eight ranks."""
+    cells = requested_cells.parse_cells("dgx-h100", "1", "wan", resolution)
+    return requested_cells.request(cells, modes, predicts=False)
+
+
+def test_a_cell_has_all_keys_and_one_row_per_variant(calls: list[str]) -> None:
+    cell = benchmark.run(requested("480")[0], Conditions(dilation=500, repeats=2))
+    assert cell.keys() >= KEYS
+    assert (cell["machine"], cell["nodes"], cell["ranks"], cell["dilation"]) == ("dgx-h100", 1, 8, 500)
+    assert [row["mode"] for row in cell["rows"]] == ["stock", "best_stock", "exact", "fp4"]
+    assert all(row["valid"] and len(row["step_seconds"]) == 2 for row in cell["rows"])
+    assert calls == ["record 480 8x1", "measure 480 at 500, 2 times"]
+
+
+def test_prediction_needs_no_cluster(calls: list[str]) -> None:
+    cell = benchmark.run(requested("480")[0], Conditions(predicts=True))
+    assert calls == ["record 480 8x1"]
+    assert cell["predicted"] and cell["dilation"] is None
+    assert all(row["step_seconds"] is None and row["predicted_seconds"] > 0 for row in cell["rows"])
+
+
+def test_finished_cells_are_kept_and_not_measured_again(calls: list[str], tmp_path: Path) -> None:
+    file, conditions, progress = tmp_path / "record.json", Conditions(dilation=500), ProgressReporter(None)
+
+    def run(cells: list[requested_cells.RequestedCell]) -> tuple[list[dict], list[str]]:
+        def keep(finished: list[dict]) -> None:
+            file.write_text(json.dumps({"cells": finished}))
+
+        return benchmark.run_all(cells, conditions, progress, benchmark.read_cells(file), keep)
+
+    finished, failures = run(requested("480,960,720"))
+    assert [cell["resolution"] for cell in finished] == [480, 720]
+    assert failures == ["dgx-h100, 1 nodes, wan2.1-14b, 960 px: no memory"]
+    calls.clear()
+    finished, _ = run(requested("480,960,720"))
+    assert calls == ["record 960 8x1"]
+    calls.clear()
+    finished, _ = run(requested("480", "exact,fp4,fp8"))  # a variant is missing
+    assert [call.partition(" at")[0] for call in calls] == ["record 480 8x1", "measure 480"]
+    assert len(finished) == 2 and len(finished[0]["rows"]) == 5
+
+
+def test_a_file_of_another_command_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forked_ranks, "prepare_environment", lambda: None)
+    monkeypatch.setattr(cli.bench.bench_cluster, "_silence_libraries", lambda: None)
+    file = tmp_path / "other.json"
+    file.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"--json .*other.json is not valid .*a record of `cocodiff bench cluster`"):
+        benchmark.read_cells(file)
+    options = ["bench", "cluster", "--machine", "pcie", "--model", "wan", "--resolution", "480"]
+    assert cli.main([*options, "--json", str(file)]) == 2
+    assert cli.main([*options, "--quality", str(tmp_path / "none.json")]) == 2
+    assert "`cocodiff quality --sweep --json`" in capsys.readouterr().err
+    assert cli.main([*options, "--repeats", "0"]) == 2
+
+
+def test_the_report_shows_every_variant_and_why_times_are_invalid(
+    calls: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from xfuser_cocodiff.lab.cluster_bench import report
+
+    cell = benchmark.run(requested("480")[0], Conditions(dilation=500))
+    cell["rows"][2] |= {"valid": False, "invalid_because": ["prediction is off by +20.0%"]}
+    impossible = {**cell, "problem": "xDiT fails", "rows": []}
+    report.show({"cells": [cell, impossible]})
+    printed = capsys.readouterr().out
+    for text in ("best_stock = stock", "exact", "fp4", "8 x 1", "lossless", "D = 500", "not measured: xDiT fails"):
+        assert text in printed
+    assert "INVALID: exact: prediction is off by +20.0%" in printed
+
+
+COMMAND = [sys.executable, "-m", "xfuser_cocodiff.cli", "bench", "cluster", "--machine", "dgx-h100", "--nodes", "1"]
+
+
+@pytest.mark.slow
+def test_the_command_predicts_a_small_cell(tmp_path: Path) -> None:
+    file, plot = tmp_path / "record.json", tmp_path / "plot.png"
+    options = ["--model", "flux1", "--resolution", "256", "--modes", "exact,fp4", "--predict"]
+    done = subprocess.run(
+        [*COMMAND, *options, "--json", str(file), "--plot", str(plot)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert done.returncode == 0, done.stderr
+    [cell] = json.loads(file.read_text())["cells"]
+    rows = {row["mode"]: row for row in cell["rows"]}
+    assert list(rows) == ["stock", "best_stock", "exact", "fp4"]
+    # Q, K, V and O of 57 layers: 512 text and 256 image tokens of 3072 values in bf16, 7/8 of an eighth of them.
+    sent = 57 * 4 * (512 + 256) * 3072 * 2 * 7 / 8 / 8
+    assert rows["stock"]["bytes_per_link"]["gpu"] == pytest.approx(sent, rel=0.01)
+    assert rows["fp4"]["bytes_per_link"]["gpu"] == pytest.approx(sent * (4 + 0.5) / 16, rel=0.02)
+    assert all(row["predicted_seconds"] > row["compute_seconds"] > 0 for row in rows.values())
+    assert "fp4" in done.stdout and plot.exists()
+
+
+FOUR_RANKS = """
+from xfuser_cocodiff.lab.emulation import forked_ranks
+forked_ranks.prepare_environment()
+import dataclasses, json, sys
+from xfuser_cocodiff.lab.cluster_bench import benchmark, requested_cells
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.simulation.machines import ETHERNET_25
+machine = dataclasses.replace(ETHERNET_25, node_axes=(("gpu", 2),))
+[requested] = requested_cells.request([Cell(machine, 2, "flux.1-dev", 512)], "exact", predicts=False)
+cell = benchmark.run(requested, benchmark.Conditions(repeats=1))
+print(json.dumps(cell))
+"""
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_four_ranks_need_the_time_that_their_links_need() -> None:
+    done = subprocess.run([sys.executable, "-c", FOUR_RANKS], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    cell = json.loads(done.stdout.splitlines()[-1])
+    stock = cell["rows"][0]
+    assert (stock["mode"], stock["split"]) == ("stock", {"ulysses": 4, "ring": 1})
+    assert stock["prediction_ratio"] == pytest.approx(1, abs=0.1)
+    assert stock["dilation_ratio"] == pytest.approx(1, abs=0.1)
+    assert set(stock["bytes_ratio"]) == {"node", "gpu"}
+    assert stock["step_seconds"][0] > stock["bytes_per_link"]["node"] / (1448 / 1538 * 3.125e9 / 8)
