@@ -34,7 +34,7 @@ def operations(device: torch.device) -> dict[str, tuple[Callable[[], Any], list[
     image, wide, weight, bias = (
         torch.empty(*shape, device=device) for shape in ((2, 1000, 300), (2, 1000, 600), (500, 300), (500,))
     )
-    row = torch.empty(2, 1, 300, device=device)
+    row, twin = torch.empty(2, 1, 300, device=device), torch.empty_like(image)
     numel, row_numel = 2 * 1000 * 300, 2 * 300
     query, key, value = (torch.empty(1, 4, tokens, 128, device=device) for tokens in (50, 2000, 2000))
     narrow = torch.empty(1, 4, 500, 64, device=device)
@@ -66,6 +66,7 @@ def operations(device: torch.device) -> dict[str, tuple[Callable[[], Any], list[
         ),
         "add": (lambda: image + image.flip(0), [*pointwise(2 * numel), *pointwise(3 * numel)]),
         "square": (lambda: image * image, pointwise(2 * numel)),
+        "product of equal shapes": (lambda: image * twin, pointwise(3 * numel)),
         "broadcast": (lambda: image * row, pointwise(2 * numel + row_numel)),
         "expanded": (lambda: row.expand(2, 1000, 300).contiguous(), pointwise(row_numel + numel)),
         "view": (lambda: image.transpose(0, 1)[5:, :, None], []),
