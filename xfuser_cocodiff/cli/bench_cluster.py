@@ -36,8 +36,8 @@ def add_parser(subjects: Any) -> None:
     parser.add_argument(
         "--modes",
         metavar="LIST",
-        help="variants, separated by commas: best_stock, rules of other systems, or modes as in `bench model --mode` "
-        "(default: all that apply)",
+        help="variants, separated by commas: best_stock, rules of other systems, modes as in `bench model --mode`, or "
+        "default: all that apply (default)",
     )
     parser.add_argument("--layers", type=int, default=1, metavar="N", help="blocks of each kind (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="interleaved runs of each step (%(default)s)")
@@ -122,5 +122,5 @@ def _silence_libraries() -> None:
     os.environ.setdefault("LOG_LEVEL", "error")  # xDiT's
     for library in ("TRANSFORMERS", "DIFFUSERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    logging.getLogger("xfuser_cocodiff").setLevel(logging.WARNING)
+    logging.getLogger("xfuser_cocodiff").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)

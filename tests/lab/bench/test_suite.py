@@ -11,12 +11,14 @@ import pytest
 from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.bench import suite
 from xfuser_cocodiff.lab.bench.suite import BenchRun
+from xfuser_cocodiff.lab.cluster_bench import requested_cells
 
 
 @pytest.mark.parametrize("run", suite.RUNS, ids=lambda run: run.name)
 def test_every_command_parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: BenchRun) -> None:
     seen = []
     commands = {cli.bench: ("_model", "_a2a", "_kernels"), cli.quality: ("run",), cli.compare: ("run",)}
+    commands[cli.bench.bench_cluster] = ("run",)
     for module, names in commands.items():
         for name in names:
             monkeypatch.setattr(module, name, lambda options: seen.append(options) or 0)
@@ -31,6 +33,27 @@ def test_runs_are_listed_and_unknown_names_rejected(capsys: pytest.CaptureFixtur
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["kernels", "equal"]
     assert cli.main(["bench", "all", "--list", "--only", "kernels,color"]) == 2
     assert "--only 'color' is not valid; valid are speed, first-1, " in capsys.readouterr().err
+
+
+def test_runs_are_selected_by_the_part_before_a_dash() -> None:
+    names = [run.name for run in suite.select("cluster,kernels")]
+    assert names[:4] == [f"cluster-aurora-{model}" for model in ("sd35", "flux1", "qwen-image", "flux2")]
+    assert names[-1] == "kernels" and all(name.startswith("cluster-") for name in names[:-1])
+    assert [run.name for run in suite.select("frontier")] == ["frontier"]
+
+
+@pytest.mark.parametrize("run", suite.select("cluster"), ids=lambda run: run.name)
+def test_cells_of_clusters_are_valid_and_have_the_psnr_of_the_frontier(run: BenchRun, tmp_path: Path) -> None:
+    words = run.command.split()
+    options = {name.removeprefix("--"): value for name, value in zip(words[2::2], words[3::2], strict=True)}
+    lists = (options[name] for name in ("machine", "nodes", "model", "resolution"))
+    cells = requested_cells.request(requested_cells.parse_cells(*lists), options["modes"], predicts=False)
+    assert not [each.problem for each in cells if each.problem]
+    assert "--quality" not in run.arguments(tmp_path)
+    frontier = tmp_path / "frontier.json"
+    frontier.touch()
+    arguments = run.arguments(tmp_path)
+    assert arguments[arguments.index("--quality") + 1] == str(frontier)
 
 
 def test_a_failed_run_is_reported_and_retried(

@@ -42,6 +42,17 @@ def test_variants_that_do_not_apply_are_no_default() -> None:
     assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock"}
 
 
+def test_variants_are_added_to_the_default_ones() -> None:
+    [default], [more] = parse(), parse(modes="default,exact@v_first=off@head_groups=1")
+    assert more.modes == (*default.modes, "exact@v_first=off@head_groups=1")
+
+
+def test_rules_with_a_ring_run_where_heads_do_not_divide_by_the_ranks_of_a_node() -> None:
+    [requested] = parse(model="sd35")  # 38 heads
+    splits = {each.name: each.split for each in requested.variants}
+    assert 38 % splits["kv-gather"].ulysses == 0 and splits["kv-gather"].ring > 1
+
+
 def test_launch_time_replaces_that_of_the_accelerator() -> None:
     [graphs], [eager] = parse(launch_us=0), parse()
     assert graphs.cell.machine.accelerator.launch_seconds == 0 < eager.cell.machine.accelerator.launch_seconds
@@ -69,7 +80,10 @@ def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
         ({"text_tokens": 500, "model": "flux2"}, "500 text tokens are not divisible by 24: xDiT fails"),
         ({"layers": 0}, "--layers 0 is not valid"),
         ({"launch_us": -1.0}, "--launch_us -1 is not valid; valid are microseconds from 0"),
-        ({"modes": "exact,quick"}, "--modes 'quick' is not valid; valid are best_stock, stock, .*fp4.*balanced"),
+        (
+            {"modes": "exact,quick"},
+            "--modes 'quick' is not valid; valid are default, best_stock, .*fp4.*balanced",
+        ),
         ({"modes": "exact@color=red"}, "'color' is not valid after @"),
         ({"modes": "kv-gather", "nodes": "1"}, "--modes 'kv-gather' needs several nodes.*; valid rules are .*fp4"),
         ({"dilation": 0.5}, "--dilation 0.5 is not valid for 2 nodes of aurora; valid are"),

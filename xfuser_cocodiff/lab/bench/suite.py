@@ -11,6 +11,8 @@ from xfuser_cocodiff.lab.comparison import launch
 
 PICTURES, VIDEOS = "FLUX.1-dev", "Wan2.1-T2V"
 """Small trained models."""
+FRONTIER = "frontier"
+"""Name of the run that measures the PSNR of all variants."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,20 @@ class BenchRun:
     def arguments(self, folder: Path) -> list[str]:
         """Return the whole command line."""
         on = [sys.executable, "-m", "xfuser_cocodiff.lab.emulation.cluster", *self.cluster.split(), "--"]
+        quality = folder / f"{FRONTIER}.json"
         compared = ["--out", str(folder / self.name), "--", *self.compared.split()]
         return [
             *(on if self.cluster else []),
             *(sys.executable, "-m", "xfuser_cocodiff.cli", *self.command.split(), "--json", str(self.record(folder))),
-            *(["--plot", str(folder / f"{self.name}.png")] if "--sweep" in self.command else []),
+            *(["--plot", str(folder / f"{self.name}.png")] if "--sweep" in self.command or self.is_cluster else []),
+            *(["--quality", str(quality)] if self.is_cluster and quality.exists() else []),
             *(compared if self.compared else []),
         ]
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it is `bench cluster`, which reads the PSNR of variants from the record of the frontier."""
+        return self.command.startswith("bench cluster")
 
     def record(self, folder: Path) -> Path:
         """Return the path of the record."""
@@ -48,6 +57,20 @@ _TRAINED = (
 )
 """Without a tuning cache, so that every launch is a first run."""
 _RING_CODES = "balanced,fast,balanced@bits=1.6;bits_o=1.6,balanced@bits=1;bits_o=1"
+_CLUSTERS = {
+    **{
+        f"aurora-{model}": f"--machine aurora --nodes 1,2 --model {model} --resolution 768,1536,2304"
+        for model in ("sd35", "flux1", "qwen-image", "flux2")
+    },
+    "dgx-h100": "--machine dgx-h100 --nodes 1,2 --model flux1 --resolution 1024,2048",
+    "pcie": "--machine pcie --nodes 1 --model flux1 --resolution 1024,2048",
+    "videos": "--machine dgx-h100,pcie --nodes 1 --model wan,hunyuan --resolution 720",
+    "ethernet": "--machine ethernet-25,ethernet-100 --nodes 2 --model qwen-image --resolution 1024",
+    "arc-b60": "--machine arc-b60 --nodes 1 --model flux1 --resolution 1024,2048",
+}
+"""Options of `bench cluster`, by name: the paper's table on Aurora, and some cells of each other machine."""
+_ALONE = "exact@v_first=off@head_groups=1"
+"""The hierarchical all-to-all alone, without V-First and head groups."""
 
 RUNS = (
     BenchRun("speed", f"{_LOW} --scale 2.4,1,0.45,0.15 --mode exact,balanced,fast,paper", "--preset aurora"),
@@ -97,21 +120,26 @@ RUNS = (
     ),
     BenchRun("a2a", "bench a2a", "--preset aurora"),
     BenchRun("kernels", "bench kernels"),
-    BenchRun("frontier", f"quality --model {PICTURES} --sweep --no_inpainting"),
+    BenchRun(FRONTIER, f"quality --model {PICTURES} --sweep --no_inpainting"),
+    *(
+        BenchRun(f"cluster-{name}", f"bench cluster {options} --modes default,{_ALONE} --repeats 2")
+        for name, options in _CLUSTERS.items()
+    ),
 )
 
 
 def select(text: str | None) -> list[BenchRun]:
-    """Return runs by name, such as 'speed,kernels'; all runs if None.
+    """Return runs by name, such as 'speed,kernels', or by the part before a dash, such as 'cluster'; all if None.
 
     Raises:
         ValueError: a name is not valid.
     """
     known = {run.name: run for run in RUNS}
     names = text.split(",") if text else list(known)
-    if unknown := [name for name in names if name not in known]:
+    chosen = {name: [run for run in RUNS if run.name == name or run.name.startswith(f"{name}-")] for name in names}
+    if unknown := [name for name in names if not chosen[name]]:
         raise ValueError(f"--only {unknown[0]!r} is not valid; valid are {', '.join(known)}")
-    return [known[name] for name in names]
+    return list({run.name: run for name in names for run in chosen[name]}.values())
 
 
 def execute(runs: Sequence[BenchRun], folder: Path) -> list[BenchRun]:
@@ -120,7 +148,7 @@ def execute(runs: Sequence[BenchRun], folder: Path) -> list[BenchRun]:
 
     folder.mkdir(parents=True, exist_ok=True)
     models = {"HF_HOME": str(folder / "models"), "HF_HUB_OFFLINE": "1"}
-    if any("--model" in run.command + run.compared for run in runs):
+    if any("--model" in run.command + run.compared and not run.is_cluster for run in runs):
         write_cache(folder / "models", (PICTURES, VIDEOS))
     failed = []
     for run in runs:

@@ -17,6 +17,8 @@ from xfuser_cocodiff.lab.simulation.plan_model import ALIASES as MODEL_ALIASES
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 
+DEFAULT = "default"
+"""Name that stands for all variants of :data:`DEFAULT_MODES` that apply to a cell."""
 DEFAULT_MODES = (
     *(variants.BEST_STOCK, "exact", "balanced", "fast", "paper"),
     *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
@@ -89,7 +91,8 @@ def request(
 
     Args:
         cells: the cells.
-        modes: names of variants, separated by commas; None for those of :data:`DEFAULT_MODES` that apply to a cell.
+        modes: names of variants, separated by commas; DEFAULT, or None, for those of :data:`DEFAULT_MODES` that apply
+            to a cell.
         predicts: whether nothing is emulated, so that the number of ranks is not limited.
         dilation: requested dilation; None if it is chosen.
 
@@ -124,13 +127,18 @@ def _request(cell: Cell, modes: str | None, predicts: bool) -> RequestedCell:
         )
     if ranks < 2:
         raise ValueError(f"--nodes {cell.nodes} is not valid: {cell.machine.name} has a single rank")
-    names = [name.strip() for name in modes.split(",")] if modes else _applicable(cell)
+    names = _expand(cell, [name.strip() for name in (modes or DEFAULT).split(",")])
     for name in names:
         _check(cell, name)
     shard = cell.scenario.shard
     # The plugin can run what a remark names, but stock cannot.
     problem = shard.problem or next((remark for remark in shard.remarks if "xDiT fails" in remark), None)
     return RequestedCell(cell, tuple(names), tuple(variants.parse(cell, names)), problem)
+
+
+def _expand(cell: Cell, names: Sequence[str]) -> list[str]:
+    """Replace DEFAULT by the variants that it stands for."""
+    return [each for name in names for each in (_applicable(cell) if name == DEFAULT else [name])]
 
 
 def _applicable(cell: Cell) -> list[str]:
@@ -157,7 +165,7 @@ def _check(cell: Cell, name: str) -> None:
         return
     mode = name.partition("@")[0].partition("/")[0]
     if mode not in (*MODES, variants.BEST_STOCK):
-        valid = ", ".join((variants.BEST_STOCK, *RULES, *MODES))
+        valid = ", ".join((DEFAULT, variants.BEST_STOCK, *RULES, *MODES))
         raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
     if mode in MODES:
         parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))

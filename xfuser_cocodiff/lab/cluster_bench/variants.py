@@ -68,7 +68,10 @@ def _of_rule(cell: Cell, rule: Rule, split: UlyssesRingSplit) -> Variant:
         return Variant(rule.name, split, rule)
     if cell.nodes == 1:
         raise ValueError(f"rule {rule.name!r} needs several nodes, for a ring across them")
-    return Variant(rule.name, UlyssesRingSplit(cell.machine.ranks_per_node, cell.nodes), rule)
+    within = cell.machine.ranks_per_node
+    if cell.workload.heads % within:
+        return Variant(rule.name, _fastest(cell, STOCK), rule)
+    return Variant(rule.name, UlyssesRingSplit(within, cell.nodes), rule)
 
 
 def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:
