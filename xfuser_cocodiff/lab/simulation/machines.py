@@ -34,6 +34,8 @@ class Machine:
     are interpolated linearly in the logarithm of the bytes, and constant beyond the points."""
     internode_contention: float = 1.0
     """Further factor on `contention` for collectives that cross nodes."""
+    slow_axes: tuple[str, ...] = (NODE,)
+    """Axes to name with --cocodiff_slow_axes on this machine: those whose links are slow for its accelerators."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -95,6 +97,7 @@ AURORA = Machine(
     # 25.5 ms at 48 MB; on several nodes a mean speedup of TAPA of 2.2x. No other figure is fitted.
     contention=((6e6, 1.21), (48e6, 4.77)),
     internode_contention=4.5,
+    slow_axes=(NODE, "gpu"),
 )
 
 DGX_H100 = Machine(
@@ -128,6 +131,7 @@ PCIE = Machine(
     ),
     launch_seconds=18e-6,  # assumed, as above
     accelerator=L20,
+    slow_axes=(NODE, "gpu"),
 )  # contention 1: a slot sends its 7 parts in less time than UPI needs for four
 
 ETHERNET_100 = Machine(
@@ -161,6 +165,7 @@ ARC_B60_BOX = Machine(
     ),
     launch_seconds=42e-6,  # per collective of any size, on Arc B70
     accelerator=ARC_B60,
+    slow_axes=(NODE, "gpu"),
 )
 
 MACHINES = {machine.name: machine for machine in (AURORA, DGX_H100, PCIE, ETHERNET_25, ETHERNET_100, ARC_B60_BOX)}
