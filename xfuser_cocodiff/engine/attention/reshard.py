@@ -63,7 +63,7 @@ def reshard(
         span = mesh.traffic.span(label, tensors[0].device)
         with span.record_wait():
             received = mesh.comm_stream.run(lambda: mesh.timed_all_to_all(message, plan, span))
-    return [_merge(piece, gather_dim, plan) for piece in _unpack(received, pieces, plan)]
+    return _merge_all(received, pieces, gather_dim, plan)
 
 
 def start_seq_to_heads(
@@ -102,7 +102,7 @@ def start_seq_to_heads(
     message = _pack(pieces, plan)
 
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
-        return [_merge(piece, SEQUENCE, plan) for piece in _unpack(received, pieces, plan)]
+        return _merge_all(received, pieces, SEQUENCE, plan)
 
     return mesh.start_all_to_all(message, plan, label, merge, is_blocking)
 
@@ -163,6 +163,8 @@ def _pack(pieces: list[torch.Tensor], plan: Plan) -> torch.Tensor:
     outermost = [piece.movedim(first, 0) for piece in pieces] if first else pieces
     if len(pieces) == 1 and outermost[0].is_contiguous():
         message = outermost[0].view(*outermost[0].shape[:levels], -1)
+    elif _have_one_shape(pieces):
+        message = torch.stack(outermost, levels).flatten(levels)  # one call on the host for all tensors
     else:
         sizes = _payload_sizes(pieces, levels)
         message = outermost[0].new_empty(*outermost[0].shape[:levels], sum(sizes))
@@ -187,10 +189,24 @@ def _payload_sizes(pieces: list[torch.Tensor], levels: int) -> list[int]:
     return [math.prod(piece.shape[levels:]) for piece in pieces]
 
 
-def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan) -> torch.Tensor:
-    """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...)."""
+def _have_one_shape(pieces: list[torch.Tensor]) -> bool:
+    """Return whether there are several pieces, all of the same shape."""
+    return len(pieces) > 1 and all(piece.shape == pieces[0].shape for piece in pieces)
+
+
+def _merge_all(message: torch.Tensor, pieces: list[torch.Tensor], gather_dim: int, plan: Plan) -> list[torch.Tensor]:
+    """Copy a message into the resharded tensors of all pieces; those of one shape in one call, as views of a stack."""
+    if not _have_one_shape(pieces):
+        return [_merge(piece, gather_dim, plan) for piece in _unpack(message, pieces, plan)]
     levels = len(plan.shape)
-    ordered = piece.permute(_move_dims(piece.ndim, 0, gather_dim, levels))
+    stacked = message.unflatten(-1, (len(pieces), *pieces[0].shape[levels:])).movedim(levels, 0)
+    return list(_merge(stacked, gather_dim + 1, plan, 1).unbind())
+
+
+def _merge(piece: torch.Tensor, gather_dim: int, plan: Plan, first_dim: int = 0) -> torch.Tensor:
+    """Copy (*plan.shape, ..., m, ...) into (..., P * m, ...); the dims of the plan begin at `first_dim`."""
+    levels = len(plan.shape)
+    ordered = piece.permute(_move_dims(piece.ndim, first_dim, gather_dim, levels))
     return ordered.contiguous().flatten(gather_dim, gather_dim + levels)
 
 
