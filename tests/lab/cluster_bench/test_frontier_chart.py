@@ -28,6 +28,7 @@ ROWS = [
 def test_dominated_variants_are_not_on_the_frontier() -> None:
     every = frontier_chart.points([{"rows": ROWS}])
     assert {each.variant for each in every} == {"stock", "best_stock", "exact", "balanced", "fast", "fp4", "fp8"}
+    assert frontier_chart.missing([{"rows": ROWS}], every) == ["int8"]
     best = frontier_chart.frontier(every)
     assert [each.variant for each in best] == ["fast", "balanced", "fp8", "exact"]
     assert [each.is_own for each in best] == [True, True, False, True]

@@ -25,6 +25,9 @@ _KEY = (
 )
 """Fields by which a cell of an earlier record is recognized."""
 
+_ITEMS_OF_A_RUN = 2
+"""A variant is recorded in 1.5 s; its one or two steps of 2 s each run `repeats` times, and once half as fast."""
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -37,6 +40,11 @@ class Conditions:
     """Whether steps are only recorded and predicted."""
     quality: QualityRecord = field(default_factory=QualityRecord)
 
+    @property
+    def items(self) -> int:
+        """Work items of a variant, each of the time in which it is recorded."""
+        return 1 if self.predicts else 1 + _ITEMS_OF_A_RUN * (self.repeats + 2)
+
 
 def run(requested: RequestedCell, conditions: Conditions, progress: ProgressReporter | None = None) -> dict[str, Any]:
     """Return a cell of the record.
@@ -44,7 +52,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     Args:
         requested: the cell and its variants.
         conditions: how to measure it.
-        progress: advances by two for each variant.
+        progress: advances by the items of :attr:`Conditions.items` for each variant.
 
     Raises:
         RuntimeError: a variant cannot be recorded, or the cluster cannot be emulated on this machine.
@@ -53,7 +61,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     progress = progress or ProgressReporter(None)
     cell, described = requested.cell, _describe(requested, conditions)
     if requested.problem:
-        _advance(progress, 2 * len(requested.variants))
+        _advance(progress, conditions.items * len(requested.variants))
         return {**described, "problem": requested.problem, "rows": []}
     transformer_wrappers.preload(cell.model)
     splits = _by_split(requested.variants)
@@ -67,7 +75,6 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     rows: list[dict[str, Any]] = []
     if conditions.predicts:
         rows = [cell_rows.predicted_row(each, conditions.quality) for split in splits for each in known[split]]
-        _advance(progress, len(rows))
         return {**described, "problem": None, "rows": cell_rows.compare(rows, stock)}
     speed = _speed(cell, [each for split in splits for each in known[split]], conditions)
     for split in splits:
@@ -76,7 +83,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         for each in known[split]:
             variant = measured.variants[each.variant.name]
             rows.append(cell_rows.measured_row(each, variant, measured, conditions.quality))
-        _advance(progress, len(known[split]))
+        _advance(progress, (conditions.items - 1) * len(known[split]))
     described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
     return {**described, "rows": cell_rows.compare(rows, stock)}
 
@@ -99,7 +106,7 @@ def run_all(
     """
     kept = {_key(cell): cell for cell in earlier}
     missing = [each for each in cells if not _has(kept, each, conditions)]
-    progress.set_total(2 * sum(len(each.variants) for each in missing))
+    progress.set_total(conditions.items * sum(len(each.variants) for each in missing))
     failures = []
     for each in missing:
         described = _describe(each, conditions)

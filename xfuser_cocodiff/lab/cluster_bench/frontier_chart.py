@@ -60,6 +60,13 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
     ]
 
 
+def missing(cells: Iterable[dict[str, Any]], every: Iterable[Point]) -> list[str]:
+    """Return the variants of a machine's cells that are not drawn, other than splits of stock."""
+    drawn = {each.variant for each in every}
+    modes = dict.fromkeys(row["mode"] for cell in cells for row in cell["rows"])
+    return [mode for mode in modes if mode not in drawn and mode != STOCK and not mode.startswith("stock-")]
+
+
 def frontier(every: Sequence[Point]) -> list[Point]:
     """Return the points that no other point dominates, by PSNR, lossless ones last."""
     best = [each for each in every if not any(other.dominates(each) for other in every)]
@@ -77,13 +84,14 @@ def draw(record: dict[str, Any], file: Path) -> list[Path]:
     files = []
     for machine in machines:
         out = file if len(machines) == 1 else file.with_name(f"{file.stem}-{machine}{file.suffix}")
-        if every := points(cell for cell in record["cells"] if cell["machine"] == machine):
-            _draw(machine, every, out)
+        cells = [cell for cell in record["cells"] if cell["machine"] == machine]
+        if every := points(cells):
+            _draw(machine, every, missing(cells, every), out)
             files.append(out)
     return files
 
 
-def _draw(machine: str, every: Sequence[Point], file: Path) -> None:
+def _draw(machine: str, every: Sequence[Point], left_out: Sequence[str], file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -95,12 +103,22 @@ def _draw(machine: str, every: Sequence[Point], file: Path) -> None:
     axes.axhline(1, color=REST_COLOR, linewidth=1)
     axes.axvline(edge, color=REST_COLOR, linewidth=1, linestyle=":")
     axes.plot([_x(each, edge) for each in best], [each.speedup for each in best], color=INK, linewidth=1, zorder=1)
+    lossless = sorted((each for each in every if each.psnr_db is None), key=lambda each: each.speedup)
     for each in every:
         color, marker = (_OWN_COLOR, "o") if each.is_own else (INK, "s")
         face = color if each in best else "none"
         axes.plot(_x(each, edge), each.speedup, marker, color=color, markerfacecolor=face, zorder=2)
         label = "best stock" if each.variant == BEST_STOCK else each.variant
-        axes.annotate(label, (_x(each, edge), each.speedup), (5, 4), textcoords="offset points", fontsize=8)
+        is_left = each in lossless and lossless.index(each) % 2 == 1  # neighbors would hide each other's labels
+        offset, side = ((-6, -3), "right") if is_left else ((6, -3), "left")
+        axes.annotate(
+            label,
+            (_x(each, edge), each.speedup),
+            offset,
+            textcoords="offset points",
+            fontsize=8,
+            horizontalalignment=side,
+        )
     speedups = [each.speedup for each in every]
     axes.set_yscale("log")
     axes.set_ylim(min(speedups) / _MARGIN, max(speedups) * _MARGIN)
@@ -110,8 +128,11 @@ def _draw(machine: str, every: Sequence[Point], file: Path) -> None:
     axes.set_xlim(min(decibels, default=edge) - _EDGE, edge + _EDGE)
     ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick < edge - 1]
     axes.set_xticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "lossless"])
-    axes.set(xlabel="PSNR to lossless, dB", ylabel="speedup over best stock", title=machine)
-    figure.text(0.01, 0.01, "filled: on the frontier; circles: CoCoDiff; squares: others", fontsize=7, color=INK)
+    axes.set(xlabel="PSNR to lossless, dB", ylabel=f"speedup over best stock, {machine}")
+    notes = ["filled: on the frontier; circles: CoCoDiff; squares: others"]
+    if left_out:
+        notes.append(f"not in all cells, invalid or without PSNR: {', '.join(left_out)}")
+    axes.set_title("\n".join(notes), loc="left", fontsize=7, color=INK)
     figure.savefig(file, dpi=150)
 
 
