@@ -36,10 +36,17 @@ def test_lists_give_all_combinations() -> None:
 
 
 def test_variants_that_do_not_apply_are_no_default() -> None:
-    one_node, two_nodes = parse(nodes="1,2")
+    one_node, two_nodes = parse("dgx-h100", "1,2")
     assert set(two_nodes.modes) - set(one_node.modes) == {"balanced", "fast", "paper", "kv-gather", "compact-ring"}
     assert {"best_stock", "exact", "v-first", "fp8", "fp4", "int8"} <= set(one_node.modes)
     assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock"}
+
+
+def test_lossy_modes_compress_on_slow_axes_within_a_node() -> None:
+    [one_node] = parse("pcie", "1", resolution="1024")
+    assert [mode for mode in one_node.modes if "slow" in mode] == [
+        f"{mode}@slow_axes=gpu" for mode in ("balanced", "fast", "paper")
+    ]
 
 
 def test_variants_are_added_to_the_default_ones() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.options import MODES, OFF
+from xfuser_cocodiff.engine.settings.options import EXACT, MODES, OFF
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
@@ -142,14 +142,23 @@ def _expand(cell: Cell, names: Sequence[str]) -> list[str]:
 
 
 def _applicable(cell: Cell) -> list[str]:
-    """Return the default variants that differ from others in this cell."""
+    """Return the default variants that differ from others in this cell.
+
+    Lossy modes without a slow axis by default, as on one node, name those of the machine.
+    """
     topology = cell.topology
-    ranks = SequenceRanks(topology.size, topology)
-    config = resolve({"use_cocodiff": True, "cocodiff_cache": OFF}, {}, ranks)
-    dropped = {name for name in DEFAULT_MODES if name in RULES and RULES[name].needs_ring and cell.nodes == 1}
-    if config is None or not config.slow_axes:  # lossy modes are lossless then
-        dropped |= {*MODES} - {"exact"}
-    return [name for name in DEFAULT_MODES if name not in dropped]
+    config = resolve({"use_cocodiff": True, "cocodiff_cache": OFF}, {}, SequenceRanks(topology.size, topology))
+    sizes = {axis.name: axis.size for axis in topology.axes}
+    slow_axes = ";".join(name for name in cell.machine.slow_axes if sizes.get(name, 1) > 1)
+    names = []
+    for name in DEFAULT_MODES:
+        if name in RULES and RULES[name].needs_ring and cell.nodes == 1:
+            continue
+        if name not in MODES or name == EXACT or (config and config.slow_axes):
+            names.append(name)
+        elif slow_axes:
+            names.append(f"{name}@slow_axes={slow_axes}")
+    return names
 
 
 def _check(cell: Cell, name: str) -> None:
