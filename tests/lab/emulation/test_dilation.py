@@ -60,3 +60,12 @@ def test_only_ranks_change_their_dilation(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(links.CLUSTER_VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="only a rank of an emulated cluster has links"):
         dilation.change_dilation(1000)
+
+
+def test_the_first_packet_of_the_busiest_axis_is_free() -> None:
+    """The shaper charges for a packet after it was sent, so an idle link moves the first one at once."""
+    slowed = dilation.slow_cluster(NODES, 1000)
+    rate, packet = slowed.rate("gpu") * 1e6 / 8, slowed.packet_bytes("gpu")
+    assert dilation.unshaped_seconds(slowed, {"gpu": 100 * packet, "node": 1}) == pytest.approx(packet / rate)
+    assert dilation.unshaped_seconds(slowed, {"gpu": 10}) == pytest.approx(10 / rate)
+    assert dilation.unshaped_seconds(slowed, {}) == 0

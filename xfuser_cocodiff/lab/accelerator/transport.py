@@ -40,6 +40,8 @@ class Pace:
     its group."""
     contention: Callable[[RecordedCollective], float] = lambda collective: 1.0
     """Returns the factor by which a collective takes longer than its transfer."""
+    unshaped: Callable[[dict[int, int]], float] = lambda sent: 0.0
+    """Returns the real seconds by which emulated links move messages too fast, given the bytes to each global rank."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,11 @@ class _Run:
         started = time.monotonic()
         sent, received = (_thinned(sizes, pace.thinning) for sizes in (collective.sent, collective.received))
         begun = communicator.transfer(start, sent, received)
-        end = start + (time.monotonic() - real_start) / pace.dilation
+        by_rank = {communicator.ranks[communicator.peer(each)]: size for each, size in enumerate(sent) if each and size}
+        end = start + (time.monotonic() - real_start + pace.unshaped(by_rank)) / pace.dilation
         with self._changed:
             self._late = max(self._late, (started - real_start) / pace.dilation)
-            for distance, size in enumerate(sent):
-                if distance and size:
-                    self._sent[communicator.ranks[communicator.peer(distance)]] += size
+            self._sent.update(by_rank)
         # Contention acts once all members take part, so that members who wait for a late one stay together.
         return begun + pace.contention(collective) * max(0.0, end - begun)
 

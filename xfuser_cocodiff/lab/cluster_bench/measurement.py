@@ -14,7 +14,7 @@ from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
 from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_seconds, full_step_totals
 from xfuser_cocodiff.lab.cluster_bench.schedule_choice import choose_programs
-from xfuser_cocodiff.lab.emulation import counters, dilation
+from xfuser_cocodiff.lab.emulation import counters, dilation, links
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 
@@ -100,6 +100,7 @@ class _Runs:
             for part, program in recording.programs.items()
         }
         self._transport = Transport(self._programs.values())
+        self._cluster = links.of_this_rank()
         self._expected: dict[str, float] = {axis.name: 0.0 for axis in cell.topology.axes}
 
     def measure(self) -> MeasuredSplit:
@@ -114,7 +115,7 @@ class _Runs:
                 measured[key].late_seconds = max(late, measured[key].late_seconds)
         shares = CoreTimes.now().idle_shares(begin_times)
         dist.barrier()
-        dilation.change_dilation(SLOWER * speed.dilation * speed.thinning)
+        self._cluster = dilation.change_dilation(SLOWER * speed.dilation * speed.thinning)
         dist.barrier()
         for key, program in programs.items():
             measured[key].slower_seconds, _ = self._run(program, SLOWER * speed.dilation)
@@ -137,7 +138,7 @@ class _Runs:
     def _run(self, program: Program, pace_dilation: float) -> tuple[float, float]:
         """Run a step; return the step time of all blocks and the delay of the latest collective, over all ranks."""
         cell = self._cell
-        pace = Pace(pace_dilation, self._speed.thinning, cell.latency_seconds, cell.contention)
+        pace = Pace(pace_dilation, self._speed.thinning, cell.latency_seconds, cell.contention, self._unshaped_seconds)
         outcome = self._transport.run(program, pace)
         for rank, size in outcome.sent_bytes.items():
             self._expected[axis_to(cell.topology, dist.get_rank(), rank)] += size
@@ -146,6 +147,14 @@ class _Runs:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds, late = slowest.tolist()
         return seconds, late
+
+    def _unshaped_seconds(self, sent: dict[int, int]) -> float:
+        """Return the real seconds by which the links move messages too fast, given the bytes to each rank."""
+        by_axis: dict[str, int] = {}
+        for rank, size in sent.items():
+            axis = axis_to(self._cell.topology, dist.get_rank(), rank)
+            by_axis[axis] = by_axis.get(axis, 0) + size
+        return dilation.unshaped_seconds(self._cluster, by_axis)
 
     def _describe(self, program: Program) -> MeasuredProgram:
         """Return the properties of a program that need no run, scaled to all blocks by their number."""

@@ -10,6 +10,7 @@ time of 1500 bytes where that is more.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.lab.emulation import links, namespaces
@@ -72,6 +73,20 @@ def _slowed(cluster: Cluster, dilation: float) -> Cluster:
             f"Mbit/s have {MIN_RATE:g} to {MAX_RATE:g} Mbit/s"
         )
     return dataclasses.replace(cluster, scale=1 / dilation)
+
+
+def unshaped_seconds(cluster: Cluster, sent: Mapping[str, int]) -> float:
+    """Return the real seconds by which messages on idle links take less than bytes / rate: those of a first packet.
+
+    Args:
+        cluster: the cluster in slow motion.
+        sent: bytes that a rank sends along each axis.
+    """
+    seconds = {axis: size / (cluster.rate(axis) * MEGABIT) for axis, size in sent.items()}
+    slowest = max(seconds, key=lambda axis: seconds[axis], default=None)
+    if slowest is None:
+        return 0.0
+    return min(cluster.packet_bytes(slowest), sent[slowest]) / (cluster.rate(slowest) * MEGABIT)
 
 
 def dilations(cluster: Cluster) -> tuple[float, float]:
