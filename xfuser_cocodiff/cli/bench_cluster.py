@@ -10,6 +10,7 @@ from typing import Any
 
 from xfuser_cocodiff.cli.output import fail, write_json
 
+INTERRUPTED_STATUS = 130
 INCOMPLETE_STATUS = 1
 """Exit status if a cell could not be measured."""
 
@@ -75,7 +76,12 @@ def run(options: argparse.Namespace) -> int:
         write_json(options, {**host.header(), "cells": finished})
 
     progress = ProgressReporter(sys.stderr)
-    finished, failures = benchmark.run_all(cells, conditions, progress, earlier, keep)
+    try:
+        finished, failures = benchmark.run_all(cells, conditions, progress, earlier, keep)
+    except KeyboardInterrupt:
+        hint = f"; the same command resumes from {options.json}" if options.json else ""
+        print(f"cocodiff: interrupted{hint}", file=sys.stderr)
+        return INTERRUPTED_STATUS
     progress.close()
     record = {**host.header(), "cells": finished}
     report.show(record)

@@ -79,6 +79,17 @@ def test_a_failed_run_is_reported_and_retried(
     assert (out / "second.txt").read_text() == "the table of second\n"
 
 
+def test_clusters_whose_record_may_lack_cells_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(BenchRun, "arguments", lambda self, out: [sys.executable, "-c", f"print('ran {self.name}')"])
+    runs = [BenchRun("cluster-pcie", "bench cluster --machine pcie"), BenchRun("kernels", "bench kernels")]
+    for run in runs:
+        run.record(tmp_path).write_text("{}")
+        (tmp_path / f"{run.name}.txt").write_text("ran before\n")
+    assert suite.execute(runs, tmp_path) == []
+    texts = [(tmp_path / f"{run.name}.txt").read_text() for run in runs]
+    assert texts == ["ran cluster-pcie\n", "ran before\n"]
+
+
 def test_a_run_stops_with_its_command(tmp_path: Path) -> None:
     """Otherwise an emulated cluster would keep running."""
     inner = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"

@@ -14,8 +14,10 @@ from xfuser_cocodiff import cli
 from xfuser_cocodiff.lab.cluster_bench import benchmark, requested_cells
 from xfuser_cocodiff.lab.cluster_bench.benchmark import Conditions
 from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredProgram, MeasuredSplit, MeasuredVariant
+from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recorded_times import predict_step
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, Recording
+from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.scaling import full_step_seconds
 from xfuser_cocodiff.lab.emulation import forked_ranks
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
@@ -95,6 +97,21 @@ def test_finished_cells_are_kept_and_not_measured_again(calls: list[str], tmp_pa
     finished, _ = run(requested("480", "exact,fp4,fp8"))  # a variant is missing
     assert [call.partition(" at")[0] for call in calls] == ["record 480 8x1", "measure 480"]
     assert len(finished) == 2 and len(finished[0]["rows"]) == 5
+
+
+def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None:
+    cells, progress = requested("480"), ProgressReporter(None)
+    finished, _ = benchmark.run_all(cells, Conditions(dilation=500), progress)
+    fp4 = RULES["fp4"].quality_case
+    assert fp4
+    row = {"mode": fp4.mode, "sweep": True, "series": fp4.series, "codec": fp4.changes, "psnr_db_mean": 23.0}
+    later = Conditions(dilation=500, quality=QualityRecord((row,)))
+    finished, _ = benchmark.run_all(cells, later, progress, finished)
+    assert {row["mode"]: row["psnr_db"] for row in finished[0]["rows"]} == {
+        **dict.fromkeys(("stock", "best_stock", "exact")),
+        "fp4": 23.0,
+    }
+    assert len(calls) == 2  # recorded and measured once
 
 
 def test_a_file_of_another_command_is_an_error(

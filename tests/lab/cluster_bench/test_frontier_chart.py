@@ -36,6 +36,7 @@ def test_dominated_variants_are_not_on_the_frontier() -> None:
 
 def test_speedups_are_geometric_means_over_cells_that_have_a_variant() -> None:
     cells = [{"rows": ROWS}, {"rows": [row("best_stock", 1.0), row("exact", 4.8)]}, {"rows": []}]
+    cells.append({"rows": [row("best_stock", 1.0, valid=False), row("exact", 100.0)]})
     assert {each.variant: round(each.speedup, 6) for each in frontier_chart.points(cells)} == {
         "best_stock": 1.0,
         "exact": 2.4,

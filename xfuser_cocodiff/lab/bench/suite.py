@@ -153,7 +153,7 @@ def execute(runs: Sequence[BenchRun], folder: Path) -> list[BenchRun]:
     failed = []
     for run in runs:
         output = folder / f"{run.name}.txt"
-        if not run.record(folder).exists():
+        if run.is_cluster or not run.record(folder).exists():  # it skips finished cells of a record itself
             print(f"{run.name}: cocodiff {run.command}", flush=True)
             cpu_only = {} if run.cluster else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             status = _status(run.arguments(folder), {**os.environ, **models, **cpu_only}, output)

@@ -106,6 +106,9 @@ def run_all(
     """
     kept = {_key(cell): cell for cell in earlier}
     missing = [each for each in cells if not _has(kept, each, conditions)]
+    for each in cells:
+        if each not in missing:
+            _set_psnr(kept[_key(_describe(each, conditions))], each.variants, conditions.quality)
     progress.set_total(conditions.items * sum(len(each.variants) for each in missing))
     failures = []
     for each in missing:
@@ -167,6 +170,14 @@ def _has(kept: dict[tuple[Any, ...], dict[str, Any]], requested: RequestedCell, 
     """Return whether an earlier record has all variants of a cell."""
     cell = kept.get(_key(_describe(requested, conditions)))
     return cell is not None and set(requested.modes) <= set(cell["modes"])
+
+
+def _set_psnr(cell: dict[str, Any], variants: Sequence[Variant], quality: QualityRecord) -> None:
+    """Set the PSNR of the lossy variants of an earlier cell, if there is a quality record now."""
+    by_name = {each.name: each for each in variants}
+    for row in cell["rows"] if quality.rows else ():
+        if not row["lossless"] and row["variant"] in by_name:
+            row["psnr_db"] = quality.psnr_db(by_name[row["variant"]])
 
 
 def _speed(cell: Cell, recorded: Sequence[RecordedVariant], conditions: Conditions) -> Speed:

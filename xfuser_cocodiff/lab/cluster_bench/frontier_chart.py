@@ -38,9 +38,11 @@ class Point:
 def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
     """Return the variants of a machine's cells that are lossless or have a PSNR, best stock included.
 
-    Invalid rows do not count, and neither do variants that only some of the cells have.
+    Invalid rows do not count, nor cells in which best stock is invalid, nor variants that only some of the cells have.
     """
-    cells = [cell for cell in cells if cell["rows"]]
+    cells = [
+        cell for cell in cells if any(row["mode"] == BEST_STOCK and row["valid"] is not False for row in cell["rows"])
+    ]
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for row in cell["rows"]:
@@ -58,6 +60,10 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
         for mode, rows in found.items()
         if len(rows) == len(cells) and (rows[0]["lossless"] or rows[0]["psnr_db"] is not None)
     ]
+
+
+def _has_best_stock(cell: dict[str, Any]) -> bool:
+    return any(row["mode"] == BEST_STOCK and row["valid"] is not False for row in cell["rows"])
 
 
 def missing(cells: Iterable[dict[str, Any]], every: Iterable[Point]) -> list[str]:
