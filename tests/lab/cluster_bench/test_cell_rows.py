@@ -95,13 +95,15 @@ def test_speedups_are_over_flat_stock_and_over_the_fastest_stock() -> None:
     assert without_flat["exact"]["speedup"] is None
 
 
-def test_the_faster_schedule_counts_where_autotuning_would_choose_it() -> None:
+def test_the_fastest_schedule_counts_where_autotuning_would_choose_it() -> None:
     parts = {
         "programs": {
             "step": one_block(RANKS, MESSAGE, BEFORE, AFTER),
+            "slower": one_block(RANKS, MESSAGE, 2 * BEFORE, AFTER),
             "other": one_block(RANKS, MESSAGE, 0.001, 0.001),
+            "slow": one_block(RANKS, MESSAGE, 0.001, 0.0012),
         },
-        "alternatives": {"step": "other"},
+        "alternatives": {"step": ["slower", "other", "slow"]},
     }
     row = cell_rows.predicted_row(recorded("exact", **parts), QualityRecord())
     assert row["schedule"] == {"step": "other"}

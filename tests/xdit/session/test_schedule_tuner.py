@@ -16,10 +16,13 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session import session as session_module
-from xfuser_cocodiff.xdit.session.schedule_tuner import ROUNDS, ScheduleTuner
+from xfuser_cocodiff.xdit.session.schedule_tuner import ScheduleTuner, rounds
 
 CPU = torch.device("cpu")
 FLAT, V_FIRST = OverlapSchedule(flat=True), OverlapSchedule(True)
+IN_TWO, IN_FOUR = V_FIRST._replace(groups=2), V_FIRST._replace(groups=4)
+ROUNDS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
+"""Candidate of each round with two candidates."""
 
 
 class FakeClock:
@@ -44,7 +47,7 @@ class Steps:
 
     def __init__(self, clock: FakeClock, *candidates: ScheduleCandidates, stock: float = 1.0) -> None:
         self._clock, self.candidates = clock, list(candidates)
-        self.seconds = {FLAT: stock, V_FIRST: 1.0}
+        self.seconds = {FLAT: stock, V_FIRST: 1.0, IN_TWO: 1.0, IN_FOUR: 1.0}
         self.choices = 0
         self.reduced: list[list[float]] = []
         """Times of which the mean over all ranks was computed."""
@@ -208,6 +211,71 @@ def test_a_single_schedule_is_not_tuned(clock: FakeClock) -> None:
     for _ in range(12):
         assert steps.run(*steps.candidates) == [V_FIRST]
     assert steps.tuner.settled and not steps.reduced
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.2, 0.9, 0.8), IN_FOUR),
+        ((1.2, 0.8, 0.9), IN_TWO),
+        ((0.7, 0.8, 0.9), FLAT),
+        ((1.2, 0.995, 0.992), V_FIRST),
+        ((1.2, 1.1, 1.3), V_FIRST),
+    ],
+)
+def test_the_candidate_that_saves_the_most_is_chosen(
+    clock: FakeClock, seconds: tuple[float, ...], expected: OverlapSchedule
+) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST, IN_TWO, IN_FOUR])
+    steps = Steps(clock, layer)
+    steps.seconds |= dict(zip((FLAT, IN_TWO, IN_FOUR), seconds, strict=True))
+    ran = [schedule for _ in range(1 + 16) for schedule in steps.run(layer)]
+    assert ran[0] == V_FIRST
+    assert {each: ran[1:].count(each) for each in layer.schedules} == dict.fromkeys(layer.schedules, 4)
+    for first in (1, 5, 9, 13):
+        assert set(ran[first : first + 4]) == {*layer.schedules}
+    assert ran[1:5] == ran[8:4:-1] == ran[9:13]  # a drift favors no candidate
+    assert layer.chosen == expected and len(steps.reduced) == 1
+
+
+def test_the_first_pass_does_not_count_with_many_candidates(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST, IN_TWO])
+    steps = Steps(clock, layer, stock=1.1)
+    steps.seconds[IN_TWO] = 0.9
+    for number in range(1 + 12):
+        # Slow in the first pass, and in the following one: the median of the three that count decides.
+        steps.run(layer, delay=9.0 * (layer.schedule == IN_TWO and number < 6))
+    assert layer.chosen == IN_TWO
+
+
+def test_layers_with_fewer_candidates_keep_the_plugins_schedule(clock: FakeClock) -> None:
+    candidates = many, few = ScheduleCandidates([FLAT, V_FIRST, IN_TWO]), ScheduleCandidates([FLAT, V_FIRST])
+    steps = Steps(clock, *candidates, stock=1.1)
+    steps.seconds[IN_TWO] = 0.8
+    ran = [tuple(steps.run(*candidates)) for _ in range(1 + 12)]
+    assert {*ran} == {(V_FIRST, V_FIRST), (FLAT, FLAT), (IN_TWO, V_FIRST)}
+    assert (many.chosen, few.chosen) == (IN_TWO, V_FIRST)
+
+
+def test_equal_candidates_are_timed_once(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([V_FIRST, V_FIRST, IN_TWO])
+    steps = Steps(clock, layer)
+    steps.seconds[IN_TWO] = 0.8
+    ran = [schedule for _ in range(1 + 8) for schedule in steps.run(layer)]
+    assert ran.count(V_FIRST) == 5 and ran.count(IN_TWO) == 4 and layer.chosen == IN_TWO
+
+
+def test_an_incomplete_pass_of_many_candidates_is_repeated(clock: FakeClock) -> None:
+    layer = ScheduleCandidates([FLAT, V_FIRST, IN_TWO])
+    steps = Steps(clock, layer)
+    for _ in range(1 + 5):  # a pass, and two of three rounds
+        steps.run(layer)
+    steps.tuner.begin_run()
+    steps.run(layer)
+    assert [steps.run(layer)[0] for _ in range(9)] == [
+        [FLAT, V_FIRST, IN_TWO][index] for index in rounds([PLUGIN, STOCK, 2])[3:]
+    ]
+    assert layer.chosen == V_FIRST
 
 
 def test_no_tuning_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

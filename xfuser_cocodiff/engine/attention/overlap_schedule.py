@@ -24,7 +24,7 @@ class OverlapSchedule(NamedTuple):
 
 
 STOCK, PLUGIN = 0, 1
-"""Indexes of the two schedules of :class:`ScheduleCandidates`."""
+"""Indexes of the first two schedules of :class:`ScheduleCandidates`; those with head groups follow."""
 
 
 class ScheduleCandidates:
@@ -33,14 +33,15 @@ class ScheduleCandidates:
     All ranks must call its methods in the same order.
 
     Args:
-        schedules: stock's schedule and the plugin's; or a single one, which is chosen at once.
+        schedules: stock's schedule, the plugin's, and the plugin's with head groups; or a single one, which is chosen
+            at once.
     """
 
     def __init__(self, schedules: Sequence[OverlapSchedule]) -> None:
         self.schedules = tuple(schedules)
         self.chosen: OverlapSchedule | None = self.schedules[0] if len(set(self.schedules)) == 1 else None
         self.candidate = PLUGIN
-        """Index of the candidate under test, STOCK or PLUGIN, until one is chosen."""
+        """Index of the candidate under test, until one is chosen."""
         self.calls = 0
         """Number of layers that ran in this step."""
         self.is_representative = True
@@ -50,7 +51,11 @@ class ScheduleCandidates:
     @property
     def schedule(self) -> OverlapSchedule:
         """Schedule of the next layer: the chosen one, else the candidate under test."""
-        return self.chosen or self.schedules[self.candidate]
+        return self.chosen or self.at(self.candidate)
+
+    def at(self, index: int) -> OverlapSchedule:
+        """Return the candidate of an index; the plugin's where the layers have fewer candidates than others."""
+        return self.schedules[index if index < len(self.schedules) else PLUGIN]
 
     def count_call(self, is_representative: bool = True) -> None:
         """Count a layer that ran by :attr:`schedule`."""
@@ -62,5 +67,14 @@ class ScheduleCandidates:
         self.calls, self.is_representative = 0, True
 
     def choose(self, index: int) -> None:
-        """Use one of the two schedules from now on."""
-        self.chosen = self.schedules[index]
+        """Use the candidate of an index from now on."""
+        self.chosen = self.at(index)
+
+
+def distinct_candidates(layers: Sequence[ScheduleCandidates]) -> list[int]:
+    """Return the indexes under which layers that are tuned together run by different schedules, the plugin's first."""
+    size = max((len(each.schedules) for each in layers), default=0)
+    indexes: dict[tuple[OverlapSchedule, ...], int] = {}
+    for index in sorted(range(size), key=lambda each: each != PLUGIN):
+        indexes.setdefault(tuple(each.at(index) for each in layers), index)
+    return list(indexes.values())

@@ -49,7 +49,7 @@ class MeasuredVariant:
 
     programs: dict[str, MeasuredProgram]
     weights: dict[str, float]
-    alternatives: dict[str, str]
+    alternatives: dict[str, list[str]]
 
 
 @dataclass

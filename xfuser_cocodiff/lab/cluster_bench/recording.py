@@ -45,8 +45,8 @@ _WARMUP_STEPS = 3
 """Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""
 _POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Positions in the run of coded steps that stand for all of them."""
-KEYFRAME, STOCK_SCHEDULE = "keyframe", "stock schedule"
-"""Names of programs beside those of usual steps: a keyframe, and a usual step by the schedule that resembles stock."""
+KEYFRAME = "keyframe"
+"""Name of the program of a keyframe."""
 
 
 @dataclass
@@ -57,8 +57,9 @@ class Recording:
     """Distinct steps by name."""
     weights: dict[str, float] = field(default_factory=dict)
     """Fraction of a run's steps that each program stands for."""
-    alternatives: dict[str, str] = field(default_factory=dict)
-    """The program of the other overlap schedule, by the program that it could replace."""
+    alternatives: dict[str, list[str]] = field(default_factory=dict)
+    """Programs of the other overlap schedules among which autotuning would choose, by the program that they could
+    replace."""
     sent_bytes: dict[str, float] = field(default_factory=dict)
     """Bytes that a step of the recorded blocks sends along each axis, by the plugin's own account; empty for rules."""
 
@@ -175,7 +176,7 @@ class Recorder:
         for _ in range(_WARMUP_STEPS):
             self._step(session)
         recording = Recording({"step": self._step(session)}, {"step": 1.0})
-        self._record_alternative(recording, session, "step", partial(self._step, session))
+        self._record_alternatives(recording, session, "step", partial(self._step, session))
         recording.sent_bytes = dict(session.traffic.sent_bytes)
         return recording
 
@@ -195,30 +196,30 @@ class Recorder:
             name = f"step {steps[0]}"
             recording.programs[name] = programs[steps[0]]
             recording.weights[name] = len(steps) / len(chosen) * len(coded) / RUN_STEPS
-            self._record_alternative(recording, session, name, partial(self._step, session, steps[0]))
+            self._record_alternatives(recording, session, name, partial(self._step, session, steps[0]))
         recording.sent_bytes = dict(session.traffic.sent_bytes)
         session.runs.begin(RUN_STEPS)
         recording.programs[KEYFRAME] = self._step(session, 0)
         recording.weights[KEYFRAME] = 1 - len(coded) / RUN_STEPS
         return recording
 
-    def _record_alternative(
+    def _record_alternatives(
         self, recording: Recording, session: Session, name: str, step: Callable[[], Program]
     ) -> None:
-        """Record a step by stock's overlap schedule, where autotuning would compare it with the plugin's."""
+        """Record a step by each other candidate that autotuning would compare with the plugin's schedule."""
         candidates = [each.candidates for each in session.layers.signatures if each.candidates]
         undecided = [each for each in candidates if each.chosen is None]
-        if not undecided:
-            return
-        for each in undecided:
-            each.candidate = overlap_schedule.STOCK
-        alternative = f"{name}, {STOCK_SCHEDULE}"
-        step()  # V of the first block was still sent by the other schedule
-        recording.programs[alternative] = step()
-        recording.alternatives[name] = alternative
+        for index in overlap_schedule.distinct_candidates(undecided)[1:]:
+            for each in undecided:
+                each.candidate = index
+            step()  # V of the first block was still sent by the other schedule
+            alternative = f"{name}, {undecided[0].at(index)}"
+            recording.programs[alternative] = step()
+            recording.alternatives.setdefault(name, []).append(alternative)
         for each in undecided:
             each.candidate = overlap_schedule.PLUGIN
-        step()
+        if undecided:
+            step()
 
     def _step(self, session: Session | None = None, step: int | None = None) -> Program:
         """Run a step and return its program."""

@@ -1,22 +1,24 @@
-"""Autotuning of overlap schedules: whole steps with stock's schedule are timed against steps with the plugin's.
+"""Autotuning of overlap schedules: whole steps by each of the candidates are timed in turns.
 
 Steps are timed, and not layers, since time that one layer saves another one may have to wait.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import TypeVar
 
 import torch
 
-from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, STOCK, ScheduleCandidates
+from xfuser_cocodiff.engine.attention.overlap_schedule import PLUGIN, ScheduleCandidates, distinct_candidates
 from xfuser_cocodiff.engine.topology import devices
 
-ROUNDS = (PLUGIN, STOCK, STOCK, PLUGIN, PLUGIN, STOCK, STOCK, PLUGIN)
-"""Candidate of each round; a round is one step. The first pair of rounds allocates memory, and does not count."""
+PASSES = 4
+"""Passes over all candidates. The first one allocates memory, and does not count."""
 MIN_SAVING = 0.01
-"""Fraction of the step time that stock's schedule must save to be chosen."""
+"""Fraction of the step time that another candidate than the plugin's schedule must save to be chosen."""
 
+_Candidate = TypeVar("_Candidate", int, str)
 _Workload = tuple[tuple[ScheduleCandidates, int], ...]
 """Candidates of the layers that ran in a step, where none is chosen yet, with the number of calls of each."""
 
@@ -63,14 +65,14 @@ class ScheduleTuner:
         """Begin a run. All ranks use PLUGIN in its first step, which is not timed.
 
         An error or an interrupt may have ended the last run after different steps on each rank, and the ranks agree on
-        the complete rounds only once they have communicated. An incomplete pair of rounds is repeated.
+        the complete rounds only once they have communicated. An incomplete pass is repeated.
         """
         self._step_start, self._is_new_run, self._workload, self._other_steps = None, True, (), 0
         for each in self._candidates():
             each.end_step()
             each.candidate = PLUGIN
-        for seconds in self._seconds.values():
-            del seconds[len(seconds) // 2 * 2 :]
+        for workload, seconds in self._seconds.items():
+            del seconds[len(seconds) // len(_indexes(workload)) * len(_indexes(workload)) :]
 
     def end_step(self) -> None:
         """End a step: add its time to the complete rounds, and begin the next round or choose."""
@@ -103,17 +105,18 @@ class ScheduleTuner:
         """Make another workload the usual one if it is larger, or has lasted for more steps than there are rounds:
         without declared runs, all later steps may have another size."""
         self._other_steps += 1
-        if _num_calls(workload) > _num_calls(self._workload) or self._other_steps > len(ROUNDS):
+        num_rounds = len(rounds(_indexes(self._workload)))
+        if _num_calls(workload) > _num_calls(self._workload) or self._other_steps > num_rounds:
             self._workload, self._other_steps = workload, 0
 
     def _begin_round(self) -> None:
         """Set the candidate of the next round, or choose if all rounds are complete."""
-        seconds = self._seconds.setdefault(self._workload, [])
-        if len(seconds) == len(ROUNDS):
+        seconds, order = self._seconds.setdefault(self._workload, []), rounds(_indexes(self._workload))
+        if len(seconds) == len(order):
             self._choose(self._mean(seconds))
             return
         for each, _ in self._workload:
-            each.candidate = ROUNDS[len(seconds)]
+            each.candidate = order[len(seconds)]
 
     def _choose(self, seconds: Sequence[float]) -> None:
         """Choose the schedules of all layers of the usual step.
@@ -121,10 +124,13 @@ class ScheduleTuner:
         Args:
             seconds: step time of each round, as the mean over all ranks.
         """
-        pairs = [{ROUNDS[index]: seconds[index] for index in (first, first + 1)} for first in range(2, len(ROUNDS), 2)]
-        saving = median(1 - pair[STOCK] / pair[PLUGIN] for pair in pairs)
+        indexes = _indexes(self._workload)
+        timed, size = list(zip(rounds(indexes), seconds, strict=True)), len(indexes)
+        passes = [dict(timed[first : first + size]) for first in range(size, len(timed), size)]
+        savings = {index: median(1 - each[index] / each[PLUGIN] for each in passes) for index in indexes}
+        index = choose_by_saving(savings, PLUGIN)
         for each, _ in self._workload:
-            each.choose(STOCK if saving > MIN_SAVING else PLUGIN)
+            each.choose(index)
         self._workload = ()
         self._seconds.clear()  # other workloads may have layers with the same candidates
         self._on_choice()
@@ -138,6 +144,31 @@ class ScheduleTuner:
         )
         if not self._all_agree(rounds):
             self._seconds.clear()
+
+
+def rounds(indexes: Sequence[int]) -> list[int]:
+    """Return the candidate of each round. A round is one step; each second pass has the reverse order, so that a drift
+    of the machine's speed favors no candidate.
+
+    Args:
+        indexes: the candidates.
+    """
+    return [*indexes, *reversed(indexes)] * (PASSES // 2)
+
+
+def choose_by_saving(savings: Mapping[_Candidate, float], usual: _Candidate) -> _Candidate:
+    """Return the candidate that saves the most, if that is more than :data:`MIN_SAVING`, else the usual one.
+
+    Args:
+        savings: fraction of the usual candidate's step time that each candidate saves.
+        usual: the usual candidate.
+    """
+    best = max(savings, key=lambda each: savings[each], default=usual)
+    return best if savings.get(best, 0.0) > MIN_SAVING else usual
+
+
+def _indexes(workload: _Workload) -> list[int]:
+    return distinct_candidates([each for each, _ in workload])
 
 
 def _num_calls(workload: _Workload) -> int:
