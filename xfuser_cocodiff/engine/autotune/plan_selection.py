@@ -105,6 +105,8 @@ def set_up_comm(
         setup.flat_mesh = _with_flat_plan(mesh)
         setup.mesh = _with_planner(mesh, profile)
     setup.mesh = _with_early_sends(setup.mesh, profile, config.synchronous)
+    if profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous:
+        setup.mesh = _with_head_groups(setup.mesh, profile)
     if config.mode != EXACT:
         slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
@@ -200,6 +202,13 @@ def _with_early_sends(mesh: Mesh, profile: Profile | None, synchronous: bool) ->
             break
         graph_early_bytes = 1 << power
     return replace(mesh, policy=replace(mesh.policy, sends_early=sends_early, graph_early_bytes=graph_early_bytes))
+
+
+def _with_head_groups(mesh: Mesh, profile: Profile) -> Mesh:
+    """Return the mesh with a policy for head groups, by the planner. Where the host itself computes and communicates,
+    they are only used if they are set."""
+    splits_heads = functools.partial(planner.head_groups_pay, profile, mesh.policy.choose)
+    return replace(mesh, policy=replace(mesh.policy, splits_heads=splits_heads))
 
 
 def check_plan_on_device(plan: Plan, device: torch.device, option: str) -> None:

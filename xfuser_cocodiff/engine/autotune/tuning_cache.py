@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 4
+_SCHEMA = 5
 
 
 @dataclass

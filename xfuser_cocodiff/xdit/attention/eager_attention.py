@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
-from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.xdit.attention.schedule_choice import HeadGroupCheck, choose_schedules, usable_head_groups
+from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
+from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.session.session import Session
 
 
@@ -72,11 +72,10 @@ def scheduled_attention(
     if mesh.topology.size == 1:
         return attend(query, key, value, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
-        heads = [tensor.shape[HEADS] // mesh.topology.size for tensor in (query, key)]
-        groups = usable_head_groups(session, *heads) if can_split_heads else 1
-        check = HeadGroupCheck(attend, groups)
+        numbers = head_groups_to_check(signature, session, query, key, value) if can_split_heads else []
+        check = HeadGroupCheck(attend, numbers)
         output = ulysses_attention(query, key, value, check, mesh, 1, name, in_flight, layer_codecs)
-        choose_schedules(signature, session, query, key, value, groups, check.is_same)
+        choose_schedules(signature, session, query, key, value, check.is_same)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh = session.mesh_of(schedule)
