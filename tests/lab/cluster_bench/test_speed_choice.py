@@ -38,10 +38,10 @@ def test_a_step_is_long_enough_and_leaves_the_cores_idle(monkeypatch: pytest.Mon
     cell = Cell(MACHINES["aurora"], 2, "flux.1-dev", 1024)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     small, large = choose(cell, 1000), choose(cell, 300_000_000)
-    assert small.thinning == 1 and small.dilation * STEP == pytest.approx(2, rel=0.05)
+    assert small.thinning == 1 and small.dilation * STEP == pytest.approx(speed_choice._STEP_SECONDS, rel=0.05)
     assert large.thinning > 1 and large.dilation > small.dilation
     busy = 24 * 23 * (300_000_000 / large.thinning * 3.7e-9 + 100e-6)
-    assert busy / 2 == pytest.approx(0.35 * large.dilation * STEP, rel=0.1)
+    assert busy / 2 == pytest.approx(speed_choice._BUSY_SHARE * large.dilation * STEP, rel=0.1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     assert choose(cell, 300_000_000).dilation < large.dilation / 4
 
