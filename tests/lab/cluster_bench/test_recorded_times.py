@@ -41,7 +41,7 @@ def test_a_prediction_adds_latency_and_transfer() -> None:
 
 
 def test_another_schedule_must_save_enough() -> None:
-    alternatives = {"step": "other"}
+    alternatives = {"step": ["other"]}
     for saving, chosen in ((0.9 * MIN_SAVING, "step"), (1.1 * MIN_SAVING, "other"), (-1.0, "step")):
         seconds = {"step": 1.0, "other": 1 - saving, "keyframe": 2.0}
         assert choose_programs(["step", "keyframe"], alternatives, seconds) == {"step": chosen, "keyframe": "keyframe"}
