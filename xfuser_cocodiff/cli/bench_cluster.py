@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         cells, conditions = _cells(options), _conditions(options)
         earlier = benchmark.read_cells(options.json)
-    except ValueError as error:
+        if not options.predict:
+            benchmark.check_machine()
+    except (ValueError, RuntimeError) as error:
         return fail(str(error))
 
     def keep(finished: list[dict[str, Any]]) -> None:

@@ -114,11 +114,31 @@ def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None
     assert len(calls) == 2  # recorded and measured once
 
 
-def test_a_file_of_another_command_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the command in this process, whose environment stays as it is."""
     monkeypatch.setattr(forked_ranks, "prepare_environment", lambda: None)
     monkeypatch.setattr(cli.bench.bench_cluster, "_silence_libraries", lambda: None)
+
+
+@pytest.mark.usefixtures("_in_process")
+def test_a_machine_without_namespaces_is_an_error_before_anything_starts(
+    calls: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("this machine permits no user namespaces")
+
+    monkeypatch.setattr(benchmark, "check_machine", fail)
+    options = ["bench", "cluster", "--machine", "dgx-h100", "--nodes", "1", "--model", "wan", "--resolution", "480"]
+    assert cli.main(options) == 2
+    assert capsys.readouterr().err == "cocodiff: this machine permits no user namespaces\n"
+    assert calls == []
+    assert cli.main([*options, "--predict"]) == 0
+    assert "predicted, not measured" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_in_process")
+def test_a_file_of_another_command_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.json"
     file.write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"--json .*other.json is not valid .*a record of `cocodiff bench cluster`"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
@@ -16,6 +17,9 @@ from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_sp
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.emulation import namespaces
+from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
+from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
@@ -44,6 +48,17 @@ class Conditions:
     def items(self) -> int:
         """Work items of a variant, each of the time in which it is recorded."""
         return 1 if self.predicts else 1 + _ITEMS_OF_A_RUN * (self.repeats + 2)
+
+
+def check_machine() -> None:
+    """Start two ranks of an emulated cluster, so that a machine without namespaces is an error before a measurement.
+
+    Raises:
+        RuntimeError: this machine cannot emulate clusters.
+    """
+    topology = Topology.flat(2)
+    cluster = Cluster(topology, {FLAT: 1.0}, tuple(map(namespaces.address, range(topology.size))))
+    run_forked(cluster, lambda rank: None)
 
 
 def run(requested: RequestedCell, conditions: Conditions, progress: ProgressReporter | None = None) -> dict[str, Any]:
