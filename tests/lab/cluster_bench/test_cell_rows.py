@@ -110,6 +110,22 @@ def test_the_fastest_schedule_counts_where_autotuning_would_choose_it() -> None:
     assert row["predicted_seconds"] == pytest.approx(CALLS * BLOCKS * (0.002 + TRANSFER))
 
 
+def test_schedules_that_are_clearly_slower_are_not_measured() -> None:
+    """The own schedule stays, since autotuning compares the others with it."""
+    parts = {
+        "programs": {
+            "step": one_block(RANKS, MESSAGE, 2 * BEFORE, AFTER),
+            "best": one_block(RANKS, MESSAGE, BEFORE, AFTER),
+            "near": one_block(RANKS, MESSAGE, BEFORE + 0.0004, AFTER),
+            "slow": one_block(RANKS, MESSAGE, BEFORE + 0.0009, AFTER),
+        },
+        "alternatives": {"step": ["best", "near", "slow"]},
+    }
+    kept = recorded("exact", **parts).without_hopeless()
+    assert kept.alternatives == {"step": ["best", "near"]}
+    assert list(kept.programs) == ["step", "best", "near"]
+
+
 def test_only_lossy_variants_have_a_psnr() -> None:
     rows = (
         {"mode": "balanced", "sweep": False, "series": "balanced", "codec": "", "psnr_db_mean": 41.0},

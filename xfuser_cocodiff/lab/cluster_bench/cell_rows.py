@@ -1,7 +1,8 @@
 """The rows of a cell in the record: one per variant, from its recorded and its measured steps."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -20,6 +21,10 @@ from xfuser_cocodiff.lab.cluster_bench.validity import Evidence
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK, Variant
 from xfuser_cocodiff.lab.simulation.scenario import STOCK as SIMULATED_STOCK
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
+
+_HOPELESS = 1.05
+"""Predicted step time over the best one from which on an overlap schedule is not measured; predictions are within 3 %
+of measurements."""
 
 
 @dataclass
@@ -45,6 +50,21 @@ class RecordedVariant:
     def chosen_by_prediction(self) -> dict[str, str]:
         """Return, for each program of a run, itself or the alternative that autotuning would choose by prediction."""
         return choose_programs(self.recording.weights, self.recording.alternatives, self.predicted_seconds)
+
+    def without_hopeless(self) -> Recording:
+        """Return the recording without alternatives that are predicted to be clearly slower than what will be chosen.
+
+        They would be measured in vain.
+        """
+        recording, seconds = self.recording, self.predicted_seconds
+        best = self.chosen_by_prediction()
+        alternatives = {
+            name: [each for each in others if seconds[each] <= _HOPELESS * seconds[best[name]]]
+            for name, others in recording.alternatives.items()
+        }
+        kept = {*recording.weights, *itertools.chain.from_iterable(alternatives.values())}
+        programs = {name: program for name, program in recording.programs.items() if name in kept}
+        return replace(recording, programs=programs, alternatives=alternatives)
 
     def row(self, chosen: Mapping[str, str], quality: QualityRecord) -> dict[str, Any]:
         """Return what follows from the recorded steps, given the chosen programs."""

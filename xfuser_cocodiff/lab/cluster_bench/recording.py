@@ -43,7 +43,7 @@ RUN_STEPS = 50
 """Denoising steps of a run."""
 _WARMUP_STEPS = 3
 """Steps after which a variant is in a steady state: layers are known, V's source is verified, schedules are set."""
-_POSITIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_POSITIONS = (0.1, 0.5, 0.9)
 """Positions in the run of coded steps that stand for all of them."""
 KEYFRAME = "keyframe"
 """Name of the program of a keyframe."""
