@@ -42,6 +42,14 @@ def test_variants_that_do_not_apply_are_no_default() -> None:
     assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock"}
 
 
+def test_lossy_modes_have_rows_for_the_default_axes_and_for_those_of_the_machine() -> None:
+    [two_nodes] = parse("aurora", "2", resolution="1152")
+    assert [mode for mode in two_nodes.modes if mode.startswith("balanced")] == [
+        "balanced",
+        "balanced@slow_axes=node;gpu",
+    ]
+
+
 def test_lossy_modes_compress_on_slow_axes_within_a_node() -> None:
     [one_node] = parse("pcie", "1", resolution="1024")
     assert [mode for mode in one_node.modes if "slow" in mode] == [

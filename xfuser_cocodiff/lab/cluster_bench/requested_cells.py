@@ -144,20 +144,22 @@ def _expand(cell: Cell, names: Sequence[str]) -> list[str]:
 def _applicable(cell: Cell) -> list[str]:
     """Return the default variants that differ from others in this cell.
 
-    Lossy modes without a slow axis by default, as on one node, name those of the machine.
+    Lossy modes appear with the slow axes that are the default, if there are any, and with those of the machine.
     """
     topology = cell.topology
     config = resolve({"use_cocodiff": True, "cocodiff_cache": OFF}, {}, SequenceRanks(topology.size, topology))
     sizes = {axis.name: axis.size for axis in topology.axes}
-    slow_axes = ";".join(name for name in cell.machine.slow_axes if sizes.get(name, 1) > 1)
+    slow_axes = [name for name in cell.machine.slow_axes if sizes.get(name, 1) > 1]
+    by_default = [*config.slow_axes] if config else []
     names = []
     for name in DEFAULT_MODES:
         if name in RULES and RULES[name].needs_ring and cell.nodes == 1:
             continue
-        if name not in MODES or name == EXACT or (config and config.slow_axes):
+        is_lossy = name in MODES and name != EXACT
+        if not is_lossy or by_default:
             names.append(name)
-        elif slow_axes:
-            names.append(f"{name}@slow_axes={slow_axes}")
+        if is_lossy and slow_axes and {*slow_axes} != {*by_default}:
+            names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
     return names
 
 
