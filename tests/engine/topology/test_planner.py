@@ -176,21 +176,6 @@ def test_v_is_sent_early_where_its_bytes_cost_more_than_a_call() -> None:
     assert pays(10**4, launch_seconds=1e-4)
 
 
-def test_head_groups_pay_if_they_hide_more_than_their_launches_cost() -> None:
-    """Two ranks at 1 MB/s: 3 MB of Q, K and V and 1 MB of O take 2 s on the link, since each rank keeps a half."""
-    machine = profile_of([2], [1e6], latency=0.01, launch=0.05)
-
-    def pays(groups: int, fewer: int = 1, **changes: float) -> bool:
-        changed = dataclasses.replace(machine, **changes)
-        flat = Plan.flat(machine.topology)
-        return planner.head_groups_pay(changed, lambda size: flat, 3 * 10**6, 10**6, groups, fewer)
-
-    # Two groups hide 1 s at best, and cost two more messages of 60 ms each.
-    assert pays(2) and pays(2, launch_seconds=0.48) and not pays(2, launch_seconds=0.5)
-    # Four groups hide another 0.5 s, and cost four more messages.
-    assert pays(4, 2, launch_seconds=0.11) and not pays(4, 2, launch_seconds=0.12)
-
-
 def test_profile_is_read_as_written(tmp_path: Path) -> None:
     machine = profile_of([2, 3, 2], [1e6, 2e6, 4e6], 0.1, 1.0, 1.5)
     machine = dataclasses.replace(machine, direct=machine)

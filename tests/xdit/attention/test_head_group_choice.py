@@ -16,33 +16,11 @@ from xfuser_cocodiff.engine.autotune import plan_selection, tuning_cache
 from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.devices import Capabilities
-from xfuser_cocodiff.xdit.attention.head_group_choice import divisors_to_try
 from xfuser_cocodiff.xdit.session import schedule_tuner
 from xfuser_cocodiff.xdit.session.session import Session
 
 ACCELERATOR = SimpleNamespace(capabilities=lambda device_type: Capabilities())
 LINKS = profile_of([2], [1e3], latency=0.0, launch=0.0)  # slow, so that head groups are worth their launches
-
-
-@pytest.mark.parametrize(
-    ("heads", "expected"),
-    [
-        ((1, 1), []),
-        ((2, 2), [2]),
-        ((3, 3), [3]),
-        ((4, 4), [2, 4]),
-        ((5, 5), [5]),
-        ((6, 6), [2, 3]),
-        ((8, 8), [2, 4]),
-        ((9, 9), [3]),
-        ((10, 10), [2]),
-        ((12, 4), [2, 4]),
-        ((6, 2), [2]),
-        ((6, 1), []),
-    ],
-)
-def test_divisors_of_all_heads_are_tried(heads: tuple[int, int], expected: list[int]) -> None:
-    assert divisors_to_try(*heads) == expected
 
 
 class Run:

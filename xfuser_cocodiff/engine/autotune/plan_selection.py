@@ -16,7 +16,7 @@ from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT
-from xfuser_cocodiff.engine.topology import devices, planner
+from xfuser_cocodiff.engine.topology import devices, head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -207,7 +207,7 @@ def _with_early_sends(mesh: Mesh, profile: Profile | None, synchronous: bool) ->
 def _with_head_groups(mesh: Mesh, profile: Profile) -> Mesh:
     """Return the mesh with a policy for head groups, by the planner. Where the host itself computes and communicates,
     they are only used if they are set."""
-    splits_heads = functools.partial(planner.head_groups_pay, profile, mesh.policy.choose)
+    splits_heads = functools.partial(head_groups.head_groups_pay, profile, mesh.policy.choose)
     return replace(mesh, policy=replace(mesh.policy, splits_heads=splits_heads))
 
 

@@ -90,31 +90,6 @@ def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], early_byt
     return extra_call + rest < (1 - MARGIN) * together
 
 
-def head_groups_pay(
-    profile: Profile, plan_for: Callable[[int], Plan], input_bytes: int, output_bytes: int, groups: int, fewer: int = 1
-) -> bool:
-    """Return whether so many head groups may save time over fewer, so that it is worth to time them.
-
-    With N groups, one group attends while the others are in flight. At best 1/N of the link time w of Q, K, V and O
-    remains exposed: that of the first group's inputs and of the last one's output. Each group sends two messages of
-    its own, whose collectives cost the launches l. So n groups may be faster than m where w / m - w / n > (n - m) l.
-    Attention may be too short to hide the rest, and V may be hidden already: only a measurement decides.
-
-    Args:
-        profile: link profile.
-        plan_for: plan by message size in bytes.
-        input_bytes: size of Q, K and V of all heads.
-        output_bytes: size of O of all heads.
-        groups: number of head groups.
-        fewer: smaller number of head groups.
-    """
-    sizes = input_bytes, output_bytes
-    exposed = [sum(plan_cost(profile, plan_for(size // n), size).wire for size in sizes) / n for n in (fewer, groups)]
-    # The cost of an empty message: copies between stages take as long for all groups together.
-    launches = sum(plan_cost(profile, plan_for(size // groups), 0).host for size in sizes)
-    return exposed[0] - exposed[1] > (groups - fewer) * launches
-
-
 class CommStage(NamedTuple):
     """One collective of a coded all-to-all or all-gather, along all axes or some of them."""
 

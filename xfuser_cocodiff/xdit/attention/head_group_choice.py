@@ -1,6 +1,5 @@
 """Choice of the numbers of head groups that layers may use: set or tried, divisible, and bit-identical."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,12 +8,10 @@ from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.settings.config import Overlap
+from xfuser_cocodiff.engine.topology import head_groups
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.session.session import Session
-
-MAX_HEAD_GROUPS = 4
-"""Largest number of head groups that is tried by itself, unless the heads have no smaller divisor."""
 
 
 def head_groups_to_check(
@@ -44,7 +41,7 @@ def head_groups_to_check(
     cached = session.cached_schedule(signature)
     if cached:
         return [cached.groups] if cached.groups > 1 and not any(number % cached.groups for number in heads) else []
-    numbers, splits_heads = divisors_to_try(*heads), session.mesh.policy.splits_heads
+    numbers, splits_heads = head_groups.divisors_to_try(*heads), session.mesh.policy.splits_heads
     if splits_heads is None or not numbers:
         return []
     input_bytes = query.nbytes + key.nbytes + value.nbytes
@@ -55,17 +52,6 @@ def head_groups_to_check(
     # Links differ between the Ulysses groups of a ring, and each check of a number runs the ring's collectives.
     answers = session.all_reduce([float(each) for each in pays], "min")
     return [number for number, answer in zip(numbers, answers, strict=True) if answer]
-
-
-def divisors_to_try(*heads: int) -> list[int]:
-    """Return the numbers of head groups to try, ascending: the smallest, and the largest up to MAX_HEAD_GROUPS.
-
-    Args:
-        heads: numbers of heads of Q and of K and V on a rank.
-    """
-    most = math.gcd(*heads)
-    divisors = [number for number in range(2, most + 1) if most % number == 0]
-    return sorted({*divisors[:1], *[number for number in divisors if number <= MAX_HEAD_GROUPS][-1:]})
 
 
 def _set_head_groups(session: Session, groups: int, heads: Sequence[int]) -> list[int]:
