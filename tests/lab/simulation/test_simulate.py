@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, Gather, Message, Schedule, layer_time
 from xfuser_cocodiff.lab.simulation.machines import AURORA, MACHINES, Machine, machine_named
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -217,6 +218,36 @@ def test_exposed_communication_of_a_layer(inputs: dict, ring: float, overlaps: b
     schedule = Schedule({name: message(seconds) for name, seconds in inputs.items()}, message(4.0))
     time = layer_time(COMPUTATION, schedule, Gather(ring, {}, 1, 0), 2, INSTANT, overlaps)
     assert time.seconds == TOTAL + 4 + exposed
+
+
+@pytest.mark.parametrize(
+    ("inputs", "further", "output", "seconds"),
+    [
+        # Attention from 11 to 16 and, once the second group has arrived, to 21; O of the first leaves from 16 to 18.
+        ({"v": 2.0, "qk": 4.0}, 6.0, 2.0, 21 + 2),
+        # Groups arrive at 18 and 30. O of the first one waits for the links until 30.
+        ({"qkv": 12.0}, 12.0, 4.0, 35 + 4),
+        # O of the first group blocks the links until 31.
+        ({"v": 1.0, "qk": 1.0}, 1.0, 15.0, 16 + 15 + 15),
+    ],
+)
+def test_communication_of_head_groups_is_hidden_behind_attention_to_others(
+    inputs: dict, further: float, output: float, seconds: float
+) -> None:
+    schedule = Schedule({name: message(each) for name, each in inputs.items()}, message(output), (message(further),))
+    time = layer_time(COMPUTATION, schedule, Gather(0.0, {}, 1, 0), 1, INSTANT, overlaps=True)
+    assert time.seconds == seconds + COMPUTATION.rest
+
+
+def test_head_groups_send_the_same_bytes_in_more_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, workload = machine_named("aurora"), WORKLOADS["flux.1-dev"]
+    scenario = scenario_on_nodes(machine, 1, workload, 2304)  # two heads a rank
+    by_groups = estimate_step(scenario, UlyssesRingSplit(12, 1), "exact")
+    monkeypatch.setattr(LayerCommunication, "_head_groups", lambda self: [])
+    without = estimate_step(scenario, UlyssesRingSplit(12, 1), "exact")
+    assert by_groups.sent_bytes == pytest.approx(without.sent_bytes)
+    assert by_groups.host_seconds > without.host_seconds
+    assert 0.75 < by_groups.step_seconds / without.step_seconds < 0.95
 
 
 def test_copies_and_host_of_a_layer() -> None:

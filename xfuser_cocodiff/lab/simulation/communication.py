@@ -1,5 +1,6 @@
 """Predicts the all-to-alls and the ring of a layer: seconds, traffic, and memory of link references."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
-from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
@@ -104,24 +105,47 @@ class LayerCommunication:
         """Return the schedules among which a layer's all-to-alls are chosen.
 
         Stock has one, with one or three all-to-alls of Q, K and V. The plugin sends V first or with Q and K, and a
-        lossless layer may also run as in stock, without stages.
+        lossless layer may also run as in stock, without stages, or by head groups.
         """
         if self._is_stock:
             groups = ["qkv"] if self._scenario.workload.combines_qkv else ["q", "k", "v"]
             return [self._schedule_of(groups, payloads, is_flat=True)]
         schedules = [self._schedule_of(groups, payloads) for groups in (["v", "qk"], ["qkv"])]
-        is_lossless = payloads.qkv is None and payloads.o is None
-        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True)] if is_lossless else schedules
+        if payloads.qkv is not None or payloads.o is not None:
+            return schedules
+        by_groups = [
+            self._schedule_of(inputs, payloads, groups=groups)
+            for groups in self._head_groups()
+            for inputs in (["v", "qk"], ["qkv"])
+        ]
+        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True), *by_groups]
 
-    def _schedule_of(self, groups: Sequence[str], payloads: Payloads, is_flat: bool = False) -> Schedule:
-        inputs = {names: self._all_to_all(names, payloads, is_flat) for names in groups}
-        return Schedule(inputs, self._all_to_all("o", payloads, is_flat))
+    def _head_groups(self) -> list[int]:
+        """Return the numbers of head groups that the plugin tries."""
+        if self._split.ulysses == 1:
+            return []
+        numbers = head_groups.divisors_to_try(self._heads)
+        inputs, output = sum(self._tensor_bytes(name) for name in "qkv"), self._tensor_bytes("o")
+        profile = self._scenario.link_profile(self.group, inputs)
+        plan_for = functools.partial(planner.choose_plan, profile)
+        return [
+            groups
+            for fewer, groups in zip([1, *numbers], numbers, strict=False)
+            if head_groups.head_groups_pay(profile, plan_for, inputs, output, groups, fewer)
+        ]
 
-    def _all_to_all(self, names: str, payloads: Payloads, is_flat: bool) -> Message:
-        """Return one all-to-all of some of q, k, v and o."""
+    def _schedule_of(
+        self, names: Sequence[str], payloads: Payloads, is_flat: bool = False, groups: int = 1
+    ) -> Schedule:
+        inputs = {each: self._all_to_all(each, payloads, is_flat, groups) for each in names}
+        further = (self._all_to_all("qkv", payloads, is_flat, groups),) * (groups - 1)
+        return Schedule(inputs, self._all_to_all("o", payloads, is_flat, groups), further)
+
+    def _all_to_all(self, names: str, payloads: Payloads, is_flat: bool, groups: int = 1) -> Message:
+        """Return one all-to-all of some of q, k, v and o, of one of several head groups."""
         if self._split.ulysses == 1:
             return Message(0.0, {}, 0, 0, 0, 0)
-        size = sum(self._tensor_bytes(name) for name in names)
+        size = sum(self._tensor_bytes(name) for name in names) // groups
         profile = self._scenario.link_profile(self.group, size)
         stacked = int(self._is_stock and len(names) > 1)  # stock stacks tensors before it copies them into a message
         copies, operators = 2 + stacked, _STOCK_OPERATORS + stacked if self._is_stock else _PLUGIN_OPERATORS

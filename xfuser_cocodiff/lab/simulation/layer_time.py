@@ -4,6 +4,7 @@ A layer takes as long as the longer of its device, where kernels and collectives
 launches them one by one.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,14 +95,22 @@ class Schedule(NamedTuple):
     """All-to-alls of a layer."""
 
     inputs: Mapping[str, Message]
-    """All-to-alls that bring Q, K and V, by the letters of their tensors; "v" on its own may be sent first."""
+    """All-to-alls that bring Q, K and V of the first head group, by the letters of their tensors; "v" on its own may be
+    sent first."""
     output: Message
-    """All-to-all of O."""
+    """All-to-all of O of a head group."""
+    further: tuple[Message, ...] = ()
+    """All-to-alls of Q, K and V of the other head groups, where there are several."""
+
+    @property
+    def groups(self) -> int:
+        """Number of head groups."""
+        return 1 + len(self.further)
 
     @property
     def messages(self) -> list[Message]:
         """All all-to-alls."""
-        return [*self.inputs.values(), self.output]
+        return [*self.inputs.values(), *self.further, *[self.output] * self.groups]
 
 
 class Gather(NamedTuple):
@@ -136,7 +145,8 @@ def layer_time(
 
     Stock waits for each all-to-all at once. Only its ring overlaps, with attention to a rank's own K and V. The plugin
     computes an MLP parallel to attention while Q, K and V are in flight. It may send V first, which then overlaps with
-    the projections, norms and RoPE of Q and K.
+    the projections, norms and RoPE of Q and K. With several head groups, one attends while the next ones are received
+    and earlier ones are sent back.
 
     Args:
         computation: computation of the layer.
@@ -149,13 +159,12 @@ def layer_time(
     first = schedule.inputs.get("v") if overlaps else None
     arrived = max(computation.query_key, first.seconds if first else 0.0)
     arrived += sum(message.seconds for message in schedule.inputs.values() if message is not first)
-    if overlaps:
-        arrived = max(arrived, computation.query_key + computation.parallel)
-    else:
-        arrived += computation.parallel
     exposed_ring = gather.seconds - min(computation.attention / ring, gather.seconds)
-    device = arrived + computation.rest + computation.attention + exposed_ring + schedule.output.seconds
-    host = computation.host + gather.operators * accelerator.launch_seconds
+    attention = (computation.attention + exposed_ring) / schedule.groups
+    begin = max(arrived, computation.query_key + computation.parallel) if overlaps else arrived + computation.parallel
+    device = computation.rest + _head_groups_seconds(schedule, arrived, begin, attention)
+    host = computation.host + (schedule.groups - 1) * accelerator.launch_seconds
+    host += gather.operators * accelerator.launch_seconds
     host += gather.collectives * accelerator.collective_host_seconds
     for message in schedule.messages:
         if message.nbytes:
@@ -163,3 +172,22 @@ def layer_time(
             host += message.operators * accelerator.launch_seconds
             host += message.collectives * accelerator.collective_host_seconds
     return LayerTime(device, host)
+
+
+def _head_groups_seconds(schedule: Schedule, arrived: float, begin: float, attention: float) -> float:
+    """Return the seconds from the start of a layer until O of all head groups has arrived.
+
+    Messages follow each other on the links: inputs of all groups, then outputs. Attention follows on the device.
+
+    Args:
+        schedule: all-to-alls.
+        arrived: seconds until the inputs of the first group have arrived.
+        begin: seconds until its attention begins.
+        attention: seconds of a group's attention.
+    """
+    arrivals = list(itertools.accumulate((message.seconds for message in schedule.further), initial=arrived))
+    link_free, end = arrivals[-1], begin
+    for arrival in arrivals:
+        end = max(end, arrival) + attention
+        link_free = max(link_free, end) + schedule.output.seconds
+    return link_free
