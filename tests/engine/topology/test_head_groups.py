@@ -24,6 +24,8 @@ from xfuser_cocodiff.engine.topology.plans import Plan
         ((12, 4), [2, 4]),
         ((6, 2), [2]),
         ((6, 1), []),
+        ((7, 7), [7]),
+        ((19, 19), []),
     ],
 )
 def test_divisors_of_all_heads_are_tried(heads: tuple[int, int], expected: list[int]) -> None:

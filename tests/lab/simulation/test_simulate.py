@@ -225,8 +225,8 @@ def test_exposed_communication_of_a_layer(inputs: dict, ring: float, overlaps: b
     [
         # Attention from 11 to 16 and, once the second group has arrived, to 21; O of the first leaves from 16 to 18.
         ({"v": 2.0, "qk": 4.0}, 6.0, 2.0, 21 + 2),
-        # Groups arrive at 18 and 30. O of the first one waits for the links until 30.
-        ({"qkv": 12.0}, 12.0, 4.0, 35 + 4),
+        # Groups arrive at 18 and 30. O of the first one waits for the links until 30, that of the second until 40.
+        ({"qkv": 12.0}, 12.0, 10.0, 40 + 10),
         # O of the first group blocks the links until 31.
         ({"v": 1.0, "qk": 1.0}, 1.0, 15.0, 16 + 15 + 15),
     ],

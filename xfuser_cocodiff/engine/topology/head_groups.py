@@ -7,22 +7,23 @@ from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 
-MAX_HEAD_GROUPS = 4
-"""Largest number of head groups that is tried by itself, unless the heads have no smaller divisor."""
+USUAL_HEAD_GROUPS, MAX_HEAD_GROUPS = 4, 8
+"""Largest number of head groups that is tried, and where the heads have no smaller divisor: further groups hide little
+of the rest, and each one costs two messages."""
 LAUNCH_SHARE = 0.5
 """Share of the launches of further head groups that counts. Assumed: most are hidden behind attention or queue behind
 messages in flight. A share that is too small costs some timed steps, one that is too large the gain."""
 
 
 def divisors_to_try(*heads: int) -> list[int]:
-    """Return the numbers of head groups to try, ascending: the smallest, and the largest up to MAX_HEAD_GROUPS.
+    """Return the numbers of head groups to try, ascending: the smallest, and the largest up to USUAL_HEAD_GROUPS.
 
     Args:
         heads: numbers of heads of Q and of K and V on a rank.
     """
     most = math.gcd(*heads)
-    divisors = [number for number in range(2, most + 1) if most % number == 0]
-    return sorted({*divisors[:1], *[number for number in divisors if number <= MAX_HEAD_GROUPS][-1:]})
+    divisors = [number for number in range(2, MAX_HEAD_GROUPS + 1) if most % number == 0]
+    return sorted({*divisors[:1], *[number for number in divisors if number <= USUAL_HEAD_GROUPS][-1:]})
 
 
 def head_groups_pay(
