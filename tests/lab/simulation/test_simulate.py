@@ -250,6 +250,24 @@ def test_head_groups_send_the_same_bytes_in_more_messages(monkeypatch: pytest.Mo
     assert 0.75 < by_groups.step_seconds / without.step_seconds < 0.95
 
 
+@pytest.mark.parametrize(
+    ("mode", "nodes", "split", "numbers"),
+    [
+        ("exact", 1, UlyssesRingSplit(12, 1), [2, 4]),
+        ("balanced", 1, UlyssesRingSplit(12, 1), [2, 4]),  # lossless without a slow axis
+        ("exact", 2, UlyssesRingSplit(24, 1), [2]),
+        ("balanced", 2, UlyssesRingSplit(24, 1), []),
+        ("exact", 2, UlyssesRingSplit(12, 2), []),
+    ],
+)
+def test_head_groups_are_predicted_for_lossless_ulysses_only(
+    mode: str, nodes: int, split: UlyssesRingSplit, numbers: list[int]
+) -> None:
+    scenario = scenario_on_nodes(AURORA, nodes, WORKLOADS["flux.2-dev"], 2304)  # 48 heads
+    costs = LayerCommunication(scenario, split, mode)
+    assert {each.groups for each in costs.schedules(costs.payloads()[-1])} == {1, *numbers}
+
+
 def test_copies_and_host_of_a_layer() -> None:
     accelerator = dataclasses.replace(INSTANT, bytes_per_second=2.0, launch_seconds=3.0, collective_host_seconds=100.0)
     schedule = Schedule({"qkv": message(12.0, copies=3)}, message(4.0, copies=2, nbytes=0.0))
