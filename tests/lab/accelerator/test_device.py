@@ -1,7 +1,9 @@
 """Tests of the emulated device: what collectives record, and when the host waits for it. Times are computed by hand."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 from tests import ranks
 from tests.lab.accelerator.emulated import CALL, COLLECTIVE, LAUNCH, ROUND, SHORTEST, accelerator
+from xfuser_cocodiff.lab.accelerator.streams import Event
 
 if TYPE_CHECKING:
     from xfuser_cocodiff.lab.accelerator.device import EmulatedAccelerator
@@ -202,3 +205,31 @@ def next_step(rank: int) -> tuple[float, int]:
 
 def test_work_of_an_earlier_step_has_ended() -> None:
     assert ranks.run(next_step, 1) == [(pytest.approx(CALL), 0)]
+
+
+def replaced_objects() -> list[object]:
+    """Return functions and classes of PyTorch that an emulated accelerator replaces, and what PyTorch keeps of them."""
+    with torch.device("meta"):
+        default = torch.tensor(1.0).device
+    owners = (torch, "tensor Stream Event"), (torch.Tensor, "data_ptr record_stream new_tensor")
+    accelerated = (torch.accelerator, "current_stream synchronize"), (torch.nn.functional, "rms_norm")
+    found = [getattr(owner, name) for owner, names in (*owners, *accelerated) for name in names.split()]
+    return [default, hasattr(Event, "host"), *found, torch.nn.functional.scaled_dot_product_attention]
+
+
+def leave(rank: int) -> tuple[bool, bool]:
+    """Return whether nothing of an accelerator stays after its context, and after an error on the way into it."""
+    from xfuser_cocodiff.lab.accelerator import device
+
+    before = replaced_objects()
+    torch.utils._device._device_constructors.cache_clear()  # as in a process that has not set a device yet
+    with accelerator() as emulator, torch.device("meta"):
+        torch.empty(1)
+    after = replaced_objects()
+    with mock.patch.object(type(emulator._operations), "__enter__", side_effect=OSError), contextlib.suppress(OSError):
+        device.EmulatedAccelerator(ROUND).__enter__()
+    return after == before, replaced_objects() == before
+
+
+def test_an_accelerator_leaves_pytorch_as_it_was() -> None:
+    assert ranks.run(leave, 1) == [(True, True)]

@@ -38,7 +38,8 @@ class EmulatedAccelerator(Clock):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "EmulatedAccelerator":
-        Event.host = self
+        # PyTorch builds this set once. Built now, it contains the real torch.tensor, which torch.device must recognize.
+        torch.utils._device._device_constructors()
         replaced: list[tuple[Any, str, Callable]] = [
             (torch, "Stream", lambda *_, **__: self.new_stream()),
             (torch, "Event", Event),
@@ -47,12 +48,15 @@ class EmulatedAccelerator(Clock):
             *host_functions.replacements(DEVICE_TYPE),
             *fused_operations.replacements(DEVICE_TYPE),
         ]
-        for owner, name, replacement in replaced:
-            self._stack.enter_context(mock.patch.object(owner, name, replacement))
-        self._stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))
-        devices.capabilities.cache_clear()
-        self._stack.callback(devices.capabilities.cache_clear)
-        self._stack.enter_context(self._operations)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Event, "host", self, create=True))
+            for owner, name, replacement in replaced:
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            stack.enter_context(mock.patch.dict(devices._CAPABILITIES, {DEVICE_TYPE: _CAPABILITIES}))
+            devices.capabilities.cache_clear()
+            stack.callback(devices.capabilities.cache_clear)
+            stack.enter_context(self._operations)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
