@@ -155,13 +155,16 @@ def test_a_deadline_stops_ranks_that_hang_and_shows_where() -> None:
     found, _, errors = run("""
 def hanging_here(rank):
     time.sleep(600)
-started = time.monotonic()
+begun = time.monotonic()
+run_forked(four, lambda rank: None)
+limit = 1 + 3 * (time.monotonic() - begun)  # all ranks must have started, on a busy machine too
+begun = time.monotonic()
 try:
-    run_forked(four, hanging_here, deadline_seconds=2)
+    run_forked(four, hanging_here, deadline_seconds=limit)
 except TimeoutError as error:
-    print(json.dumps([time.monotonic() - started, str(error)]))
+    print(json.dumps([time.monotonic() - begun - limit, str(error)]))
 """)
-    assert 2 <= found[0] < 30
+    assert 0 <= found[0] < 30
     assert found[1] == "the ranks of an emulated cluster did not end before their deadline"
     stacks = {line.split("]")[0] for line in errors if "in hanging_here" in line}
     assert stacks == {"[0", "[1", "[2", "[3"}
@@ -234,7 +237,7 @@ def send(rank, cluster, size, before_each):
 @pytest.mark.alone
 @needs_namespaces
 def test_peers_of_a_port_share_its_rate_and_bytes_are_counted() -> None:
-    """To two peers on links of 8 Mbit/s each, 400 kB each take 0.4 s; on one port of 8 Mbit/s, 0.8 s."""
+    """To five peers on links of 8 Mbit/s each, 400 kB each take 0.4 s; on one port of 8 Mbit/s, 2 s."""
     found, _, _ = run(
         SENDING
         + """
@@ -243,14 +246,14 @@ def work(rank):
     cluster = links.of_this_rank()
     seconds = send(rank, cluster, size, [lambda: None])
     return seconds, counters.payload_bytes()
-cells = emulated("gpu=3", gpu=8), emulated("gpu=3", ("gpu",), gpu=8)
+cells = emulated("gpu=6", gpu=8), emulated("gpu=6", ("gpu",), gpu=8)
 print(json.dumps([run_forked(cell, work, results_of=(0, 1)) for cell in cells]))
 """
     )
     (links_seconds, links_bytes), (port_seconds, port_bytes) = (cell["0"] for cell in found)
-    assert port_seconds[0] > 1.5 * links_seconds[0]
+    assert 0.3 < links_seconds[0] < 1.8 < port_seconds[0]
     for counted in (links_bytes, port_bytes):
-        assert counted == {"gpu": pytest.approx(800_000, rel=0.03)}
+        assert counted == {"gpu": pytest.approx(2_000_000, rel=0.03)}
     for cell in found:
         assert cell["1"][1]["gpu"] < 100  # an answer of one byte, and acknowledgements
 
@@ -272,5 +275,5 @@ print(json.dumps(run_forked(slow, work)[0]))
     )
     (fast, slow), rate, counted = found
     assert rate == pytest.approx(4)
-    assert 2 < slow / fast < 12
+    assert 0.15 < fast < 0.9 < slow < 5
     assert counted == {"gpu": pytest.approx(1_000_000, rel=0.03)}
