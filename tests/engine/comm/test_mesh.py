@@ -98,15 +98,18 @@ def test_statistics_count_the_bytes_sent_to_other_ranks(plan: str, fractions: di
 
 
 def count_copies(rank: int) -> list[tuple[int, int]]:
-    """Return copied elements (by copy_ or clone) per element of the tensors, by number of axes."""
+    """Return copied elements per element of the tensors, by number of axes."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+    copying = aten.copy_.default, aten.clone.default, aten.stack.default, aten.cat.default
 
     class Copies(TorchDispatchMode):
         elements = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            if function in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            if function in copying:
                 self.elements += result.numel()
             return result
 

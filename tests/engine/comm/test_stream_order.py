@@ -116,6 +116,32 @@ def test_lossless_communication_is_ordered(plan: str) -> None:
     ranks.run(lossless, 1, plan)
 
 
+def mixed_plans(rank: int) -> None:
+    """Send a large message in two stages, then a small one in a single stage."""
+    flat, hierarchical = (Plan.parse(plan, TOPOLOGY) for plan in PLANS)
+    groups = {
+        stage: SimpleNamespace(size=lambda: TOPOLOGY.size, rank=lambda: 0)
+        for stage in (*flat.stages, *hierarchical.stages)
+    }
+    small, large = (torch.Size((1, 4, tokens, 16)) for tokens in (2, 8))
+    policy = PlanPolicy(lambda nbytes: hierarchical if nbytes == large.numel() * 4 else flat)
+    with MockDevice() as mock_device:
+        mesh = Mesh(TOPOLOGY, Stages(groups, device()), policy, CommStream(device()))
+        handles = [
+            start_seq_to_heads([torch.randn(size, device=device())], mesh, Label("v")) for size in (large, small)
+        ]
+        networks = list(mock_device._networks.values())
+        for handle in handles:
+            handle.wait()
+    *stages, single = networks
+    assert len(stages) == 2
+    assert all(single.clock[stage.name] for stage in stages), "the small message may overtake the large one"
+
+
+def test_a_single_stage_waits_for_earlier_messages_in_stages() -> None:
+    ranks.run(mixed_plans, 1)
+
+
 def coded(rank: int, slow: str, codec: Codec, uses_triton: bool) -> None:
     for v_first, (staged, late) in itertools.product(BOTH, THREADS):
         with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():

@@ -115,16 +115,29 @@ class Mesh:
             finish: converts the result after the wait.
             is_blocking: whether the caller waits right away.
         """
-        if len(plan.stages) > 1 or self.stages.staged or self._times_on_stream(message):
+        is_multi_stage = len(plan.stages) > 1
+        if is_multi_stage or self.stages.staged or self._times_on_stream(message) or self._keeps_order(message):
             return self.start(label, lambda: self.all_to_all(message, plan), finish, is_blocking)
         span = self.traffic.span(label, message.device)
-        # A single stage needs no thread or stream to start the next one, and need not wait for earlier operations.
+        # A single stage needs no thread or stream to start the next one.
         if span.is_timed:  # the comm stream's thread records when it ends
             wait = self.stages.start(message, plan, 0)
             return self.start(label, wait, finish, is_blocking, span)
         with span.record_transfer():
             wait = self.stages.start(message, plan, 0)
         return Handle(str(label), wait, finish, span.record_wait)
+
+    def _keeps_order(self, message: torch.Tensor) -> bool:
+        """Return whether a single stage waits for earlier operations.
+
+        On an accelerator, collectives of different groups run at the same time. With several axes, a message in one
+        stage would take links from an earlier one in several stages, which the caller needs first.
+        """
+        return self._has_several_axes and devices.capabilities(message.device.type).is_asynchronous
+
+    @functools.cached_property
+    def _has_several_axes(self) -> bool:
+        return sum(axis.size > 1 for axis in self.topology.axes) > 1
 
     def start(
         self,

@@ -16,6 +16,9 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 MARGIN = 0.08
 """Fraction of its time that a plan must save for each stage beyond the first. Predictions have errors of this order,
 which grow with the number of stages."""
+EARLY_SEND_MARGIN = 0.03
+"""Fraction of the time of one message that an early send must save. Autotuning compares both, except in compiled
+graphs."""
 DIRECT_MARGIN = 0.05
 """Fraction of its time that a stage must save by direct sends in place of a collective."""
 CODED_RATIO = 0.1
@@ -87,7 +90,7 @@ def early_send_pays(profile: Profile, plan_for: Callable[[int], Plan], early_byt
     rest_bytes = all_bytes - early_bytes
     rest = all_to_all_seconds(profile, plan_for(rest_bytes), rest_bytes)
     together = all_to_all_seconds(profile, plan_for(all_bytes), all_bytes)
-    return extra_call + rest < (1 - MARGIN) * together
+    return extra_call + rest < (1 - EARLY_SEND_MARGIN) * together
 
 
 class CommStage(NamedTuple):
