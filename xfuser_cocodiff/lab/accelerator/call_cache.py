@@ -41,7 +41,7 @@ class Output(NamedTuple):
     """Shape, strides, dtype and storage offset, unless it is the input itself."""
 
 
-class Write(NamedTuple):
+class Written(NamedTuple):
     """New values in a tensor."""
 
     target: int
@@ -60,7 +60,7 @@ class Effect:
     outputs: tuple[Output, ...]
     container: Callable[[list], Any]
     """Makes the result of the outputs: one, or a list or tuple of them."""
-    writes: tuple[Write, ...]
+    writes: tuple[Written, ...]
 
 
 class UnknownArgumentError(Exception):
@@ -155,22 +155,27 @@ class CallCache:
         outputs = _outputs_of(result)
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         sources = [self._provenance.sources(tensor) for tensor in tensors]
-        writes = list[Write]()
+        writes = list[Written]()
         for index, output in enumerate(outputs):
             if output.untyped_storage()._cdata in storages:
                 continue
             own = self._provenance.sources(output)
             if own in sources:
-                writes.append(Write(index, "copy", sources.index(own)))
+                writes.append(Written(index, "copy", sources.index(own)))
             elif own == concatenated(sources):
-                writes.append(Write(index, "cat"))
+                writes.append(Written(index, "cat"))
             else:
-                writes.append(Write(index, "computed" if tensors else "new"))
+                writes.append(Written(index, "computed" if tensors else "new"))
         self.write(key, writes, tensors, outputs)
         self._keep(key, tensors, result, kernels, writes)
 
     def _keep(
-        self, key: Hashable, tensors: Sequence[torch.Tensor], result: Any, kernels: Sequence[float], writes: list[Write]
+        self,
+        key: Hashable,
+        tensors: Sequence[torch.Tensor],
+        result: Any,
+        kernels: Sequence[float],
+        writes: Sequence[Written],
     ) -> None:
         """Keep the effect of a call if its result contains only tensors that can be repeated."""
         returned = list(result) if isinstance(result, (tuple, list)) else [] if result is None else [result]
@@ -190,7 +195,7 @@ class CallCache:
         return effect.container(outputs)
 
     def write(
-        self, key: Hashable, writes: Sequence[Write], tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, key: Hashable, writes: Sequence[Written], tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
         """Set the sources of everything that a call has written."""
         provenance = self._provenance
@@ -199,7 +204,7 @@ class CallCache:
             provenance.write(outputs[write.target], self._follow(write, key, tensors, sources))
 
     def _follow(
-        self, write: Write, key: Hashable, tensors: Sequence[torch.Tensor], sources: Sequence[Sources]
+        self, write: Written, key: Hashable, tensors: Sequence[torch.Tensor], sources: Sequence[Sources]
     ) -> Sources:
         if write.rule == "copy":
             return sources[write.source]
@@ -238,20 +243,20 @@ def _outputs_of(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
 
 
-def _write_of(func: Any, index: int, has_inputs: bool) -> Write:
+def _write_of(func: Any, index: int, has_inputs: bool) -> Written:
     """Return how an operation with a kernel of its own writes one of its outputs."""
     name = op_cost.name_of(func)
     if name in ("clone", "_to_copy"):
-        return Write(index, "copy")
+        return Written(index, "copy")
     if name == "copy_":
-        return Write(index, "copy", 1)
+        return Written(index, "copy", 1)
     if name == "cat":
-        return Write(index, "cat")
+        return Written(index, "cat")
     if op_cost.is_attention(func) and index == 0:
-        return Write(index, "heads")
+        return Written(index, "heads")
     if name in _FILLING:
-        return Write(index, "filled")
-    return Write(index, "computed" if has_inputs and name not in _RANDOM else "new")
+        return Written(index, "filled")
+    return Written(index, "computed" if has_inputs and name not in _RANDOM else "new")
 
 
 def _output(value: Any, tensors: Sequence[torch.Tensor]) -> Output | None:

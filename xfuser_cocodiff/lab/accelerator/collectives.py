@@ -14,7 +14,7 @@ from xfuser_cocodiff.lab.accelerator.program import RecordedCollective
 from xfuser_cocodiff.lab.accelerator.provenance import Provenance
 
 
-class Collectives:
+class CollectiveRecorder:
     """Runs operations that are collectives.
 
     Args:

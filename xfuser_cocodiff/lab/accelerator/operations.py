@@ -13,7 +13,7 @@ from xfuser_cocodiff.lab.accelerator import op_cost
 from xfuser_cocodiff.lab.accelerator.accelerators import HOST_COPY_BYTES_PER_SECOND
 from xfuser_cocodiff.lab.accelerator.call_cache import CallCache, UnknownArgumentError, describe
 from xfuser_cocodiff.lab.accelerator.clock import Clock
-from xfuser_cocodiff.lab.accelerator.collectives import Collectives, pending_view
+from xfuser_cocodiff.lab.accelerator.collectives import CollectiveRecorder, pending_view
 from xfuser_cocodiff.lab.accelerator.provenance import Provenance
 
 
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
         self._provenance = Provenance()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls = CallCache(self._fake, device, self._provenance)
-        self._collectives = Collectives(clock, self._fake, self._provenance)
+        self._collectives = CollectiveRecorder(clock, self._fake, self._provenance)
         self._depth = 0
         """Number of operations that are being run in terms of others."""
         self._num_unrepeatable = 0

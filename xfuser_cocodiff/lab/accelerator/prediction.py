@@ -10,7 +10,7 @@ from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, Recor
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
 from xfuser_cocodiff.lab.accelerator.transport import Outcome, Pace
 
-_NOTHING = 1e-3
+_ROUNDING_BYTES = 1e-3
 """Bytes below which a transfer is complete, because of rounding."""
 
 
@@ -119,4 +119,4 @@ class _Prediction:
         for transfer in self._moving:
             for axis, size in transfer.remaining.items():
                 left = size - seconds * shares[axis]
-                transfer.remaining[axis] = left if left > _NOTHING else 0.0
+                transfer.remaining[axis] = left if left > _ROUNDING_BYTES else 0.0

@@ -2,7 +2,7 @@
 
 Each group has a communicator, as in NCCL: its collectives run one after the other, beside those of other groups. Sends
 and receives to all peers are posted at once. The values of messages do not matter, so a message may be thinned: with a
-thinning of N, every Nth of its bytes moves, over links that are N times slower still.
+thinning of N, 1 / N of its bytes move, over links that are N times slower still.
 """
 
 import math

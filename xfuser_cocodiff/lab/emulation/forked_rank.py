@@ -21,7 +21,7 @@ DRAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Message:
+class LastMessage:
     """Last message of a rank."""
 
     has_returned: bool
@@ -44,11 +44,11 @@ class ForkedRank:
         return [pipe.fileno() for pipe in (*self.process.outputs.values(), self.messages)]
 
 
-class Mail:
+class LastMessages:
     """Last messages of all ranks. Threads read them, and let the ranks end once all have returned."""
 
     def __init__(self, pipes: Sequence[IO[bytes]], release: int) -> None:
-        self._messages: dict[int, Message] = {}
+        self._messages: dict[int, LastMessage] = {}
         self._lock = threading.Lock()
         self._missing = len(pipes)
         self._release = release
@@ -58,14 +58,14 @@ class Mail:
 
     def _read(self, rank: int, pipe: IO[bytes]) -> None:
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # it was killed
-            message: Message = pickle.load(pipe)
+            message: LastMessage = pickle.load(pipe)
             with self._lock:
                 self._messages[rank] = message
                 self._missing -= message.has_returned
                 if not self._missing:
                     os.close(self._release)
 
-    def all(self) -> dict[int, Message]:
+    def all(self) -> dict[int, LastMessage]:
         """Return the messages by rank, once all ranks have ended; a rank that was killed has none."""
         for reader in self._readers:
             reader.join(DRAIN_SECONDS)
@@ -120,10 +120,10 @@ def _run_rank(
         if "torch" in sys.modules:  # which was loaded with another number
             sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         result = work(rank)
-        message = Message(True, pickle.dumps(result) if has_result else b"")
+        message = LastMessage(True, pickle.dumps(result) if has_result else b"")
         status = 0
     except BaseException:
-        message = Message(False, traceback.format_exc().encode())
+        message = LastMessage(False, traceback.format_exc().encode())
     try:
         with os.fdopen(messages, "wb") as pipe:
             pickle.dump(message, pipe)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from xfuser_cocodiff.lab.emulation import namespaces, ranks, user_namespace
-from xfuser_cocodiff.lab.emulation.forked_rank import DRAIN_SECONDS, ForkedRank, Mail, Message, fork
+from xfuser_cocodiff.lab.emulation.forked_rank import DRAIN_SECONDS, ForkedRank, LastMessage, LastMessages, fork
 from xfuser_cocodiff.lab.emulation.links import Cluster
 from xfuser_cocodiff.lab.emulation.ranks import STDERR, Failure, Write
 
@@ -49,7 +49,7 @@ class RankFailedError(RuntimeError):
 
 
 @dataclass
-class _Outcome:
+class _CellOutcome:
     """Outcome of a cell, sent from its processes to the caller."""
 
     results: dict[int, bytes] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def _results(message: bytes, status: int) -> dict[int, Any]:
     """Return the results in the message of a cell, or raise the error that it contains."""
     if not message:
         raise RuntimeError(f"the emulated cluster ended with status {status} before its ranks had results")
-    outcome: _Outcome = pickle.loads(message)
+    outcome: _CellOutcome = pickle.loads(message)
     if outcome.failure is not None:
         raise RankFailedError(outcome.failure, outcome.traceback)
     if outcome.error:
@@ -180,9 +180,9 @@ def _run_cell(caller: int, work: Callable[[], int], write_end: int) -> NoReturn:
     except user_namespace.StoppedError as error:
         status = error.status
     except RuntimeError as error:
-        _send(write_end, _Outcome(error=str(error)))
+        _send(write_end, _CellOutcome(error=str(error)))
     except BaseException:
-        _send(write_end, _Outcome(error=traceback.format_exc()))
+        _send(write_end, _CellOutcome(error=traceback.format_exc()))
     finally:
         os._exit(status)
 
@@ -198,7 +198,7 @@ def _with_deadline(work: Callable[[int], Any], deadline: float | None) -> Callab
     return limited
 
 
-def _send(write_end: int, outcome: _Outcome) -> None:
+def _send(write_end: int, outcome: _CellOutcome) -> None:
     """Send the outcome to the caller and close the pipe."""
     with os.fdopen(write_end, "wb") as pipe:
         pipe.write(pickle.dumps(outcome))
@@ -211,7 +211,7 @@ def _run_ranks(
     try:
         namespaces.make(cluster)
     except RuntimeError as error:
-        _send(write_end, _Outcome(error=str(error)))
+        _send(write_end, _CellOutcome(error=str(error)))
         return 1
     gc.freeze()  # a collection on a rank would write to all objects, and so copy the memory that ranks share
     release_read, release_write = os.pipe()
@@ -220,18 +220,18 @@ def _run_ranks(
         inherited = [write_end, release_write, *itertools.chain.from_iterable(each.descriptors() for each in started)]
         started.append(fork(cluster, rank, work, rank in results_of, release_read, inherited))
     os.close(release_read)
-    mail = Mail([each.messages for each in started], release_write)
+    last_messages = LastMessages([each.messages for each in started], release_write)
     failure = ranks.watch([each.process for each in started], write)
-    messages = mail.all()
+    messages = last_messages.all()
     if failure is None:
-        _send(write_end, _Outcome({rank: messages[rank].content for rank in results_of}))
+        _send(write_end, _CellOutcome({rank: messages[rank].content for rank in results_of}))
         return 0
     failure, text = _cause(failure, messages)
-    _send(write_end, _Outcome(failure=failure, traceback=text))
+    _send(write_end, _CellOutcome(failure=failure, traceback=text))
     return failure.status
 
 
-def _cause(noticed: Failure, messages: dict[int, Message]) -> tuple[Failure, str]:
+def _cause(noticed: Failure, messages: dict[int, LastMessage]) -> tuple[Failure, str]:
     """Return the failure to report and its traceback.
 
     Args:
