@@ -8,9 +8,7 @@ import torch
 
 from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
-
-PIXELS_PER_LATENT = 8
-"""Pixels per side of a latent in all models."""
+from xfuser_cocodiff.xdit.launching.bare_runtime import PIXELS_PER_LATENT
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Request:
         return rows * columns
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialized tensor of a row of :attr:`rows` samples, shape (B, *shape)."""
+        """Return an uninitialized tensor for all batch rows, shape (B, *shape)."""
         return torch.empty((self.rows, *shape), dtype=dtype or self.dtype, device=self.device)
 
 

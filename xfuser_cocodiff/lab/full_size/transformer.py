@@ -11,12 +11,10 @@ from xfuser_cocodiff.lab.full_size.architectures import architecture
 from xfuser_cocodiff.lab.full_size.full_mask import FullMask
 from xfuser_cocodiff.lab.full_size.inputs import INPUTS, Inputs, Request
 from xfuser_cocodiff.lab.full_size.materialize import materialize
-from xfuser_cocodiff.lab.simulation.workloads import Workload
+from xfuser_cocodiff.lab.simulation.workloads import Workload, num_latent_frames
 from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 DTYPE = torch.bfloat16
-FRAMES_PER_LATENT = 4
-"""Frames per latent frame after the first, in both video models."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class FullSizeTransformer:
         Raises:
             ValueError: xDiT cannot shard this size.
         """
-        latent_frames = (frames - 1) // FRAMES_PER_LATENT + 1 if frames else self.workload.latent_frames or 1
+        latent_frames = num_latent_frames(frames) if frames else self.workload.latent_frames or 1
         size = resolution, batch, latent_frames
         if size not in self._inputs:
             self._inputs[size] = INPUTS[self.workload.name](self._request(*size), self._sizes)

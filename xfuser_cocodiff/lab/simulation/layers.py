@@ -26,7 +26,7 @@ class Linear(NamedTuple):
 
 
 class Pointwise(NamedTuple):
-    """Pointwise kernels of one after the other: norms, modulation, RoPE, activations, residuals."""
+    """Pointwise kernels that run one after the other: norms, modulation, RoPE, activations, residuals."""
 
     tokens: str
     kernels: int

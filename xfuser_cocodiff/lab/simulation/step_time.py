@@ -39,7 +39,9 @@ class StepEstimate:
     compact_reference_bytes: int
     """Memory of all link references in 8 bits."""
     a2a_seconds: float
+    """Seconds of all all-to-alls, hidden ones included."""
     ring_seconds: float
+    """Seconds of all all-gathers of the ring, hidden ones included."""
     compute_seconds: float | None
     """Seconds of computation on the device; None if the device is unknown."""
     host_seconds: float | None

@@ -26,6 +26,14 @@ PIXELS_PER_TOKEN = 16
 _VIDEO_COLUMNS = 32
 """Divisor of a video's width in pixels: 16:9 rounded down to it gives 832 x 480, 960 x 544 and 1280 x 720."""
 
+_FRAMES_PER_LATENT = 4
+"""Frames per latent frame after the first, in both video models."""
+
+
+def num_latent_frames(frames: int) -> int:
+    """Return the number of latent frames of a video."""
+    return (frames - 1) // _FRAMES_PER_LATENT + 1
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -171,7 +179,7 @@ WORKLOADS = {
             heads=24,
             head_dim=128,
             text_tokens=256,
-            latent_frames=(129 - 1) // 4 + 1,
+            latent_frames=num_latent_frames(129),
         ),
         # 81 frames. The pipeline pads text to 512 tokens. Guidance needs two calls per step.
         Workload(
@@ -181,7 +189,7 @@ WORKLOADS = {
             head_dim=128,
             text_tokens=0,
             cross_text_tokens=512,
-            latent_frames=(81 - 1) // 4 + 1,
+            latent_frames=num_latent_frames(81),
             calls=2,
         ),
     )

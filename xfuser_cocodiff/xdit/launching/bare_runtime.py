@@ -18,8 +18,8 @@ from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
 from xfuser_cocodiff.xdit.session.session import Session
 
-_VAE_SCALE_FACTOR = 8
-"""Pixels per side of a latent, the same in all models of the benchmarks."""
+PIXELS_PER_LATENT = 8
+"""Pixels per side of a latent: the factor of the VAE, the same in all models of the benchmarks."""
 
 
 def start(timeout: float | None = None, ring: int = 1) -> dist.ProcessGroup:
@@ -88,7 +88,7 @@ def start_runtime_state(transformer: Any, **flags: Any) -> None:
     ulysses, ring = (group.size() for group in process_groups())
     arguments = xFuserArgs(model="benchmark", ulysses_degree=ulysses, ring_degree=ring, **flags)
     engine_config, _ = arguments.create_config()
-    pipeline = SimpleNamespace(transformer=transformer, vae_scale_factor=_VAE_SCALE_FACTOR)
+    pipeline = SimpleNamespace(transformer=transformer, vae_scale_factor=PIXELS_PER_LATENT)
     initialize_runtime_state(pipeline, engine_config)
 
 

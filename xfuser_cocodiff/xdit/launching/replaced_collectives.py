@@ -21,13 +21,14 @@ class Collectives:
     """What USP does instead of stock's collectives; None keeps stock's."""
 
     exchange_inputs: Callable[[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None
-    """Reshards tensors, named by letters of "qkv", from sequence-sharded to head-sharded."""
+    """Reshards tensors, named by letters of "qkv", from sequence-sharded to head-sharded. It is given all three at once
+    where they have the same shape, whatever the model does in stock."""
     exchange_output: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Reshards O from head-sharded to sequence-sharded."""
     ring_attention: RingAttention | None = None
     """Computes attention over K and V of all ranks of a ring."""
     combined: bool | None = None
-    """Whether USP sends Q, K and V of the same shape in one message; None leaves it to the model."""
+    """Whether stock's collective sends Q, K and V of the same shape in one message; None leaves it to the model."""
 
 
 @contextmanager
