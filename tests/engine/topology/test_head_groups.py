@@ -1,4 +1,4 @@
-"""The numbers of head groups that are worth to be timed, against times computed by hand."""
+"""The numbers of head groups that are worth timing, against times computed by hand."""
 
 import dataclasses
 

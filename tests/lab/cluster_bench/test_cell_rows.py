@@ -121,7 +121,7 @@ def test_schedules_that_are_clearly_slower_are_not_measured() -> None:
         },
         "alternatives": {"step": ["best", "near", "slow"]},
     }
-    kept = recorded("exact", **parts).without_hopeless()
+    kept = recorded("exact", **parts).without_slow_alternatives()
     assert kept.alternatives == {"step": ["best", "near"]}
     assert list(kept.programs) == ["step", "best", "near"]
 

@@ -22,7 +22,7 @@ class PlanPolicy:
     """Whether a tensor is sent early, in a message of its own, given its size and that of all tensors of the message
     that would contain it, in bytes."""
     splits_heads: Callable[[int, int, int, int], bool] | None = None
-    """Whether it is worth to time so many head groups against fewer, given the sizes of Q, K and V and of O in bytes,
+    """Whether so many head groups are worth timing against fewer, given the sizes of Q, K and V and of O in bytes,
     and both numbers. None where they are not tried: on CPUs, and where the links are unknown."""
     choose_gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """Plan of an all-gather, given the block size in bytes; None stands for the default of the mesh."""

@@ -1,4 +1,4 @@
-"""Which numbers of head groups are worth to be timed, by the planner's cost model."""
+"""Which numbers of head groups are worth timing, by the planner's cost model."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def divisors_to_try(*heads: int) -> list[int]:
 def head_groups_pay(
     profile: Profile, plan_for: Callable[[int], Plan], input_bytes: int, output_bytes: int, groups: int, fewer: int = 1
 ) -> bool:
-    """Return whether so many head groups may save time over fewer, so that it is worth to time them.
+    """Return whether so many head groups may save time over fewer, so that they are worth timing.
 
     With N groups, one group attends while the others are in flight. At best 1/N of the link time w of Q, K, V and O
     remains exposed: that of the first group's inputs and of the last one's output. Each group sends two messages of

@@ -94,8 +94,8 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     speed = _speed(cell, [each for split in splits for each in known[split]], conditions)
     for split in splits:
         progress.report(f"{_title(cell)}: measure split {split} at a dilation of {speed.dilation:g}")
-        contending = {each.variant.name: each.without_hopeless() for each in known[split]}
-        measured = measure_split(cell, RecordedSplit(contending, recorded[split].counts), speed)
+        worth_measuring = {each.variant.name: each.without_slow_alternatives() for each in known[split]}
+        measured = measure_split(cell, RecordedSplit(worth_measuring, recorded[split].counts), speed)
         for each in known[split]:
             variant = measured.variants[each.variant.name]
             rows.append(cell_rows.measured_row(each, variant, measured, conditions.quality))

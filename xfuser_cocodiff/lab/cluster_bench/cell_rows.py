@@ -22,7 +22,7 @@ from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK, Varian
 from xfuser_cocodiff.lab.simulation.scenario import STOCK as SIMULATED_STOCK
 from xfuser_cocodiff.lab.simulation.step_time import estimate_step
 
-_HOPELESS = 1.05
+_CLEARLY_SLOWER = 1.05
 """Predicted step time over the best one from which on an overlap schedule is not measured; predictions are within 3 %
 of measurements."""
 
@@ -51,15 +51,12 @@ class RecordedVariant:
         """Return, for each program of a run, itself or the alternative that autotuning would choose by prediction."""
         return choose_programs(self.recording.weights, self.recording.alternatives, self.predicted_seconds)
 
-    def without_hopeless(self) -> Recording:
-        """Return the recording without alternatives that are predicted to be clearly slower than what will be chosen.
-
-        They would be measured in vain.
-        """
+    def without_slow_alternatives(self) -> Recording:
+        """Return the recording without alternatives that are predicted to be clearly slower than the best one."""
         recording, seconds = self.recording, self.predicted_seconds
         best = self.chosen_by_prediction()
         alternatives = {
-            name: [each for each in others if seconds[each] <= _HOPELESS * seconds[best[name]]]
+            name: [each for each in others if seconds[each] <= _CLEARLY_SLOWER * seconds[best[name]]]
             for name, others in recording.alternatives.items()
         }
         kept = {*recording.weights, *itertools.chain.from_iterable(alternatives.values())}

@@ -1,4 +1,4 @@
-"""Opponents of the benchmark: each is a rule of another system, which replaces stock's collectives inside USP.
+"""Baselines of the benchmark: each is a rule of another system, which replaces stock's collectives inside USP.
 
 Attention itself runs in the dtype of the model for all of them: rules change what is sent, and what is computed to send
 it. Where a system can be set in several ways, its fastest is taken: scales travel in the message of their values, and

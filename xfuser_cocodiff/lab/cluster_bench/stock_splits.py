@@ -58,7 +58,7 @@ def rank_stock_splits(scenario: Scenario) -> list[StockSplit]:
 
 
 def divide(splits: Iterable[StockSplit]) -> tuple[Sequence[StockSplit], Sequence[StockSplit]]:
-    """Return the splits worth measuring, and the hopeless ones that stay simulated."""
+    """Return the splits worth measuring, and the slower ones that stay simulated."""
     measured: list[StockSplit] = []
     simulated: list[StockSplit] = []
     for each in splits:

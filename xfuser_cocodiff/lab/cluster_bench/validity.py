@@ -1,4 +1,4 @@
-"""Whether a measured time is that of the machine: the checks by which the benchmark proves itself."""
+"""Whether a measured time is that of the machine: the checks of each measurement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -138,11 +138,11 @@ class ScheduleTuner:
     def _drop_rounds_unless_equal(self) -> None:
         """Drop all complete rounds unless all ranks have the same ones."""
         candidates = self._candidates()
-        rounds = sorted(
+        complete_rounds = sorted(
             ([(candidates.index(each), calls) for each, calls in workload], len(seconds))
             for workload, seconds in self._seconds.items()
         )
-        if not self._all_agree(rounds):
+        if not self._all_agree(complete_rounds):
             self._seconds.clear()
 
 
