@@ -66,7 +66,7 @@ def test_a_cell_has_all_keys_and_one_row_per_variant(calls: list[str]) -> None:
     cell = benchmark.run(requested("480")[0], Conditions(dilation=500, repeats=2))
     assert cell.keys() >= KEYS
     assert (cell["machine"], cell["nodes"], cell["ranks"], cell["dilation"]) == ("dgx-h100", 1, 8, 500)
-    assert [row["mode"] for row in cell["rows"]] == ["stock", "best_stock", "exact", "fp4"]
+    assert [row["mode"] for row in cell["rows"]] == ["stock", "exact", "fp4"]
     assert all(row["valid"] and len(row["step_seconds"]) == 2 for row in cell["rows"])
     assert calls == ["record 480 8x1", "measure 480 at 500, 2 times"]
 
@@ -96,7 +96,7 @@ def test_finished_cells_are_kept_and_not_measured_again(calls: list[str], tmp_pa
     calls.clear()
     finished, _ = run(requested("480", "exact,fp4,fp8"))  # a variant is missing
     assert [call.partition(" at")[0] for call in calls] == ["record 480 8x1", "measure 480"]
-    assert len(finished) == 2 and len(finished[0]["rows"]) == 5
+    assert len(finished) == 2 and len(finished[0]["rows"]) == 4
 
 
 def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None:
@@ -108,7 +108,7 @@ def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None
     later = Conditions(dilation=500, quality=QualityRecord((row,)))
     finished, _ = benchmark.run_all(cells, later, progress, finished)
     assert {row["mode"]: row["psnr_db"] for row in finished[0]["rows"]} == {
-        **dict.fromkeys(("stock", "best_stock", "exact")),
+        **dict.fromkeys(("stock", "exact")),
         "fp4": 23.0,
     }
     assert len(calls) == 2  # recorded and measured once
@@ -156,11 +156,11 @@ def test_the_report_shows_every_variant_and_why_times_are_invalid(
     from xfuser_cocodiff.lab.cluster_bench import report
 
     cell = benchmark.run(requested("480")[0], Conditions(dilation=500))
-    cell["rows"][2] |= {"valid": False, "invalid_because": ["prediction is off by +20.0%"]}
+    cell["rows"][1] |= {"valid": False, "invalid_because": ["prediction is off by +20.0%"]}
     impossible = {**cell, "problem": "xDiT fails", "rows": []}
     report.show({"cells": [cell, impossible]})
     printed = capsys.readouterr().out
-    for text in ("best_stock = stock", "exact", "fp4", "8 x 1", "lossless", "D = 500", "not measured: xDiT fails"):
+    for text in ("stock", "exact", "fp4", "8 x 1", "lossless", "D = 500", "not measured: xDiT fails"):
         assert text in printed
     assert "INVALID: exact: prediction is off by +20.0%" in printed
 
@@ -181,7 +181,7 @@ def test_the_command_predicts_a_small_cell(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     [cell] = json.loads(file.read_text())["cells"]
     rows = {row["mode"]: row for row in cell["rows"]}
-    assert list(rows) == ["stock", "best_stock", "exact", "fp4"]
+    assert list(rows) == ["stock", "exact", "fp4"]
     # Q, K, V and O of 57 layers: 512 text and 256 image tokens of 3072 values in bf16, 7/8 of an eighth of them.
     sent = 57 * 4 * (512 + 256) * 3072 * 2 * 7 / 8 / 8
     assert rows["stock"]["bytes_per_link"]["gpu"] == pytest.approx(sent, rel=0.01)

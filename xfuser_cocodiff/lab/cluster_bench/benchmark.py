@@ -16,7 +16,7 @@ from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
-from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, Variant
 from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
@@ -86,11 +86,11 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         recorded[split] = record_split(cell, split, variants)
         _advance(progress, len(variants))
     known = {split: cell_rows.recorded_variants(cell, recorded[split], splits[split]) for split in splits}
-    stock = {each.name for each in requested.variants if each.is_stock}
+    stock = {each.name for each in requested.variants if each.is_stock}, BEST_STOCK in requested.modes
     rows: list[dict[str, Any]] = []
     if conditions.predicts:
         rows = [cell_rows.predicted_row(each, conditions.quality) for split in splits for each in known[split]]
-        return {**described, "problem": None, "rows": cell_rows.compare(rows, stock)}
+        return {**described, "problem": None, "rows": cell_rows.compare(rows, *stock)}
     speed = _speed(cell, [each for split in splits for each in known[split]], conditions)
     for split in splits:
         progress.report(f"{_title(cell)}: measure split {split} at a dilation of {speed.dilation:g}")
@@ -101,7 +101,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
             rows.append(cell_rows.measured_row(each, variant, measured, conditions.quality))
         _advance(progress, (conditions.items - 1) * len(known[split]))
     described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
-    return {**described, "rows": cell_rows.compare(rows, stock)}
+    return {**described, "rows": cell_rows.compare(rows, *stock)}
 
 
 def run_all(

@@ -180,15 +180,17 @@ def row_seconds(row: Mapping[str, Any]) -> float:
     return median(measured) if measured else predicted
 
 
-def compare(rows: Sequence[dict[str, Any]], stock: set[str]) -> list[dict[str, Any]]:
+def compare(rows: Sequence[dict[str, Any]], stock: set[str], has_all_splits: bool) -> list[dict[str, Any]]:
     """Return the rows with their speedups, and the fastest stock once more as best stock.
 
     Args:
         rows: one per variant, of which some may be stock.
         stock: names of the variants that are stock in some split.
+        has_all_splits: whether all splits that may be the fastest are among the rows; otherwise no row is best stock.
     """
     flat = next((row for row in rows if row["mode"] == STOCK), None)
-    best = min((row for row in rows if row["mode"] in stock), key=row_seconds, default=None)
+    splits = [row for row in rows if row["mode"] in stock] if has_all_splits else []
+    best = min(splits, key=row_seconds, default=None)
     ordered = [row for row in rows if row["mode"] in stock]
     ordered += [{**best, "mode": BEST_STOCK}] if best else []
     ordered += [row for row in rows if row["mode"] not in stock]
