@@ -1,7 +1,7 @@
 """Kernels of other systems as PyTorch operators: each is one launch that reads its inputs and writes its outputs once.
 
-These systems have fused kernels (Triton or CUDA, or what `torch.compile` makes of theirs), so one operator stands for one
-of them: a chain of PyTorch operators would read and write more. On fake tensors only the shapes are computed.
+They have fused kernels (Triton or CUDA, or what `torch.compile` makes of theirs), so one operator stands for one of
+them: a chain of PyTorch operators would read and write more. On fake tensors only the shapes are computed.
 
 Sizes in shapes: D values of a row, n bytes of its code; B batch, H heads, S sequence.
 """
