@@ -43,6 +43,18 @@ def test_speedups_are_geometric_means_over_cells_that_have_a_variant() -> None:
     }
 
 
+def test_a_variant_that_is_lossy_in_one_cell_is_not_lossless() -> None:
+    best = row("best_stock", 1.0)
+    cells = [{"rows": [best, row("balanced", 1.0)]}, {"rows": [best, row("balanced", 4.0, 40.0)]}]
+    assert {each.variant: each.psnr_db for each in frontier_chart.points(cells)}["balanced"] == 40.0
+
+
+def test_flat_stock_is_drawn_unless_it_is_best_stock_in_all_cells() -> None:
+    cells = [{"rows": [row("best_stock", 1.0), row("stock", speedup)]} for speedup in (1.0, 0.25)]
+    assert [each.variant for each in frontier_chart.points(cells)] == ["best_stock", "stock"]
+    assert [each.variant for each in frontier_chart.points(cells[:1])] == ["best_stock"]
+
+
 def test_each_machine_has_a_picture(tmp_path: Path) -> None:
     cells = [{"machine": machine, "rows": ROWS} for machine in ("aurora", "pcie")]
     files = frontier_chart.draw({"cells": cells}, tmp_path / "frontier.png")

@@ -39,26 +39,26 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
     """Return the variants of a machine's cells that are lossless or have a PSNR, best stock included.
 
     Invalid rows do not count, nor cells in which best stock is invalid, nor variants that only some of the cells have.
+    Flat stock is left out where it is best stock in all cells. A variant that is lossy in any cell has the lowest PSNR
+    of its lossy cells.
     """
-    cells = [
-        cell for cell in cells if any(row["mode"] == BEST_STOCK and row["valid"] is not False for row in cell["rows"])
-    ]
+    cells = [cell for cell in cells if _has_best_stock(cell)]
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for row in cell["rows"]:
-            is_best_stock = row["speedup_over_best_stock"] == 1 and row["mode"] == row["variant"]
-            is_candidate = row["mode"].startswith("stock-") or (row["mode"] == STOCK and is_best_stock)
-            if row["valid"] is not False and row["speedup_over_best_stock"] is not None and not is_candidate:
+            if row["valid"] is not False and not row["mode"].startswith("stock-"):
                 found.setdefault(row["mode"], []).append(row)
+    if all(row["speedup_over_best_stock"] == 1 for row in found.get(STOCK, [])):
+        found.pop(STOCK, None)
     return [
         Point(
             mode,
             geometric_mean(row["speedup_over_best_stock"] for row in rows),
-            rows[0]["psnr_db"],
+            min((row["psnr_db"] for row in rows if not row["lossless"]), default=None),
             mode.partition("/")[0].partition("@")[0] in MODES,
         )
         for mode, rows in found.items()
-        if len(rows) == len(cells) and (rows[0]["lossless"] or rows[0]["psnr_db"] is not None)
+        if len(rows) == len(cells) and all(row["lossless"] or row["psnr_db"] is not None for row in rows)
     ]
 
 
