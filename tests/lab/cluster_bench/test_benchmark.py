@@ -94,9 +94,11 @@ def test_finished_cells_are_kept_and_not_measured_again(calls: list[str], tmp_pa
     finished, _ = run(requested("480,960,720"))
     assert calls == ["record 960 8x1"]
     calls.clear()
-    finished, _ = run(requested("480", "exact,fp4,fp8"))  # a variant is missing
+    finished, _ = run(requested("480", "fp8"))  # a variant is missing; the others stay
     assert [call.partition(" at")[0] for call in calls] == ["record 480 8x1", "measure 480"]
-    assert len(finished) == 2 and len(finished[0]["rows"]) == 4
+    assert len(finished) == 2
+    assert finished[0]["modes"] == ["exact", "fp4", "fp8"]
+    assert [row["mode"] for row in finished[0]["rows"]] == ["stock", "exact", "fp4", "fp8"]
 
 
 def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None:

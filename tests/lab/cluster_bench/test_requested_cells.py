@@ -99,6 +99,7 @@ def test_a_size_that_xdit_cannot_run_is_kept_beside_others() -> None:
             {"modes": "exact,quick"},
             "--modes 'quick' is not valid; valid are default, best_stock, .*fp4.*balanced",
         ),
+        ({"modes": "best_stock@v_first=on"}, "--modes 'best_stock@v_first=on' is not valid; valid are default"),
         ({"modes": "exact@color=red"}, "'color' is not valid after @"),
         ({"modes": "kv-gather", "nodes": "1"}, "--modes 'kv-gather' needs several nodes.*; valid rules are .*fp4"),
         ({"dilation": 0.5}, "--dilation 0.5 is not valid for 2 nodes of aurora; valid are"),

@@ -14,7 +14,7 @@ from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
 from xfuser_cocodiff.lab.cluster_bench.measurement import Speed, measure_split
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
-from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
+from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell, add_modes
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, Variant
 from xfuser_cocodiff.lab.emulation import namespaces
@@ -117,14 +117,20 @@ def run_all(
         cells: the cells and their variants.
         conditions: how to measure them.
         progress: gets activities and work items.
-        earlier: cells of an earlier record; those that are asked for again are not measured again.
+        earlier: cells of an earlier record; those that are asked for again are not measured again. A cell that lacks
+            variants is measured again with all of them, so that they are compared in the same run.
         keep: called with all finished cells after each one.
     """
     kept = {_key(cell): cell for cell in earlier}
-    missing = [each for each in cells if not _has(kept, each, conditions)]
+    missing = []
     for each in cells:
-        if each not in missing:
-            _set_psnr(kept[_key(_describe(each, conditions))], each.variants, conditions.quality)
+        cell = kept.get(_key(_describe(each, conditions)))
+        if cell is None:
+            missing.append(each)
+        elif set(each.modes) <= set(cell["modes"]):
+            _set_psnr(cell, each.variants, conditions.quality)
+        else:
+            missing.append(add_modes(each, cell["modes"]))
     progress.set_total(conditions.items * sum(len(each.variants) for each in missing))
     failures = []
     for each in missing:
@@ -149,7 +155,7 @@ def read_cells(file: Path | None) -> list[dict[str, Any]]:
     try:
         cells: list[dict[str, Any]] = json.loads(file.read_text())["cells"]
         for cell in cells:
-            _key(cell)
+            _ = _key(cell), cell["modes"], cell["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--json {file} is not valid ({error}); it must be a new file, or a record of `cocodiff bench cluster`"
@@ -180,12 +186,6 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in _KEY)
-
-
-def _has(kept: dict[tuple[Any, ...], dict[str, Any]], requested: RequestedCell, conditions: Conditions) -> bool:
-    """Return whether an earlier record has all variants of a cell."""
-    cell = kept.get(_key(_describe(requested, conditions)))
-    return cell is not None and set(requested.modes) <= set(cell["modes"])
 
 
 def _set_psnr(cell: dict[str, Any], variants: Sequence[Variant], quality: QualityRecord) -> None:

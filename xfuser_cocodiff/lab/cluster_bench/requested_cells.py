@@ -117,6 +117,12 @@ def request(
     return requested
 
 
+def add_modes(requested: RequestedCell, modes: Iterable[str]) -> RequestedCell:
+    """Return a cell with the variants of an earlier record of it before its own."""
+    names = tuple(dict.fromkeys((*modes, *requested.modes)))
+    return replace(requested, modes=names, variants=tuple(variants.parse(requested.cell, names)))
+
+
 def _request(cell: Cell, modes: str | None, predicts: bool) -> RequestedCell:
     ranks = cell.topology.size
     if not predicts and ranks > MAX_RANKS:
@@ -175,7 +181,7 @@ def _check(cell: Cell, name: str) -> None:
             raise ValueError(f"--modes {name!r} needs several nodes, for a ring across them; valid rules are {valid}")
         return
     mode = name.partition("@")[0].partition("/")[0]
-    if mode not in (*MODES, variants.BEST_STOCK):
+    if mode not in MODES and name != variants.BEST_STOCK:
         valid = ", ".join((DEFAULT, variants.BEST_STOCK, *RULES, *MODES))
         raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
     if mode in MODES:
