@@ -147,7 +147,9 @@ def test_no_process_survives_the_launcher(number: signal.Signals, as_root: bool,
 
 
 HANGING = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.emulation import forked_ranks, links, namespaces
 topology = Topology.parse("node=2,gpu=2")

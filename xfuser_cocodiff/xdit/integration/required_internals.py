@@ -82,8 +82,9 @@ _PATCHES = (
 )
 UNCHECKED = (
     *("_hf_hook", "_version", "_modules"),
-    *("_encode_vae_image", "_pack_latents", "_C", "_profiler", "_ExperimentalConfig", "_attention"),
+    *("_C", "_attention"),
     *("_templated_ring_attention", "_enable_compute_comm_overlap", "_get_runtime_state_pipeline"),
+    *("_chunk_text_for_sp", "_init_sync_pipeline"),
 )
 """Private names that no patch checks: those of accelerate, which may be absent; of tensors and modules, which no class
 declares; and of benchmark commands, on which no run depends."""
