@@ -206,7 +206,7 @@ class OnXPU(torch.Tensor):
 
 
 def test_tensors_on_a_device_use_functional_collectives_only() -> None:
-    """Except for point-to-point messages and barriers. Values of the host use xDiT's gloo group or that of forked ranks,
+    """Except for point-to-point messages and barriers. Host values use xDiT's gloo group or that of forked ranks,
     and the link survey an all-gather with a timeout, which functional collectives do not have."""
     package = Path(platform.__file__).parent.parent.parent
     plain = re.compile(r"\bdist\.(all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*)\(")

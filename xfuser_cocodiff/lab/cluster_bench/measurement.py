@@ -1,9 +1,8 @@
 """Measures the variants of a cell on an emulated cluster in slow motion."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from xfuser_cocodiff.lab.accelerator.program import Program
 from xfuser_cocodiff.lab.accelerator.transport import Pace, Transport
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit
-from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_seconds, full_step_totals
+from xfuser_cocodiff.lab.cluster_bench.scaling import axis_to, full_step_seconds
 from xfuser_cocodiff.lab.cluster_bench.schedule_choice import choose_programs
 from xfuser_cocodiff.lab.emulation import counters, dilation, links
 from xfuser_cocodiff.lab.emulation.core_times import CoreTimes
@@ -33,14 +32,6 @@ class MeasuredProgram:
     """Step time at :data:`SLOWER` times the dilation."""
     late_seconds: float = 0.0
     """Longest time by which a collective started late."""
-    kernel_seconds: float = 0.0
-    """Durations of all kernels of a step."""
-    host_seconds: float = 0.0
-    """Host time of a step."""
-    launches: float = 0.0
-    """Kernels of a step."""
-    link_bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes that a rank sends along each axis in a step."""
 
 
 @dataclass
@@ -106,7 +97,7 @@ class _Runs:
     def measure(self) -> MeasuredSplit:
         """Run all recorded steps at both dilations, in turns."""
         speed, programs = self._speed, self._programs
-        measured = {key: self._describe(program) for key, program in programs.items()}
+        measured = {key: MeasuredProgram() for key in programs}
         begin_bytes, begin_times = counters.payload_bytes(), CoreTimes.now()
         for _ in range(speed.repeats):
             for key, program in programs.items():
@@ -156,16 +147,6 @@ class _Runs:
             by_axis[axis] = by_axis.get(axis, 0) + size
         return dilation.unshaped_seconds(self._cluster, by_axis)
 
-    def _describe(self, program: Program) -> MeasuredProgram:
-        """Return the properties of a program that need no run, scaled to all blocks by their number."""
-        totals = full_step_totals(self._cell, self._recorded.counts, program)
-        return MeasuredProgram(
-            kernel_seconds=totals.kernel_seconds,
-            host_seconds=totals.host_seconds,
-            launches=totals.launches,
-            link_bytes=totals.link_bytes,
-        )
-
 
 def step_seconds(variant: MeasuredVariant) -> list[float]:
     """Return the mean step time of a run for each repeat, by the overlap schedule that autotuning would choose."""
@@ -187,8 +168,3 @@ def chosen_programs(variant: MeasuredVariant) -> dict[str, str]:
     """Return, for each program of a run, itself or the alternative that autotuning would choose."""
     seconds = {name: median(program.seconds) for name, program in variant.programs.items()}
     return choose_programs(variant.weights, variant.alternatives, seconds)
-
-
-def to_record(split: MeasuredSplit) -> dict[str, Any]:
-    """Return everything measured as JSON values."""
-    return asdict(split)

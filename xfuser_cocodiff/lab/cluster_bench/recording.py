@@ -60,8 +60,6 @@ class Recording:
     alternatives: dict[str, list[str]] = field(default_factory=dict)
     """Programs of the other overlap schedules among which autotuning would choose, by the program that they could
     replace."""
-    sent_bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes that a step of the recorded blocks sends along each axis, by the plugin's own account; empty for rules."""
 
 
 @dataclass
@@ -177,7 +175,6 @@ class Recorder:
             self._step(session)
         recording = Recording({"step": self._step(session)}, {"step": 1.0})
         self._record_alternatives(recording, session, "step", partial(self._step, session))
-        recording.sent_bytes = dict(session.traffic.sent_bytes)
         return recording
 
     def _record_lossy(self, session: Session) -> Recording:
@@ -197,7 +194,6 @@ class Recorder:
             recording.programs[name] = programs[steps[0]]
             recording.weights[name] = len(steps) / len(chosen) * len(coded) / RUN_STEPS
             self._record_alternatives(recording, session, name, partial(self._step, session, steps[0]))
-        recording.sent_bytes = dict(session.traffic.sent_bytes)
         session.runs.begin(RUN_STEPS)
         recording.programs[KEYFRAME] = self._step(session, 0)
         recording.weights[KEYFRAME] = 1 - len(coded) / RUN_STEPS
