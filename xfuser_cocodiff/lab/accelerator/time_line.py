@@ -2,7 +2,7 @@
 
 Kernels have known durations, but how long a collective takes is only known once it has run. So an instant is the latest
 of some collectives' ends, each plus an offset, and of a time since the begin of the step. Times are seconds of the real
-machine: a dilation stretches all of them alike, so that one recorded step can run at any dilation.
+machine: a dilation stretches all of them by one factor, so one recorded step can run at any dilation.
 """
 
 from collections.abc import Mapping
