@@ -73,6 +73,7 @@ def start_seq_to_heads(
     head_group: HeadGroup = ALL_HEADS,
     layer_codecs: LayerCodecs | None = None,
     is_blocking: bool = False,
+    has_own_storage: bool = False,
 ) -> Handle[list[torch.Tensor]]:
     """Start to reshard tensors from (B, H, S/P, D) to (B, H/P/head_group.count, S, D), all in one message.
 
@@ -83,6 +84,7 @@ def start_seq_to_heads(
         head_group: part of each rank's heads to send.
         layer_codecs: codecs for slow axes; lossless when not given.
         is_blocking: whether the caller waits right away and computes nothing meanwhile.
+        has_own_storage: whether each result needs a storage of its own, as outputs of a custom operator do.
 
     Returns:
         A handle for the resharded tensors.
@@ -102,7 +104,7 @@ def start_seq_to_heads(
     message = _pack(pieces, plan)
 
     def merge(received: torch.Tensor) -> list[torch.Tensor]:
-        return _merge_all(received, pieces, SEQUENCE, plan)
+        return _merge_all(received, pieces, SEQUENCE, plan, has_own_storage)
 
     return mesh.start_all_to_all(message, plan, label, merge, is_blocking)
 
@@ -194,9 +196,11 @@ def _have_one_shape(pieces: list[torch.Tensor]) -> bool:
     return len(pieces) > 1 and all(piece.shape == pieces[0].shape for piece in pieces)
 
 
-def _merge_all(message: torch.Tensor, pieces: list[torch.Tensor], gather_dim: int, plan: Plan) -> list[torch.Tensor]:
+def _merge_all(
+    message: torch.Tensor, pieces: list[torch.Tensor], gather_dim: int, plan: Plan, has_own_storage: bool = False
+) -> list[torch.Tensor]:
     """Copy a message into the resharded tensors of all pieces; those of one shape in one call, as views of a stack."""
-    if not _have_one_shape(pieces):
+    if has_own_storage or not _have_one_shape(pieces):
         return [_merge(piece, gather_dim, plan) for piece in _unpack(message, pieces, plan)]
     levels = len(plan.shape)
     stacked = message.unflatten(-1, (len(pieces), *pieces[0].shape[levels:])).movedim(levels, 0)

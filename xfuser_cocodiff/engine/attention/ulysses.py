@@ -35,6 +35,7 @@ class AttentionAllToAlls:
         layer: name of the layer in traces.
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
+        has_own_storage: whether Q, K and V need a storage each.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class AttentionAllToAlls:
         layer: str = "",
         early_value: Handle[list[torch.Tensor]] | None = None,
         layer_codecs: LayerCodecs | None = None,
+        has_own_storage: bool = False,
     ) -> None:
         self.head_groups = [HeadGroup(index, groups) for index in range(groups)]
         self.layer_codecs = layer_codecs
         self._mesh, self._layer, self._early_value = mesh, layer, early_value
+        self._has_own_storage = has_own_storage
         self._inputs: list[Handle[list[torch.Tensor]]] = []
         self._outputs: list[Handle[None]] = []
         self._result: torch.Tensor | None = None
@@ -72,7 +75,11 @@ class AttentionAllToAlls:
             has_value = self._early_value is not None and head_group.index == 0
             tensors, names = ([query, key], "qk") if has_value else ([query, key, value], "qkv")
             label, blocks = Label(names, self._layer), is_blocking and not has_value
-            self._inputs.append(start_seq_to_heads(tensors, self._mesh, label, head_group, self.layer_codecs, blocks))
+            self._inputs.append(
+                start_seq_to_heads(
+                    tensors, self._mesh, label, head_group, self.layer_codecs, blocks, self._has_own_storage
+                )
+            )
 
     def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Wait for Q, K and V of a head group and return them, (B, h, S, D) each."""

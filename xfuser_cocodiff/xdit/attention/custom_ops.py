@@ -69,7 +69,8 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     layer = session.layers.traced_layer(path)
     signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
     schedule = signature.schedule if signature else OverlapSchedule()
-    all_to_alls = AttentionAllToAlls(session.mesh_of(schedule), layer=layer.name if layer else "")
+    name = layer.name if layer else ""
+    all_to_alls = AttentionAllToAlls(session.mesh_of(schedule), layer=name, has_own_storage=True)
     session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
     if schedule.v_first:
         all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes)
