@@ -122,7 +122,7 @@ RUNS = (
     BenchRun("kernels", "bench kernels"),
     BenchRun(FRONTIER, f"quality --model {PICTURES} --sweep --no_inpainting"),
     *(
-        BenchRun(f"cluster-{name}", f"bench cluster {options} --modes default,{_ALONE} --repeats 2")
+        BenchRun(f"cluster-{name}", f"bench cluster {options} --modes default,{_ALONE} --repeats 3")
         for name, options in _CLUSTERS.items()
     ),
 )
