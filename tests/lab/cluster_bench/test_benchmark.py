@@ -101,6 +101,28 @@ def test_finished_cells_are_kept_and_not_measured_again(calls: list[str], tmp_pa
     assert [row["mode"] for row in finished[0]["rows"]] == ["stock", "exact", "fp4", "fp8"]
 
 
+def test_cells_with_fewer_repeats_than_asked_are_measured_again(calls: list[str]) -> None:
+    finished: list[dict[str, Any]] = []
+    measured = []
+    for repeats, modes in ((2, "exact,fp4"), (3, "exact"), (2, "exact"), (3, "fp4")):
+        calls.clear()
+        conditions = Conditions(dilation=500, repeats=repeats)
+        finished, _ = benchmark.run_all(requested("480", modes), conditions, ProgressReporter(None), finished)
+        measured.append(calls[1:])
+    twice, thrice = (f"measure 480 at 500, {repeats} times" for repeats in (2, 3))
+    assert measured == [[twice], [thrice], [], []]
+    assert len(finished) == 1
+    assert {row["mode"]: len(row["step_seconds"]) for row in finished[0]["rows"]} == {"stock": 3, "exact": 3, "fp4": 3}
+
+
+def test_more_repeats_do_not_predict_a_cell_again(calls: list[str]) -> None:
+    finished: list[dict[str, Any]] = []
+    for repeats in (2, 3):
+        conditions = Conditions(repeats=repeats, predicts=True)
+        finished, _ = benchmark.run_all(requested("480"), conditions, ProgressReporter(None), finished)
+    assert calls == ["record 480 8x1"]
+
+
 def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None:
     cells, progress = requested("480"), ProgressReporter(None)
     finished, _ = benchmark.run_all(cells, Conditions(dilation=500), progress)

@@ -118,7 +118,7 @@ def run_all(
         conditions: how to measure them.
         progress: gets activities and work items.
         earlier: cells of an earlier record; those that are asked for again are not measured again. A cell that lacks
-            variants is measured again with all of them, so that they are compared in the same run.
+            variants or repeats is measured again with all its variants, so that they are compared in the same run.
         keep: called with all finished cells after each one.
     """
     kept = {_key(cell): cell for cell in earlier}
@@ -127,7 +127,7 @@ def run_all(
         cell = kept.get(_key(_describe(each, conditions)))
         if cell is None:
             missing.append(each)
-        elif set(each.modes) <= set(cell["modes"]):
+        elif set(each.modes) <= set(cell["modes"]) and _has_repeats(cell, conditions.repeats):
             _set_psnr(cell, each.variants, conditions.quality)
         else:
             missing.append(add_modes(each, cell["modes"]))
@@ -186,6 +186,11 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
 
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(cell[name] for name in _KEY)
+
+
+def _has_repeats(cell: dict[str, Any], repeats: int) -> bool:
+    """Return whether all rows of an earlier cell that were measured have at least so many repeats."""
+    return all(len(row["step_seconds"]) >= repeats for row in cell["rows"] if row["step_seconds"])
 
 
 def _set_psnr(cell: dict[str, Any], variants: Sequence[Variant], quality: QualityRecord) -> None:
