@@ -138,6 +138,25 @@ def test_finished_cells_get_the_psnr_of_a_later_record(calls: list[str]) -> None
     assert len(calls) == 2  # recorded and measured once
 
 
+def test_a_record_without_a_variant_does_not_clear_its_psnr(calls: list[str]) -> None:
+    """Neither where a cell is kept nor where it is measured again."""
+
+    def row(name: str, psnr_db: float) -> dict[str, Any]:
+        case = RULES[name].quality_case
+        assert case
+        return {"mode": case.mode, "sweep": True, "series": case.series, "codec": case.changes, "psnr_db_mean": psnr_db}
+
+    finished: list[dict[str, Any]] = []
+    seen = []
+    both, one = QualityRecord((row("fp4", 23.0), row("fp8", 31.0))), QualityRecord((row("fp8", 32.0),))
+    for repeats, quality in ((1, both), (1, one), (2, one), (3, QualityRecord())):
+        conditions = Conditions(dilation=500, repeats=repeats, quality=quality)
+        finished, _ = benchmark.run_all(requested("480", "fp4,fp8"), conditions, ProgressReporter(None), finished)
+        seen.append([row["psnr_db"] for row in finished[0]["rows"]])
+    assert seen == [[None, 23.0, 31.0], *[[None, 23.0, 32.0]] * 3]
+    assert len(calls) == 2 * 3
+
+
 @pytest.fixture
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the command in this process, whose environment stays as it is."""

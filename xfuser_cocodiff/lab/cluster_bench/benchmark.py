@@ -134,12 +134,14 @@ def run_all(
     progress.set_total(conditions.items * sum(len(each.variants) for each in missing))
     failures = []
     for each in missing:
-        described = _describe(each, conditions)
+        key = _key(_describe(each, conditions))
         try:
-            kept[_key(described)] = run(each, conditions, progress)
+            cell = run(each, conditions, progress)
         except RuntimeError as error:
             failures.append(f"{_title(each.cell)}: {error}")
             continue
+        _keep_psnr(cell, kept.get(key))
+        kept[key] = cell
         keep(list(kept.values()))
     return list(kept.values()), failures
 
@@ -194,11 +196,20 @@ def _has_repeats(cell: dict[str, Any], repeats: int) -> bool:
 
 
 def _set_psnr(cell: dict[str, Any], variants: Sequence[Variant], quality: QualityRecord) -> None:
-    """Set the PSNR of the lossy variants of an earlier cell, if there is a quality record now."""
+    """Set the PSNR of the lossy variants of an earlier cell that the quality record has."""
     by_name = {each.name: each for each in variants}
-    for row in cell["rows"] if quality.rows else ():
+    for row in cell["rows"]:
         if not row["lossless"] and row["variant"] in by_name:
-            row["psnr_db"] = quality.psnr_db(by_name[row["variant"]])
+            psnr_db = quality.psnr_db(by_name[row["variant"]])
+            row["psnr_db"] = row["psnr_db"] if psnr_db is None else psnr_db
+
+
+def _keep_psnr(cell: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    """Set the PSNR that only an earlier measurement of a cell has."""
+    known = {row["variant"]: row["psnr_db"] for row in earlier["rows"]} if earlier else {}
+    for row in cell["rows"]:
+        if not row["lossless"] and row["psnr_db"] is None:
+            row["psnr_db"] = known.get(row["variant"])
 
 
 def _speed(cell: Cell, recorded: Sequence[RecordedVariant], conditions: Conditions) -> Speed:
