@@ -15,8 +15,15 @@ def fail(message: str) -> int:
 
 
 def write_json(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write a record to the file of --json, if it is given."""
+    """Write a record to the file of --json, if it is given; the file is replaced atomically."""
     if options.json is None:
         return
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**record, "command": options.command}, indent=2) + "\n")
+    text = json.dumps({**record, "command": options.command}, indent=2) + "\n"
+    if options.json.exists() and not options.json.is_file():  # such as /dev/stdout
+        options.json.write_text(text)
+        return
+    file = options.json.resolve()
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)

@@ -1,0 +1,51 @@
+"""Records of subcommands: a file is replaced as a whole."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from xfuser_cocodiff.cli.output import write_json
+
+
+def options(file: Path) -> argparse.Namespace:
+    """Return options with --json."""
+    return argparse.Namespace(json=file, command="cocodiff env")
+
+
+def test_an_interrupted_record_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "new" / "record.json"
+    write_json(options(file), {"cells": [1]})
+    write_text = Path.write_text
+
+    def write_half(path: Path, text: str) -> int:
+        write_text(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "write_text", write_half)
+        write_json(options(file), {"cells": [1, 2]})
+    assert json.loads(file.read_text()) == {"cells": [1], "command": "cocodiff env"}
+    write_json(options(file), {"cells": [1, 2, 3]})
+    assert json.loads(file.read_text())["cells"] == [1, 2, 3]
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_link_to_a_record_stays_a_link(tmp_path: Path) -> None:
+    file, link = tmp_path / "record.json", tmp_path / "latest.json"
+    link.symlink_to(file)
+    write_json(options(link), {"cells": []})
+    assert link.is_symlink() and json.loads(file.read_text())["cells"] == []
+
+
+def test_a_record_is_written_to_a_pipe(tmp_path: Path) -> None:
+    """As to /dev/stdout."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(options(pipe), {"cells": []})
+    assert json.loads(os.read(reader, 1000))["cells"] == []
+    os.close(reader)
+    assert pipe.is_fifo()
