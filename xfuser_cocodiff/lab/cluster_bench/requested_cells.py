@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.settings.config import resolve
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES, OFF
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.recording import RUN_STEPS
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import dilations
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
@@ -185,7 +187,12 @@ def _check(cell: Cell, name: str) -> None:
         valid = ", ".join((DEFAULT, variants.BEST_STOCK, *RULES, *MODES))
         raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
     if mode in MODES:
-        parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))
+        config = parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))
+        base = preset(mode, RUN_STEPS)
+        if base and config.schedule:
+            schedule = CodecSchedule.parse(config.schedule, base)
+            if all(map(schedule.is_keyframe_step, range(RUN_STEPS))):
+                raise ValueError(f"--modes {name!r} is not valid: all {RUN_STEPS} steps are keyframes")
 
 
 def _machine(name: str, launch_us: float | None) -> Machine:
