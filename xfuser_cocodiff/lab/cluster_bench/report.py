@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.reporting.formatting import (
     NOT_MEASURED,
     format_db,
@@ -29,7 +29,7 @@ def show(record: dict[str, Any]) -> None:
         if cell["problem"]:
             console.print(f"not measured: {cell['problem']}\n")
             continue
-        console.print(_table(cell["rows"]), *_objections(cell["rows"]), "", sep="\n")
+        console.print(_table(cell["rows"]), *_objections(cell["rows"]), *_missing_speedups(cell["rows"]), "", sep="\n")
     console.print(
         "step time: median (min to max) in undilated time; speedup: over stock's flat Ulysses",
         "exposed: step time without that of computation and host alone; MB: sent per rank and step on the slowest axis",
@@ -56,6 +56,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     table = Table(box=None)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("variant", "valid") else "right", no_wrap=True)
+    invalid_baselines = _invalid_baselines(rows)
     for row in rows:
         split, sent = row["split"], next(iter(row["bytes_per_link"].values()), 0.0)  # axes are ordered, slowest first
         is_measured = row["step_seconds"] is not None
@@ -63,8 +64,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
             f"{BEST_STOCK} = {row['variant']}" if row["mode"] == BEST_STOCK else row["mode"],
             f"{split['ulysses']} x {split['ring']}",
             format_median_range(row["step_seconds"] or [row["predicted_seconds"]]),
-            _times(row["speedup"]),
-            _times(row["speedup_over_best_stock"]),
+            NOT_MEASURED if STOCK in invalid_baselines else _times(row["speedup"]),
+            NOT_MEASURED if BEST_STOCK in invalid_baselines else _times(row["speedup_over_best_stock"]),
             format_seconds(row["exposed_seconds"]),
             f"{sent / 1e6:.1f}",
             "lossless" if row["lossless"] else format_db(row["psnr_db"]),
@@ -81,6 +82,21 @@ def _objections(rows: Sequence[dict[str, Any]]) -> list[str]:
         for reason in row["invalid_because"]:
             variants.setdefault(reason, []).append(row["mode"])
     return [f"INVALID: {', '.join(names)}: {reason}" for reason, names in variants.items()]
+
+
+def _invalid_baselines(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the baselines of speedups whose times are not valid, each with the reasons."""
+    baselines = [row for row in rows if row["mode"] in (STOCK, BEST_STOCK)]
+    return {row["mode"]: row["invalid_because"] for row in baselines if row["valid"] is False}
+
+
+def _missing_speedups(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return why speedups are not printed."""
+    names = {STOCK: "stock", BEST_STOCK: "best stock"}
+    return [
+        f"no speedup over {names[mode]}, which is INVALID ({'; '.join(reasons)})"
+        for mode, reasons in _invalid_baselines(rows).items()
+    ]
 
 
 def _times(speedup: float | None) -> str:
