@@ -67,3 +67,23 @@ def test_an_invalid_row_invalidates_no_speedup_of_others(capsys: pytest.CaptureF
 
 def test_speedups_over_predicted_rows_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, cell(row("stock", None), row("exact", None))).count("1.25x") == 2
+
+
+def test_the_simulator_is_compared_with_measured_stock_and_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not where one of the two times is missing or invalid, nor in other rows."""
+    rows = [
+        row("stock", 2.0, simulated_seconds=1.8),
+        row("exact", 2.0, simulated_seconds=2.1),
+        row("best_stock", 2.0, simulated_seconds=9.0),
+        row("balanced", 2.0, simulated_seconds=9.0),
+    ]
+    unknown = [
+        row("stock", None, simulated_seconds=9.0),
+        row("exact", 2.0),
+        row("exact", 2.0, simulated_seconds=9.0, **INVALID),
+    ]
+    median = row("exact", simulated_seconds=2.0) | {"step_seconds": [1.0, 1.6, 9.0]}
+    impossible = {**cell(), "problem": "xDiT fails"}
+    text = printed(capsys, cell(*rows), cell(*unknown), cell(median), impossible)
+    assert "simulator: 0.90 to 1.25 of the measured step time, in 3 valid rows of stock and exact\n" in text
+    assert "simulator" not in printed(capsys, cell(*unknown))

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
+from xfuser_cocodiff.engine.settings.options import EXACT
 from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.reporting.formatting import (
     NOT_MEASURED,
@@ -20,7 +22,7 @@ _COLUMNS = (
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print one table per cell, and below it why times are not valid."""
+    """Print one table per cell, and below it why times are not valid; then how far the simulator is off."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
@@ -34,6 +36,7 @@ def show(record: dict[str, Any]) -> None:
         "step time: median (min to max) in undilated time; speedup: over stock's flat Ulysses",
         "exposed: step time without that of computation and host alone; MB: sent per rank and step on the slowest axis",
         "predicted: predicted over measured step time",
+        *_simulator_range(record["cells"]),
         sep="\n",
     )
 
@@ -96,6 +99,20 @@ def _missing_speedups(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"no speedup over {names[mode]}, which is INVALID ({'; '.join(reasons)})"
         for mode, reasons in _invalid_baselines(rows).items()
+    ]
+
+
+def _simulator_range(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the range of simulated over measured step time; nothing if no row of flat stock or exact has both."""
+    rows = [row for cell in cells for row in cell["rows"] if row["mode"] in (STOCK, EXACT) and row["valid"]]
+    ratios = [
+        row["simulated_seconds"] / median(row["step_seconds"]) for row in rows if row["simulated_seconds"] is not None
+    ]
+    if not ratios:
+        return []
+    return [
+        f"simulator: {min(ratios):.2f} to {max(ratios):.2f} of the measured step time, in {len(ratios)} valid rows of "
+        "stock and exact"
     ]
 
 
