@@ -94,8 +94,17 @@ def test_default_and_given_slow_axes(
     assert parse_slow_axes(given or "", parsed, ring_topology, virtual) == expected
 
 
-def test_profile_decides_slow_axes_only_with_auto(tmp_path: Path) -> None:
-    """The slow axis of the profile is 'gpu', the default is 'node'."""
+@pytest.mark.parametrize(
+    ("device_type", "given", "expected"),
+    [("cpu", None, ("node",)), ("cuda", None, ("auto",)), ("xpu", None, ("auto",)), ("cuda", "gpu", ("gpu",))],
+)
+def test_slow_axes_are_measured_on_accelerators(device_type: str, given: str | None, expected: tuple[str, ...]) -> None:
+    values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_slow_axes": given}
+    assert resolve(values, {}, SequenceRanks(4, Topology.parse("2x2")), device_type).slow_axes == expected
+
+
+def test_profile_decides_slow_axes_on_cpus_only_with_auto(tmp_path: Path) -> None:
+    """The slow axis of the profile is 'gpu', the default on CPUs is 'node'."""
     links = (AxisLink("node", 0.0, 1e12), AxisLink("gpu", 0.0, 1.0))
     topology = Topology.parse("2x2")
     file = tmp_path / "profile.json"
@@ -103,8 +112,8 @@ def test_profile_decides_slow_axes_only_with_auto(tmp_path: Path) -> None:
     for virtual, ranks in ((None, SequenceRanks(4, topology)), ("2x2", SequenceRanks(1, Topology.flat(1)))):
         values = {"use_cocodiff": True, "cocodiff_mode": "fast", "cocodiff_profile": str(file)}
         values |= {"cocodiff_virtual": virtual}
-        assert resolve(values, {}, ranks).slow_axes == ("node",)
-        assert resolve(values | {"cocodiff_slow_axes": "auto"}, {}, ranks).slow_axes == ("auto",)
+        assert resolve(values, {}, ranks, "cpu").slow_axes == ("node",)
+        assert resolve(values | {"cocodiff_slow_axes": "auto"}, {}, ranks, "cpu").slow_axes == ("auto",)
     alone = {"use_cocodiff": True, "cocodiff_virtual": "2x2", "cocodiff_slow_axes": "auto"}
     with pytest.raises(ValueError, match=r"--cocodiff_slow_axes: 'auto' is not valid: .* needs --cocodiff_profile"):
         resolve(alone, {}, SequenceRanks(1, Topology.flat(1)))

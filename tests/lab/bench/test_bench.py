@@ -153,12 +153,14 @@ def test_the_planner_reads_the_record_of_probe(tmp_path: Path, capsys: pytest.Ca
     assert record["topology_inferred"] in capsys.readouterr().out
 
 
-def test_axes_below_a_fifth_of_codec_throughput_are_slow() -> None:
+def test_axes_below_a_tenth_of_codec_throughput_are_slow_and_then_those_below_a_fifth() -> None:
     def slow(codec: float, **sizes: int) -> tuple[str, ...]:
         profile = profile_of([2, 3, 2], [1e6, 2.1e6, 4e6], 0, 0)
         return dataclasses.replace(profile, topology=Topology.named(**sizes), codec_bytes_per_second=codec).slow_axes
 
     assert slow(10.3e6, node=2, gpu=3, tile=2) == ("node",)
+    assert slow(19.9e6, node=2, gpu=3, tile=2) == ("node", "gpu")
     assert slow(20.3e6, node=2, gpu=3, tile=2) == ("node", "gpu", "tile")
-    assert slow(4.7e6, node=2, gpu=3, tile=2) == ()
-    assert slow(20.3e6, node=1, gpu=3, tile=1) == ("gpu",)  # the others have nobody to send to
+    assert slow(9.7e6, node=2, gpu=3, tile=2) == ()
+    assert slow(20.3e6, node=1, gpu=3, tile=1) == ()  # the others have nobody to send to
+    assert slow(21.3e6, node=1, gpu=3, tile=1) == ("gpu",)

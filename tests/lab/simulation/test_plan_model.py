@@ -134,17 +134,17 @@ def test_traffic_includes_zero_padded_heads() -> None:
     assert estimate.sent_bytes["node"] == pytest.approx(57 * 4 * 288 * 32 * 128 * 2 / 2)  # half to the other node
 
 
-def test_only_traffic_between_nodes_is_compressed() -> None:
-    """Aurora's profile has slow links between GPUs too, but without --cocodiff_slow_axes only `node` is slow."""
+def test_traffic_on_measured_slow_axes_is_compressed() -> None:
+    """On Aurora these are the axes between nodes and between GPUs; in a DGX H100, none."""
     scenario = make_scenario("qwen-image", 1536, 24)
-    assert scenario.slow_axes == ("node",) != scenario.link_profile(scenario.topology, 1e6).slow_axes
+    assert scenario.slow_axes == ("node", "gpu")
     encoded = estimate_step(scenario, UlyssesRingSplit(24, 1), "balanced")
     values = 24 * 128 * (96**2 // 24 + 6)
-    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), num_slow=2)
+    expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), num_slow=12)
     assert encoded.reference_bytes == expected.full * 120
     assert encoded.compact_reference_bytes == expected.int8 * 120
-    one_node = make_scenario("qwen-image", 1536, 12)
-    balanced, exact = (estimate_step(one_node, UlyssesRingSplit(12, 1), mode) for mode in ("balanced", "exact"))
+    one_node = make_scenario("qwen-image", 1536, 8, cluster="dgx-h100")
+    balanced, exact = (estimate_step(one_node, UlyssesRingSplit(8, 1), mode) for mode in ("balanced", "exact"))
     assert balanced == dataclasses.replace(exact, mode="balanced")
 
 

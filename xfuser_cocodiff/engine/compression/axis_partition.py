@@ -68,7 +68,7 @@ class AxisLayout:
         shape = slots, math.prod(target.shape[: num_axes + 1]) // slots, *target.shape[num_axes + 1 :]
         try:
             return ordered.view(shape), True
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # fake tensors raise ValueError
             return target.new_empty(shape), False
 
     def join(self, split: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from xfuser_cocodiff.engine.settings.ring_placement import (
     place_groups,
     spans_nodes,
 )
-from xfuser_cocodiff.engine.topology import launcher
+from xfuser_cocodiff.engine.topology import devices, launcher
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
@@ -152,6 +152,8 @@ def resolve(
     placement = _place(given, ranks)
     slow_axes = _slow_axes(given, placement, virtual)
     mode = _mode(given, ranks, virtual, slow_axes)
+    if not (given["cocodiff_slow_axes"][0] or virtual) and devices.capabilities(device_type).is_asynchronous:
+        slow_axes = MEASURED_SLOW_AXES
     v_first = _choice(given["cocodiff_v_first"], AUTO, OVERLAPS)
     return CocoDiffConfig(
         topology=placement.topology,
@@ -278,8 +280,8 @@ def parse_slow_axes(text: str, topology: Topology, ring: Topology | None, is_vir
     """Return the names of the axes on which a lossy mode may approximate.
 
     Args:
-        text: names of axes, 'auto', or '' for the default: the axis between nodes, or of virtual ranks all axes of
-            more than one rank but the innermost.
+        text: names of axes, 'auto', or '' for the default on CPUs: the axis between nodes, or of virtual ranks all axes
+            of more than one rank but the innermost.
         topology: topology of a Ulysses group, or of virtual ranks.
         ring: topology of a ring; None without one.
         is_virtual: whether the ranks are virtual.

@@ -125,8 +125,8 @@ OPTIONS = (
         "cocodiff_slow_axes",
         "COCODIFF_SLOW_AXES",
         None,
-        f"Axes on which a mode may be lossy, such as 'node,gpu', or {AUTO!r}: those measured as slow. Default: 'node'; "
-        "for virtual ranks, all axes but the innermost.",
+        f"Axes on which a mode may be lossy, such as 'node,gpu', or {AUTO!r}: those measured as slow. Default: "
+        f"{AUTO!r}, on CPUs 'node'; for virtual ranks, all axes but the innermost.",
     ),
     Option(
         "cocodiff_virtual",

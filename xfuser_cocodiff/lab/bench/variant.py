@@ -96,7 +96,7 @@ class Variant:
         return self.keyframe_fraction * keyframes + (1 - self.keyframe_fraction) * encoded
 
 
-def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDiffConfig:
+def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit, device_type: str = "cpu") -> CocoDiffConfig:
     """Parse a mode in the notation of `--mode`, in which a semicolon stands for a comma inside a value.
 
     Raises:
@@ -110,7 +110,8 @@ def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit) -> CocoDi
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
         values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
-        return resolve(values, {}, SequenceRanks(split.ulysses, split.ulysses_topology(topology), split.ring, topology))
+        ranks = SequenceRanks(split.ulysses, split.ulysses_topology(topology), split.ring, topology)
+        return resolve(values, {}, ranks, device_type)
     except ValueError as error:
         raise ValueError(f"--mode {mode!r}: {error}") from None
 

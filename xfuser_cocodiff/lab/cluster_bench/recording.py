@@ -232,7 +232,7 @@ class Recorder:
 
     def _new_session(self, variant: Variant) -> Session:
         profile, split = self._cell.profile, variant.split
-        config = parse_mode(variant.mode, self._cell.topology, split)
+        config = parse_mode(variant.mode, self._cell.topology, split, device_type.DEVICE_TYPE)
         ring_group = None
         if split.ring > 1:
             config = replace(config, ring_profile=profile.restrict_to(split.ring_topology(self._cell.topology)))

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
-from xfuser_cocodiff.engine.settings.config import resolve
-from xfuser_cocodiff.engine.settings.options import EXACT, MODES, OFF
-from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, UlyssesRingSplit
+from xfuser_cocodiff.engine.settings.options import EXACT, MODES
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import variants
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
@@ -155,10 +154,9 @@ def _applicable(cell: Cell) -> list[str]:
     Lossy modes appear with the slow axes that are the default, if there are any, and with those of the machine.
     """
     topology = cell.topology
-    config = resolve({"use_cocodiff": True, "cocodiff_cache": OFF}, {}, SequenceRanks(topology.size, topology))
     sizes = {axis.name: axis.size for axis in topology.axes}
     slow_axes = [name for name in cell.machine.slow_axes if sizes.get(name, 1) > 1]
-    by_default = [*config.slow_axes] if config else []
+    by_default = cell.profile.slow_axes
     names = []
     for name in DEFAULT_MODES:
         if name in RULES and RULES[name].needs_ring and cell.nodes == 1:

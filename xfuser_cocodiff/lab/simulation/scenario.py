@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from xfuser_cocodiff.engine.settings.config import parse_slow_axes
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import Accelerator
@@ -58,7 +57,8 @@ class Scenario:
     @property
     def slow_axes(self) -> tuple[str, ...]:
         """Axes on which modes compress without --cocodiff_slow_axes."""
-        return parse_slow_axes("", self.topology, None)
+        is_alone = self.topology.size == 1
+        return () if is_alone else self.link_profile(self.topology, self.message_bytes("q")).slow_axes
 
     def message_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o."""
