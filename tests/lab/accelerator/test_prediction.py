@@ -54,6 +54,16 @@ def test_kernels_latency_and_contention_are_counted() -> None:
     assert predicted.sent_bytes == {2: 30}
 
 
+def test_instant_collectives_only_wait_for_their_stream_and_group() -> None:
+    first, second, third = collective(NODES, 0, 20), collective(NODES, 1, 20), collective(NODES, 0, 10)
+    program = Program([first, second, third], {"second": Instant().after_collective(second)})
+    program.end = Instant().after_collective(third)
+    pace = Pace(1.0, latency=lambda ranks: 0.5)
+    predicted = predict(program, pace, RATES, axis_to, [second])
+    assert predicted.marks["second"] == pytest.approx(0.5 + 2)
+    assert predicted.seconds == pytest.approx(0.5 + 2 + 0.5 + 1)
+
+
 def test_collectives_that_wait_for_each_other_are_refused() -> None:
     first, second = collective(NODES, 0, 1), collective(PAIRS, 0, 1)
     first.start, second.start = Instant(0, {second: 0.0}), Instant(0, {first: 0.0})

@@ -27,6 +27,8 @@ class Clock:
         """Number of steps begun."""
         self.kernels: list[float] = []
         """Durations of the kernels of this step, in the order of their launches."""
+        self.sent_tensors = ""
+        """Letters of the tensors that the next collectives send; see :attr:`RecordedCollective.tensors`."""
         self._made: list[Stream] = []
         self._last: dict[GroupPattern, RecordedCollective] = {}
         """The last collective of each group in this step."""
@@ -97,7 +99,8 @@ class Clock:
         """
         self.spend_host_time(self.accelerator.collective_host_seconds)
         start, group = self.streams[-1].tail.latest(self.host_time), GroupPattern.of(ranks)
-        collective = RecordedCollective(group, start, tuple(sent), tuple(received), is_gather, self.num_steps)
+        sizes, step = (tuple(sent), tuple(received)), self.num_steps
+        collective = RecordedCollective(group, start, *sizes, is_gather, step, self.sent_tensors)
         self.program.collectives.append(collective)
         self._last[group] = collective
         return collective

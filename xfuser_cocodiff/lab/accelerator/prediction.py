@@ -4,7 +4,7 @@ All ranks do the same, so one rank stands for all. Each rank has one port per ax
 gets an equal part of the port for as long as others use it too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from xfuser_cocodiff.lab.accelerator.program import GroupPattern, Program, RecordedCollective
 from xfuser_cocodiff.lab.accelerator.time_line import Instant
@@ -14,7 +14,13 @@ _ROUNDING_BYTES = 1e-3
 """Bytes below which a transfer is complete, because of rounding."""
 
 
-def predict(program: Program, pace: Pace, rates: Mapping[str, float], axis_to: Callable[[int], str]) -> Outcome:
+def predict(
+    program: Program,
+    pace: Pace,
+    rates: Mapping[str, float],
+    axis_to: Callable[[int], str],
+    instant: Collection[RecordedCollective] = (),
+) -> Outcome:
     """Return the outcome of a recorded step.
 
     Args:
@@ -22,8 +28,9 @@ def predict(program: Program, pace: Pace, rates: Mapping[str, float], axis_to: C
         pace: latencies and contention; dilation and thinning have no effect.
         rates: bytes per second of a rank along each axis.
         axis_to: returns the axis of the link from rank 0 to another rank.
+        instant: collectives without latency and bytes, which end as soon as their streams and groups reach them.
     """
-    return _Prediction(program, pace, rates, axis_to).outcome()
+    return _Prediction(program, pace, rates, axis_to, instant).outcome()
 
 
 class _Transfer:
@@ -40,7 +47,15 @@ class _Transfer:
 class _Prediction:
     """State of one prediction."""
 
-    def __init__(self, program: Program, pace: Pace, rates: Mapping[str, float], axis_to: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        pace: Pace,
+        rates: Mapping[str, float],
+        axis_to: Callable[[int], str],
+        instant: Collection[RecordedCollective],
+    ) -> None:
+        self._instant = frozenset(instant)
         self._program, self._pace, self._rates, self._axis_to = program, pace, rates, axis_to
         self._queues = {group: list(each) for group, each in program.by_group().items()}
         self._free = dict.fromkeys(self._queues, 0.0)
@@ -84,13 +99,14 @@ class _Prediction:
     def _begin(self, collective: RecordedCollective) -> float:
         """Return when the first byte of a collective moves."""
         reached = max(collective.start.resolve(self._ends), self._free[collective.group])
-        return reached + self._pace.latency(collective.group.members(0))
+        return reached + (0.0 if collective in self._instant else self._pace.latency(collective.group.members(0)))
 
     def _start(self, collective: RecordedCollective, now: float) -> None:
         self._queues[collective.group].pop(0)
         self._busy.add(collective.group)
         members, remaining = collective.group.members(0), dict[str, float]()
-        for rank, size in zip(members[1:], collective.sent[1:], strict=True):
+        sent = () if collective in self._instant else zip(members[1:], collective.sent[1:], strict=True)
+        for rank, size in sent:
             axis = self._axis_to(rank)
             remaining[axis] = remaining.get(axis, 0.0) + size
         factor = self._pace.contention(collective)

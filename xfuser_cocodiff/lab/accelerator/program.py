@@ -70,6 +70,8 @@ class RecordedCollective:
     """Whether all members are sent the same block."""
     step: int = 0
     """Number of the step on its device."""
+    tensors: str = ""
+    """A letter for each tensor that it sends, as "qkv"; empty if nothing has named them."""
 
     @property
     def is_all_to_all(self) -> bool:
