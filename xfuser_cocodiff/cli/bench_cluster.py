@@ -50,6 +50,11 @@ def add_parser(subjects: Any) -> None:
         help="host time of a kernel launch; 0 for CUDA graphs (default: that of the accelerator)",
     )
     parser.add_argument("--predict", action="store_true", help="record and predict steps, without an emulated cluster")
+    parser.add_argument(
+        "--exposure",
+        action="store_true",
+        help="predict what lossless variants wait for, by kind of block and tensor (default --modes: stock,exact)",
+    )
     parser.add_argument("--quality", type=Path, metavar="FILE", help="PSNR: what `cocodiff quality --json` wrote")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speedup by PSNR, one picture per machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
@@ -66,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
     from xfuser_cocodiff.lab.reporting import host
     from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
+    if options.exposure:
+        return _expose(options)
     try:
         cells, conditions = _cells(options), _conditions(options)
         earlier = benchmark.read_cells(options.json)
@@ -90,6 +97,31 @@ def run(options: argparse.Namespace) -> int:
     keep(finished)
     if options.plot:
         frontier_chart.draw(record, options.plot)
+    for failure in failures:
+        print(f"cocodiff: {failure}", file=sys.stderr)
+    return INCOMPLETE_STATUS if failures else 0
+
+
+def _expose(options: argparse.Namespace) -> int:
+    """Print what lossless variants wait for, and return the exit status."""
+    from xfuser_cocodiff.lab.cluster_bench import exposure, exposure_report
+
+    options.predict, options.modes = True, options.modes or exposure.DEFAULT_MODES
+    try:
+        if options.json or options.plot:
+            raise ValueError("--exposure prints a table; --json and --plot are not valid with it")
+        cells = _cells(options)
+        for each in cells:
+            exposure.check_lossless(each)
+    except ValueError as error:
+        return fail(str(error))
+    failures = []
+    for each in cells:
+        try:
+            exposure_report.show(each.cell, exposure.expose(each))
+        except RuntimeError as error:
+            failures.append(str(error))
+    exposure_report.show_legend()
     for failure in failures:
         print(f"cocodiff: {failure}", file=sys.stderr)
     return INCOMPLETE_STATUS if failures else 0

@@ -79,7 +79,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         _advance(progress, conditions.items * len(requested.variants))
         return {**described, "problem": requested.problem, "rows": []}
     transformer_wrappers.preload(cell.model)
-    splits = _by_split(requested.variants)
+    splits = variants_by_split(requested.variants)
     recorded: dict[UlyssesRingSplit, RecordedSplit] = {}
     for split, variants in splits.items():
         progress.report(f"{_title(cell)}: record {', '.join(each.name for each in variants)}")
@@ -218,7 +218,7 @@ def _speed(cell: Cell, recorded: Sequence[RecordedVariant], conditions: Conditio
     return choose_speed(cell, programs, seconds, conditions.repeats, conditions.dilation)
 
 
-def _by_split(variants: Sequence[Variant]) -> dict[UlyssesRingSplit, list[Variant]]:
+def variants_by_split(variants: Sequence[Variant]) -> dict[UlyssesRingSplit, list[Variant]]:
     splits: dict[UlyssesRingSplit, list[Variant]] = {}
     for each in variants:
         splits.setdefault(each.split, []).append(each)

@@ -31,6 +31,7 @@ from xfuser_cocodiff.lab.accelerator.triton_stand_ins import TritonKernels
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.rules import Rule
+from xfuser_cocodiff.lab.cluster_bench.sent_tensors import name_by_label, name_by_order
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.full_size import transformer as full_size
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer
@@ -148,19 +149,24 @@ class Recorder:
                 block.register_forward_hook(self._mark(f"{kind} {index} end"))
 
     def _mark(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._device.mark(name)
+        def mark(*_: Any) -> None:
+            self._device.mark(name)
+            self._device.sent_tensors = ""  # outside of attention nothing names them
+
+        return mark
 
     def record(self, variant: Variant) -> Recording:
         """Return the recorded steps of a variant. All ranks must call this."""
-        return self._record_rule(variant.rule) if variant.rule else self._record_plugin(variant)
+        return self._record_rule(variant, variant.rule) if variant.rule else self._record_plugin(variant)
 
-    def _record_rule(self, rule: Rule) -> Recording:
+    def _record_rule(self, variant: Variant, rule: Rule) -> Recording:
         bare_runtime.use_session(Session())
         with rule.running() as begin_step:
             program = Program()
             for _ in range(_WARMUP_STEPS):
                 begin_step()
                 program = self._step()
+        name_by_order(program, variant.split.ulysses > 1)
         return Recording({"step": program}, {"step": 1.0})
 
     def _record_plugin(self, variant: Variant) -> Recording:
@@ -224,7 +230,7 @@ class Recorder:
         if session is not None:
             session.traffic.reset()
         self._device.begin_step()
-        with torch.inference_mode():
+        with torch.inference_mode(), name_by_label(self._device):
             self._transformer.call(self._cell.resolution, self._cell.batch)
         if session is not None:
             session.runs.end_step()

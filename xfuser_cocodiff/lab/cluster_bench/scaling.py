@@ -17,11 +17,23 @@ def full_step_seconds(cell: Cell, counts: Mapping[str, int], outcome: Outcome) -
         counts: number of blocks of each kind in the real model.
         outcome: step of the recorded blocks.
     """
-    total = outcome.seconds
+    total = cell.workload.calls * outcome.seconds
     for kind, count in counts.items():
-        durations = [_duration(outcome.marks, kind, index) for index in range(cell.blocks)]
-        total += sum(durations) * (count / cell.blocks - 1)
-    return cell.workload.calls * total
+        total += (1 - cell.blocks / count) * kind_seconds(cell, kind, count, outcome)
+    return total
+
+
+def kind_seconds(cell: Cell, kind: str, count: int, outcome: Outcome) -> float:
+    """Return the time of all blocks of a kind in a step.
+
+    Args:
+        cell: the cell.
+        kind: kind of the blocks.
+        count: number of them in the real model.
+        outcome: step of the recorded blocks.
+    """
+    durations = [_duration(outcome.marks, kind, index) for index in range(cell.blocks)]
+    return cell.workload.calls * sum(durations) * count / cell.blocks
 
 
 @dataclass(frozen=True)
@@ -42,11 +54,27 @@ class StepTotals:
 
 def full_step_totals(cell: Cell, counts: Mapping[str, int], program: Program) -> StepTotals:
     """Return what a rank does in a step with all blocks; see :func:`full_step_seconds`."""
-    parts: list[tuple[float, Counts, Counts]] = [(1.0, Counts(0.0, 0.0, 0, 0), program.counts_so_far())]
+    parts: list[_Part] = [(1.0, Counts(0.0, 0.0, 0, 0), program.counts_so_far())]
     for kind, count in counts.items():
-        for index in range(cell.blocks):
-            begin, end = (program.counts[f"{kind} {index} {edge}"] for edge in ("begin", "end"))
-            parts.append((count / cell.blocks - 1, begin, end))
+        parts += _block_parts(cell, kind, program, count / cell.blocks - 1)
+    return _totals(cell, program, parts)
+
+
+def kind_totals(cell: Cell, kind: str, count: int, program: Program) -> StepTotals:
+    """Return what a rank does in all blocks of a kind in a step; see :func:`kind_seconds`."""
+    return _totals(cell, program, _block_parts(cell, kind, program, count / cell.blocks))
+
+
+_Part = tuple[float, Counts, Counts]
+"""Part of a recorded step: how often it counts, and what the step has done at its begin and at its end."""
+
+
+def _block_parts(cell: Cell, kind: str, program: Program, weight: float) -> list[_Part]:
+    names = [f"{kind} {index}" for index in range(cell.blocks)]
+    return [(weight, program.counts[f"{name} begin"], program.counts[f"{name} end"]) for name in names]
+
+
+def _totals(cell: Cell, program: Program, parts: Sequence[_Part]) -> StepTotals:
     link_bytes = dict.fromkeys((axis.name for axis in cell.topology.axes), 0.0)
     collectives: dict[str, float] = {}
     kernel_seconds = host_seconds = launches = 0.0
