@@ -187,8 +187,12 @@ def test_predictions_in_the_readme_equal_the_simulator(row: str, cluster: str, n
     stock = rows["stock"]
     communication = stock["a2a_seconds"] + stock["ring_seconds"]
     assert share == f"{communication / stock['step_seconds']:.0%}".replace("%", " %")
-    modes = [mode for mode, speedup in zip(("exact", "balanced", "fast"), speedups, strict=True) if speedup]
-    assert [speedup for speedup in speedups if speedup] == [f"{rows[mode]['speedup']:.2f}x" for mode in modes]
+    speedup_of = {mode: rows[mode]["speedup"] for mode in ("exact", "balanced", "fast")}
+    # A lossy mode that compresses nothing is as fast as 'exact', and its cell is empty.
+    assert speedups == [
+        "" if mode != "exact" and speedup == speedup_of["exact"] else f"{speedup:.2f}x"
+        for mode, speedup in speedup_of.items()
+    ]
 
 
 def test_extras_are_declared() -> None:
