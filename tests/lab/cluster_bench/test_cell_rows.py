@@ -134,6 +134,29 @@ def test_schedules_that_are_clearly_slower_are_not_measured() -> None:
     assert list(kept.programs) == ["step", "best", "near"]
 
 
+def test_only_splits_that_may_be_the_fastest_are_measured() -> None:
+    def variant(name: str, transfers: float, like: str = "exact", is_other_split: bool = False) -> RecordedVariant:
+        made = recorded(like, int(transfers * MESSAGE))
+        return RecordedVariant(
+            CELL, replace(made.variant, name=name, is_other_split=is_other_split), made.recording, made.counts
+        )
+
+    variants = [
+        variant("stock", 9, "stock"),
+        variant("stock 8x2", 1, "stock-combined"),
+        variant("near", 1.02, "stock-combined"),
+        variant("hopeless", 9, "stock-combined"),
+        variant("exact", 3),
+        variant("exact 4x2", 2, is_other_split=True),
+        variant("exact 2x4", 2.5, is_other_split=True),
+        variant("balanced", 1, "balanced"),
+        variant("balanced 4x2", 2, "balanced", is_other_split=True),
+        variant("fp8", 9, "fp8"),
+    ]
+    kept = [each.variant.name for each in cell_rows.worth_measuring(variants)]
+    assert kept == ["stock", "stock 8x2", "near", "exact", "exact 4x2", "balanced", "fp8"]
+
+
 def test_only_lossy_variants_have_a_psnr() -> None:
     rows = (
         {"mode": "balanced", "sweep": False, "series": "balanced", "codec": "", "psnr_db_mean": 41.0},

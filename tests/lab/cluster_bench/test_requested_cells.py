@@ -40,7 +40,7 @@ def test_variants_that_do_not_apply_are_no_default() -> None:
     named = {f"{mode}@slow_axes=node" for mode in ("balanced", "fast", "paper")}  # measured, the axis is not slow
     assert set(two_nodes.modes) - set(one_node.modes) == {*named, "kv-gather", "compact-ring"}
     assert {"best_stock", "exact", "v-first", "fp8", "fp4", "int8"} <= set(one_node.modes)
-    assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock"}
+    assert {each.name for each in two_nodes.variants} >= {*two_nodes.modes} - {"best_stock", "best_exact"}
 
 
 def test_lossy_modes_have_one_row_where_the_axes_of_the_machine_are_those_measured_as_slow() -> None:
@@ -53,6 +53,14 @@ def test_lossy_modes_compress_on_slow_axes_within_a_node() -> None:
     assert [mode for mode in one_node.modes if "slow" in mode] == [
         f"{mode}@slow_axes=gpu" for mode in ("balanced", "fast", "paper")
     ]
+
+
+def test_other_splits_of_a_mode_may_have_zero_padded_heads() -> None:
+    [sd35] = parse(model="sd35", modes="exact,best_exact", resolution="1536")  # 38 heads on 12 ranks
+    usual, *others = sd35.variants
+    assert usual.name == "exact" and 38 % usual.split.ulysses == 0
+    assert all(each.mode == "exact" and each.split != usual.split for each in others)
+    assert any(38 % each.split.ulysses for each in others)
 
 
 def test_variants_are_added_to_the_default_ones() -> None:

@@ -1,5 +1,6 @@
 """The record of `cocodiff bench cluster`: cells one after the other, each recorded, measured and checked."""
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,23 +86,33 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         progress.report(f"{_title(cell)}: record {', '.join(each.name for each in variants)}")
         recorded[split] = record_split(cell, split, variants)
         _advance(progress, len(variants))
-    known = {split: cell_rows.recorded_variants(cell, recorded[split], splits[split]) for split in splits}
+    known = [each for split in splits for each in cell_rows.recorded_variants(cell, recorded[split], splits[split])]
     stock = {each.name for each in requested.variants if each.is_stock}, BEST_STOCK in requested.modes
-    rows: list[dict[str, Any]] = []
     if conditions.predicts:
-        rows = [cell_rows.predicted_row(each, conditions.quality) for split in splits for each in known[split]]
+        rows = [cell_rows.predicted_row(each, conditions.quality) for each in known]
         return {**described, "problem": None, "rows": cell_rows.compare(rows, *stock)}
-    speed = _speed(cell, [each for split in splits for each in known[split]], conditions)
-    for split in splits:
+    worth_measuring = cell_rows.worth_measuring(known)
+    rows = [cell_rows.predicted_row(each, conditions.quality) for each in known if each not in worth_measuring]
+    _advance(progress, (conditions.items - 1) * len(rows))
+    speed = _speed(cell, worth_measuring, conditions)
+    for split, group in itertools.groupby(worth_measuring, lambda each: each.variant.split):
         progress.report(f"{_title(cell)}: measure split {split} at a dilation of {speed.dilation:g}")
-        worth_measuring = {each.variant.name: each.without_slow_alternatives() for each in known[split]}
-        measured = measure_split(cell, RecordedSplit(worth_measuring, recorded[split].counts), speed)
-        for each in known[split]:
-            variant = measured.variants[each.variant.name]
-            rows.append(cell_rows.measured_row(each, variant, measured, conditions.quality))
-        _advance(progress, (conditions.items - 1) * len(known[split]))
+        rows += (measured := _measured_rows(list(group), recorded[split].counts, speed, conditions))
+        _advance(progress, (conditions.items - 1) * len(measured))
     described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
     return {**described, "rows": cell_rows.compare(rows, *stock)}
+
+
+def _measured_rows(
+    variants: Sequence[RecordedVariant], counts: dict[str, int], speed: Speed, conditions: Conditions
+) -> list[dict[str, Any]]:
+    """Return the rows of the variants of a split, which are measured together."""
+    recordings = {each.variant.name: each.without_slow_alternatives() for each in variants}
+    measured = measure_split(variants[0].cell, RecordedSplit(recordings, counts), speed)
+    return [
+        cell_rows.measured_row(each, measured.variants[each.variant.name], measured, conditions.quality)
+        for each in variants
+    ]
 
 
 def run_all(

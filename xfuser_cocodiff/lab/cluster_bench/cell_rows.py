@@ -1,6 +1,7 @@
 """The rows of a cell in the record: one per variant, from its recorded and its measured steps."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +27,11 @@ _CLEARLY_SLOWER = 1.05
 """Predicted step time over the best one from which on an overlap schedule is not measured; predictions are within 3 %
 of measurements."""
 
+_HOPELESS = 1.1
+"""Predicted step time over that of stock's fastest split from which on another split of stock is not measured."""
 
-@dataclass
+
+@dataclass(eq=False)
 class RecordedVariant:
     """A variant with its recorded steps, and what follows from them alone."""
 
@@ -50,6 +54,11 @@ class RecordedVariant:
     def chosen_by_prediction(self) -> dict[str, str]:
         """Return, for each program of a run, itself or the alternative that autotuning would choose by prediction."""
         return choose_programs(self.recording.weights, self.recording.alternatives, self.predicted_seconds)
+
+    @cached_property
+    def predicted_step_seconds(self) -> float:
+        """Predicted time of a step, as the mean over a run."""
+        return self._mean(self.predicted_seconds, self.chosen_by_prediction())
 
     def without_slow_alternatives(self) -> Recording:
         """Return the recording without alternatives that are predicted to be clearly slower than the best one."""
@@ -171,6 +180,25 @@ def measured_row(
 def recorded_variants(cell: Cell, recorded: RecordedSplit, variants: Sequence[Variant]) -> list[RecordedVariant]:
     """Return the variants of a split with their recorded steps."""
     return [RecordedVariant(cell, each, recorded.recordings[each.name], recorded.counts) for each in variants]
+
+
+def worth_measuring(recorded: Sequence[RecordedVariant]) -> list[RecordedVariant]:
+    """Return the variants of a cell without splits that are clearly slower than others.
+
+    Of stock, splits that may be the fastest, and flat Ulysses; of a mode, the usual split and the fastest one.
+    """
+    fastest: dict[str, float] = {}
+    for each in recorded:
+        key = STOCK if each.variant.is_stock else each.variant.mode
+        fastest[key] = min(fastest.get(key, math.inf), each.predicted_step_seconds)
+
+    def is_worth_measuring(each: RecordedVariant) -> bool:
+        seconds, variant = each.predicted_step_seconds, each.variant
+        if variant.is_stock:
+            return variant.name == STOCK or seconds <= _HOPELESS * fastest[STOCK]
+        return not variant.is_other_split or seconds <= fastest[variant.mode]
+
+    return [each for each in recorded if is_worth_measuring(each)]
 
 
 def row_seconds(row: Mapping[str, Any]) -> float:

@@ -73,7 +73,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
             f"{sent / 1e6:.1f}",
             "lossless" if row["lossless"] else format_db(row["psnr_db"]),
             format_percent(row["prediction_ratio"]) if is_measured else NOT_MEASURED,
-            {True: "yes", False: "INVALID", None: NOT_MEASURED}[row["valid"]],
+            {True: "yes", False: "INVALID", None: "predicted"}[row["valid"]],
         )
     return table
 

@@ -21,7 +21,7 @@ from xfuser_cocodiff.lab.simulation.workloads import PIXELS_PER_TOKEN, WORKLOADS
 DEFAULT = "default"
 """Name that stands for all variants of :data:`DEFAULT_MODES` that apply to a cell."""
 DEFAULT_MODES = (
-    *(variants.BEST_STOCK, "exact", "balanced", "fast", "paper"),
+    *(variants.BEST_STOCK, "exact", "best_exact", "balanced", "best_balanced", "fast", "paper"),
     *("v-first", "fp8", "fp4", "int8", "kv-gather", "compact-ring"),
 )
 MAX_RANKS = 32
@@ -161,10 +161,11 @@ def _applicable(cell: Cell) -> list[str]:
     for name in DEFAULT_MODES:
         if name in RULES and RULES[name].needs_ring and cell.nodes == 1:
             continue
-        is_lossy = name in MODES and name != EXACT
+        mode = variants.BEST_MODES.get(name, name)
+        is_lossy = mode in MODES and mode != EXACT
         if not is_lossy or by_default:
             names.append(name)
-        if is_lossy and slow_axes and {*slow_axes} != {*by_default}:
+        if is_lossy and name == mode and slow_axes and {*slow_axes} != {*by_default}:
             names.append(f"{name}@slow_axes={';'.join(slow_axes)}")
     return names
 
@@ -181,8 +182,8 @@ def _check(cell: Cell, name: str) -> None:
             raise ValueError(f"--modes {name!r} needs several nodes, for a ring across them; valid rules are {valid}")
         return
     mode = name.partition("@")[0].partition("/")[0]
-    if mode not in MODES and name != variants.BEST_STOCK:
-        valid = ", ".join((DEFAULT, variants.BEST_STOCK, *RULES, *MODES))
+    if mode not in MODES and name not in (variants.BEST_STOCK, *variants.BEST_MODES):
+        valid = ", ".join((DEFAULT, variants.BEST_STOCK, *variants.BEST_MODES, *RULES, *MODES))
         raise ValueError(f"--modes {name!r} is not valid; valid are {valid}, and modes with options")
     if mode in MODES:
         config = parse_mode(name, cell.topology, UlyssesRingSplit(cell.topology.size, 1))

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.engine.settings.ring_placement import OUTER, UlyssesRingSplit
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
-from xfuser_cocodiff.lab.cluster_bench.stock_splits import divide, rank_stock_splits
+from xfuser_cocodiff.lab.cluster_bench.stock_splits import LARGEST_SLOWDOWN, divide, rank_stock_splits
 from xfuser_cocodiff.lab.simulation.step_time import rank_splits
 
 STOCK, BEST_STOCK = "stock", "best_stock"
+BEST_MODES = {f"best_{mode}": mode for mode in MODES}
+"""Modes of the plugin by the name that stands for the mode in its fastest split."""
 _STOCK_RULES = ("stock-combined", "stock-separate")
 """How stock sends Q, K and V; the faster one counts as best stock."""
 
@@ -25,6 +28,8 @@ class Variant:
     """Rule that replaces stock's collectives; None for the plugin."""
     mode: str = ""
     """The plugin's mode in the notation of `bench model --mode`; empty for rules."""
+    is_other_split: bool = False
+    """Whether it is a mode in another split than stock's, of which only the fastest one is measured."""
 
     @property
     def is_stock(self) -> bool:
@@ -39,7 +44,8 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
         cell: the cell.
         names: `best_stock` for all splits of stock that may be the fastest, names of rules, or modes of the plugin such
             as 'balanced' or 'exact/flat@v_first=on'. Rules and modes run in flat Ulysses where the heads allow it, else
-            in the fastest split by the simulator.
+            in the fastest split by the simulator. `best_exact` and so on stand for all other splits that may be the
+            fastest of a mode, also those with zero-padded heads.
 
     Raises:
         ValueError: an unknown rule or mode, or a rule whose ring this cell does not have.
@@ -53,6 +59,8 @@ def parse(cell: Cell, names: Sequence[str]) -> list[Variant]:
             continue
         if name == BEST_STOCK:
             variants += _stock_splits(cell)
+        elif name in BEST_MODES:
+            variants += _other_splits(cell, BEST_MODES[name], flat if has_flat else _fastest(cell, BEST_MODES[name]))
         elif name in RULES:
             variants.append(_of_rule(cell, RULES[name], flat if has_flat else _fastest(cell, STOCK)))
         else:
@@ -78,6 +86,17 @@ def _fastest(cell: Cell, mode: str) -> UlyssesRingSplit:
     """Return the fastest split of a mode by the simulator, of those without zero-padded heads and in xDiT's order."""
     splits = [each.split for each in rank_splits(cell.scenario, mode)]
     return next(split for split in splits if cell.workload.heads % split.ulysses == 0 and split.placement == OUTER)
+
+
+def _other_splits(cell: Cell, mode: str, usual: UlyssesRingSplit) -> list[Variant]:
+    """Return a mode in the splits that may be faster than the usual one, by the simulator."""
+    ranked = [each for each in rank_splits(cell.scenario, mode) if each.split.placement == OUTER]
+    near = [each.split for each in ranked if each.cost <= LARGEST_SLOWDOWN * ranked[0].cost]
+    return [
+        Variant(f"{mode} {split.ulysses}x{split.ring}", split, mode=mode, is_other_split=True)
+        for split in near
+        if split != usual
+    ]
 
 
 def _stock_splits(cell: Cell) -> list[Variant]:
