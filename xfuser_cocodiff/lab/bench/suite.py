@@ -65,10 +65,12 @@ _CLUSTERS = {
     "dgx-h100": "--machine dgx-h100 --nodes 1,2 --model flux1 --resolution 1024,2048",
     "pcie": "--machine pcie --nodes 1 --model flux1 --resolution 1024,2048",
     "videos": "--machine dgx-h100,pcie --nodes 1 --model wan,hunyuan --resolution 720",
-    "ethernet": "--machine ethernet-25,ethernet-100 --nodes 2 --model qwen-image --resolution 1024",
+    "ethernet": "--machine ethernet-25,ethernet-100 --nodes 2 --model qwen-image,flux1 --resolution 1024",
     "arc-b60": "--machine arc-b60 --nodes 1 --model flux1 --resolution 1024,2048",
+    "aurora-4-nodes": "--machine aurora --nodes 4 --model sd35 --resolution 2304 --predict",
 }
-"""Options of `bench cluster`, by name: the paper's table on Aurora, and some cells of each other machine."""
+"""Options of `bench cluster`, by name: the paper's table on Aurora, some cells of each other machine, and the paper's
+largest speedup, whose 48 ranks are only predicted."""
 _ALONE = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
 
