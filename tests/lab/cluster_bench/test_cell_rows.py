@@ -65,7 +65,7 @@ def test_a_measured_row_has_all_keys_and_is_valid() -> None:
     assert row["prediction_ratio"] == pytest.approx(1 / 1.01)
     assert row["bytes_ratio"] == {"gpu": 1.01}
     assert (row["valid"], row["invalid_because"]) == (True, [])
-    [compared] = cell_rows.compare([row], {"stock"}, True)[:1]
+    [compared] = cell_rows.compare([row], {"best_stock": ["stock"]})[:1]
     assert compared.keys() >= KEYS
 
 
@@ -84,20 +84,36 @@ def test_speedups_are_over_flat_stock_and_over_the_fastest_stock() -> None:
         cell_rows.predicted_row(recorded("stock-combined", MESSAGE), QualityRecord()),
         cell_rows.predicted_row(recorded("exact", fast), QualityRecord()),
     ]
-    compared = {row["mode"]: row for row in cell_rows.compare(rows, {"stock", "stock-combined"}, True)}
+    compared = {row["mode"]: row for row in cell_rows.compare(rows, {"best_stock": ["stock", "stock-combined"]})}
     times = {mode: row["predicted_seconds"] for mode, row in compared.items()}
     assert list(compared) == ["stock", "stock-combined", "best_stock", "exact"]
     assert compared["best_stock"]["variant"] == "stock-combined"
     assert compared["exact"]["speedup"] == pytest.approx(times["stock"] / times["exact"])
     assert compared["exact"]["speedup_over_best_stock"] == pytest.approx(times["stock-combined"] / times["exact"])
     assert compared["best_stock"]["speedup_over_best_stock"] == 1
-    without_flat = {row["mode"]: row for row in cell_rows.compare(rows[1:], {"stock-combined"}, True)}
+    without_flat = {row["mode"]: row for row in cell_rows.compare(rows[1:], {"best_stock": ["stock-combined"]})}
     assert without_flat["exact"]["speedup"] is None
+
+
+def test_a_mode_and_best_stock_are_the_fastest_measured_split() -> None:
+    def row(mode: str, seconds: float, is_measured: bool = True) -> dict[str, Any]:
+        times = {"step_seconds": [seconds] * 3 if is_measured else None, "predicted_seconds": seconds}
+        return {"mode": mode, "variant": mode, **times}
+
+    rows = [
+        *(row("stock", 9.0), row("stock-combined 4x2", 4.0), row("stock-combined 2x4", 3.9, is_measured=False)),
+        *(row("exact", 4.0), row("exact 4x2", 2.0)),
+    ]
+    in_splits = {"best_exact": ["exact", "exact 4x2"], "best_stock": [each["mode"] for each in rows[:3]]}
+    compared = {row["mode"]: row for row in cell_rows.compare(rows, in_splits)}
+    assert compared["best_stock"]["variant"] == "stock-combined 4x2"
+    assert compared["best_exact"]["variant"] == "exact 4x2"
+    assert compared["best_exact"]["speedup_over_best_stock"] == 2
 
 
 def test_flat_stock_alone_is_not_best_stock() -> None:
     rows = [cell_rows.predicted_row(recorded(name), QualityRecord()) for name in ("stock", "exact")]
-    compared = cell_rows.compare(rows, {"stock"}, has_all_splits=False)
+    compared = cell_rows.compare(rows, {})
     assert [row["mode"] for row in compared] == ["stock", "exact"]
     assert [row["speedup"] for row in compared] == [1, 1]
     assert [row["speedup_over_best_stock"] for row in compared] == [None, None]

@@ -17,7 +17,7 @@ from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell, add_modes
 from xfuser_cocodiff.lab.cluster_bench.speed_choice import choose_speed
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, Variant
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, Variant
 from xfuser_cocodiff.lab.emulation import namespaces
 from xfuser_cocodiff.lab.emulation.forked_ranks import run_forked
 from xfuser_cocodiff.lab.emulation.links import Cluster
@@ -26,7 +26,7 @@ from xfuser_cocodiff.xdit.launching import transformer_wrappers
 
 _KEY = (
     *("machine", "nodes", "model", "resolution", "batch", "text_tokens", "blocks"),
-    *("launch_us", "predicted", "requested_dilation"),
+    *("launch_us", "predicted", "requested_dilation", "slow_axes"),
 )
 """Fields by which a cell of an earlier record is recognized."""
 
@@ -87,10 +87,10 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         recorded[split] = record_split(cell, split, variants)
         _advance(progress, len(variants))
     known = [each for split in splits for each in cell_rows.recorded_variants(cell, recorded[split], splits[split])]
-    stock = {each.name for each in requested.variants if each.is_stock}, BEST_STOCK in requested.modes
+    in_splits = variants_in_splits(requested)
     if conditions.predicts:
         rows = [cell_rows.predicted_row(each, conditions.quality) for each in known]
-        return {**described, "problem": None, "rows": cell_rows.compare(rows, *stock)}
+        return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits)}
     worth_measuring = cell_rows.worth_measuring(known)
     rows = [cell_rows.predicted_row(each, conditions.quality) for each in known if each not in worth_measuring]
     _advance(progress, (conditions.items - 1) * len(rows))
@@ -100,7 +100,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         rows += (measured := _measured_rows(list(group), recorded[split].counts, speed, conditions))
         _advance(progress, (conditions.items - 1) * len(measured))
     described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
-    return {**described, "rows": cell_rows.compare(rows, *stock)}
+    return {**described, "rows": cell_rows.compare(rows, in_splits)}
 
 
 def _measured_rows(
@@ -194,11 +194,21 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
         "thinning": None,
         "predicted": conditions.predicts,
         "modes": list(requested.modes),
+        "slow_axes": list(cell.profile.slow_axes),
     }
 
 
+def variants_in_splits(requested: RequestedCell) -> dict[str, list[str]]:
+    """Return the variants that run stock, or a mode, in any split, by the name that stands for the fastest of them."""
+    named = {name: mode for name, mode in BEST_MODES.items() if name in requested.modes}
+    in_splits = {name: [each.name for each in requested.variants if each.mode == mode] for name, mode in named.items()}
+    if BEST_STOCK in requested.modes:
+        in_splits[BEST_STOCK] = [each.name for each in requested.variants if each.is_stock]
+    return in_splits
+
+
 def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in _KEY)
+    return tuple(str(cell[name]) for name in _KEY)
 
 
 def _has_repeats(cell: dict[str, Any], repeats: int) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -208,28 +208,33 @@ def row_seconds(row: Mapping[str, Any]) -> float:
     return median(measured) if measured else predicted
 
 
-def compare(rows: Sequence[dict[str, Any]], stock: set[str], has_all_splits: bool) -> list[dict[str, Any]]:
-    """Return the rows with their speedups, and the fastest stock once more as best stock.
+def compare(rows: Sequence[dict[str, Any]], in_splits: Mapping[str, Collection[str]]) -> list[dict[str, Any]]:
+    """Return the rows with their speedups, and the fastest row of stock, or of a mode, in its splits once more.
 
     Args:
         rows: one per variant, of which some may be stock.
-        stock: names of the variants that are stock in some split.
-        has_all_splits: whether all splits that may be the fastest are among the rows; otherwise no row is best stock.
+        in_splits: variants of which the fastest one is the row of that name, such as BEST_STOCK.
     """
     flat = next((row for row in rows if row["mode"] == STOCK), None)
-    splits = [row for row in rows if row["mode"] in stock] if has_all_splits else []
-    best = min(splits, key=row_seconds, default=None)
+    stock = in_splits.get(BEST_STOCK, (STOCK,))
+    best = {name: _fastest([row for row in rows if row["mode"] in names]) for name, names in in_splits.items()}
     ordered = [row for row in rows if row["mode"] in stock]
-    ordered += [{**best, "mode": BEST_STOCK}] if best else []
+    ordered += [{**best[BEST_STOCK], "mode": BEST_STOCK}] if BEST_STOCK in best else []
     ordered += [row for row in rows if row["mode"] not in stock]
+    ordered += [{**row, "mode": name} for name, row in best.items() if name != BEST_STOCK]
     return [
         {
             **row,
             "speedup": _speedup(flat, row),
-            "speedup_over_best_stock": _speedup(best, row),
+            "speedup_over_best_stock": _speedup(best.get(BEST_STOCK), row),
         }
         for row in ordered
     ]
+
+
+def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fastest measured row, or the fastest predicted one if none was measured."""
+    return min([row for row in rows if row["step_seconds"]] or rows, key=row_seconds)
 
 
 def _speedup(baseline: Mapping[str, Any] | None, row: Mapping[str, Any]) -> float | None:

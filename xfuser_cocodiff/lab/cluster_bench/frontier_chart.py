@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_STOCK, STOCK
+from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, STOCK
 from xfuser_cocodiff.lab.comparison.charts import AXIS_COLORS, INK, REST_COLOR
 
 _EDGE = 5.0
@@ -46,7 +46,7 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         for row in cell["rows"]:
-            if row["valid"] is not False and not row["mode"].startswith("stock-"):
+            if row["valid"] is not False and not _is_split(row["mode"]):
                 found.setdefault(row["mode"], []).append(row)
     if all(row["speedup_over_best_stock"] == 1 for row in found.get(STOCK, [])):
         found.pop(STOCK, None)
@@ -55,7 +55,7 @@ def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
             mode,
             geometric_mean(row["speedup_over_best_stock"] for row in rows),
             min((row["psnr_db"] for row in rows if not row["lossless"]), default=None),
-            mode.partition("/")[0].partition("@")[0] in MODES,
+            BEST_MODES.get(mode, mode).partition("/")[0].partition("@")[0] in MODES,
         )
         for mode, rows in found.items()
         if len(rows) == len(cells) and all(row["lossless"] or row["psnr_db"] is not None for row in rows)
@@ -70,7 +70,12 @@ def missing(cells: Iterable[dict[str, Any]], every: Iterable[Point]) -> list[str
     """Return the variants of a machine's cells that are not drawn, other than splits of stock."""
     drawn = {each.variant for each in every}
     modes = dict.fromkeys(row["mode"] for cell in cells for row in cell["rows"])
-    return [mode for mode in modes if mode not in drawn and mode != STOCK and not mode.startswith("stock-")]
+    return [mode for mode in modes if mode not in drawn and mode != STOCK and not _is_split(mode)]
+
+
+def _is_split(mode: str) -> bool:
+    """Return whether a row is one of several splits, such as 'stock-combined 12x2'; the fastest has another row."""
+    return " " in mode
 
 
 def frontier(every: Sequence[Point]) -> list[Point]:
@@ -114,7 +119,7 @@ def _draw(machine: str, every: Sequence[Point], left_out: Sequence[str], file: P
         color, marker = (_OWN_COLOR, "o") if each.is_own else (INK, "s")
         face = color if each in best else "none"
         axes.plot(_x(each, edge), each.speedup, marker, color=color, markerfacecolor=face, zorder=2)
-        label = "best stock" if each.variant == BEST_STOCK else each.variant
+        label = each.variant.replace("best_", "best ")
         is_left = each in lossless and lossless.index(each) % 2 == 1  # neighbors would hide each other's labels
         offset, side = ((-6, -3), "right") if is_left else ((6, -3), "left")
         axes.annotate(
