@@ -143,6 +143,13 @@ def test_traffic_on_measured_slow_axes_is_compressed() -> None:
     expected = ReferenceBytes.of(LayerSizes(4 * values, values, 128, 2), modes.preset("balanced", 50), num_slow=12)
     assert encoded.reference_bytes == expected.full * 120
     assert encoded.compact_reference_bytes == expected.int8 * 120
+    # A ring across nodes has no axis as slow as those between GPUs, beside which the one between nodes counts as slow.
+    with_ring, exact = (estimate_step(scenario, UlyssesRingSplit(12, 2), mode) for mode in ("balanced", "exact"))
+    assert with_ring.ring_bytes == exact.ring_bytes
+    assert with_ring.sent_bytes["gpu"] < 0.2 * exact.sent_bytes["gpu"]
+    across_gpus = UlyssesRingSplit(2, 12)
+    with_ring, exact = (estimate_step(scenario, across_gpus, mode) for mode in ("balanced", "exact"))
+    assert all(with_ring.ring_bytes[axis] < 0.2 * exact.ring_bytes[axis] for axis in ("node", "gpu"))
     one_node = make_scenario("qwen-image", 1536, 8, cluster="dgx-h100")
     balanced, exact = (estimate_step(one_node, UlyssesRingSplit(8, 1), mode) for mode in ("balanced", "exact"))
     assert balanced == dataclasses.replace(exact, mode="balanced")

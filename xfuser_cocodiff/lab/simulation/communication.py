@@ -48,13 +48,13 @@ class LayerCommunication:
         """Heads of all ranks, including zero-padded heads."""
         self.group, self.ring = split.ulysses_topology(scenario.topology), split.ring_topology(scenario.topology)
         self._schedule = None if self._is_stock else modes.preset(mode, scenario.steps)
-        self._num_slots, self._num_ring_slots = (
-            planner.num_ranks_along(topology, scenario.slow_axes) for topology in (self.group, self.ring)
-        )
+        self._slow_axes, self._ring_slow_axes = map(scenario.slow_axes_of, (self.group, self.ring))
+        self._num_slots = planner.num_ranks_along(self.group, self._slow_axes)
+        self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
         # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
         message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
         self._single_stage = self._num_slots > 1 and planner.is_single_stage(
-            scenario.link_profile(self.group, message), message, scenario.slow_axes
+            scenario.link_profile(self.group, message), message, self._slow_axes
         )
 
     def _tensor_bytes(self, name: str) -> int:
@@ -160,7 +160,7 @@ class LayerCommunication:
         payload: float | None = payloads.o
         if names != "o":
             payload = None if payloads.qkv is None else payloads.qkv * len(names) / 3
-        arguments = profile, size, payload, self._single_stage, self._scenario.slow_axes
+        arguments = profile, size, payload, self._single_stage, self._slow_axes
         sent_bytes, collectives = Counter[str](), 0
         for stage in planner.comm_stages(*arguments):
             sent_bytes.update(stage.plan.sent_bytes(stage.message_bytes))
@@ -179,7 +179,7 @@ class LayerCommunication:
         if self._is_stock:
             flat = Plan.flat(self.ring)
             return Gather(planner.gather_seconds(profile, flat, block), flat.gathered_bytes(block), 1, _STOCK_OPERATORS)
-        arguments = profile, block, payload, self._scenario.slow_axes
+        arguments = profile, block, payload, self._ring_slow_axes
         sent_bytes, collectives = Counter[str](), 0
         for stage in planner.ring_stages(*arguments):
             sent_bytes.update(stage.plan.gathered_bytes(stage.message_bytes))

@@ -56,9 +56,12 @@ class Scenario:
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """Axes on which modes compress without --cocodiff_slow_axes."""
-        is_alone = self.topology.size == 1
-        return () if is_alone else self.link_profile(self.topology, self.message_bytes("q")).slow_axes
+        """Axes on which modes compress without --cocodiff_slow_axes and without a ring."""
+        return self.slow_axes_of(self.topology)
+
+    def slow_axes_of(self, group: Topology) -> tuple[str, ...]:
+        """Return the axes on which modes compress within a Ulysses group or a ring, which are measured separately."""
+        return () if group.size == 1 else self.link_profile(group, self.message_bytes("q")).slow_axes
 
     def message_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o."""
