@@ -103,13 +103,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _expose(options: argparse.Namespace) -> int:
-    """Print what lossless variants wait for, and return the exit status."""
+    """Print the exposed communication of lossless variants, and return the exit status."""
     from xfuser_cocodiff.lab.cluster_bench import exposure, exposure_report
 
     options.predict, options.modes = True, options.modes or exposure.DEFAULT_MODES
     try:
-        if options.json or options.plot:
-            raise ValueError("--exposure prints a table; --json and --plot are not valid with it")
+        if options.json or options.plot or options.quality:
+            raise ValueError("--exposure prints a table; --json, --plot and --quality are not valid with it")
         cells = _cells(options)
         for each in cells:
             exposure.check_lossless(each)
@@ -117,6 +117,9 @@ def _expose(options: argparse.Namespace) -> int:
         return fail(str(error))
     failures = []
     for each in cells:
+        if each.problem:
+            failures.append(f"{each.cell.model}, {each.cell.resolution} px: {each.problem}")
+            continue
         try:
             exposure_report.show(each.cell, exposure.expose(each))
         except RuntimeError as error:

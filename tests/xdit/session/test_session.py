@@ -6,7 +6,7 @@ import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import start, use_config
-from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
@@ -60,10 +60,15 @@ def run_side_by_side(rank: int) -> None:
 
 
 def test_slow_axes_are_part_of_the_cache_key() -> None:
-    signature = SimpleNamespace(key="single")
-    configs = [config_of("fast", slow_axes=axes) for axes in (("node",), ("node", "gpu"))]
-    one, both = (Session(config, runtime=object())._cache_key(signature) for config in configs)
-    assert one != both
+    """Also where they were measured, so that the options do not name them."""
+
+    def key(**slow_axes: int) -> str:
+        session = Session(config_of("fast", slow_axes=MEASURED_SLOW_AXES), runtime=object())
+        slow = SimpleNamespace(topology=Topology.named(**slow_axes))
+        session.comm_setup = SimpleNamespace(partition=SimpleNamespace(slow=slow))
+        return session._cache_key(SimpleNamespace(key="single"))
+
+    assert len({key(node=2), key(gpu=2), key(node=2, gpu=2)}) == 3
 
 
 def test_sessions_side_by_side_share_no_state() -> None:

@@ -35,7 +35,7 @@ class Machine:
     internode_contention: float = 1.0
     """Further factor on `contention` for collectives that cross nodes."""
     slow_axes: tuple[str, ...] = (NODE,)
-    """Axes to name with --cocodiff_slow_axes on this machine: those whose links are slow for its accelerators."""
+    """Axes with which `bench cluster` also runs lossy modes where they are not those measured as slow."""
 
     @property
     def ranks_per_node(self) -> int:

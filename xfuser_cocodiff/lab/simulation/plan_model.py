@@ -226,7 +226,9 @@ def show(record: dict[str, Any]) -> None:
     print("\nmodes with the fastest split:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
     if not record["modes"][-1]["reference_bytes"]:
-        console.print("no traffic between nodes: all modes are lossless; --cocodiff_slow_axes sets other slow axes")
+        console.print(
+            "no axis is slow for this device: all modes are lossless; --cocodiff_slow_axes names axes to compress"
+        )
     fix_first = " (after fixing the problem above)" if record["problem"] else ""
     console.print(f"\nflags{fix_first}: {record['flags']}")
 

@@ -145,7 +145,9 @@ class Session:
         """Return the key of a signature's schedule in the tuning cache, with the options that it depends on."""
         config, mode = self.config, EXACT
         if self.runtime:
-            mode = f"{config.mode} {config.schedule or ''} {','.join(config.slow_axes)}"
+            partitions = (self.comm_setup.partition, self.ring.partition if self.ring else None)
+            axes = (",".join(axis.name for axis in each.slow.topology.axes) if each else "" for each in partitions)
+            mode = f"{config.mode} {config.schedule or ''} {' '.join(axes)}"
         return f"{mode} {config.plan or AUTO} {signature.key}"
 
     def save_tuning(self) -> None:

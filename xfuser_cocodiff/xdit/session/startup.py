@@ -30,6 +30,10 @@ _NO_SLOW_AXIS = (
     "no slow axis in the topology {}: mode {!r} has no effect and the run is lossless; name one with "
     "--cocodiff_slow_axes"
 )
+_NO_AXIS_IS_SLOW = (
+    "no axis of the topology {} is slow for this device, so mode {!r} compresses nothing and the run is lossless; "
+    "--cocodiff_slow_axes names axes to compress"
+)
 
 
 def patches(activate: Callable[[Any], None]) -> list[Patch]:
@@ -209,6 +213,7 @@ def create_session(
         cache: tuning results; when not given, they are loaded from the folder that the options name.
         ring_group: the ring, if there is one.
     """
+    kernels.use(config.kernels)  # the probe measures the codec's throughput with them
     setup = _set_up(group, config, cache)
     ring_setup = _set_up_ring(ring_group, config, setup) if ring_group else None
     session = Session(
@@ -274,8 +279,9 @@ def _runtime_of(session: Session) -> CodecRuntime | None:
         info_once(f"on: topology {topology}, plan {plan}; lossless: bit-identical to stock")
         return None
     if partition is None and ring_partition is None:
-        session.lossless_reason = _NO_SLOW_AXIS.format(topology, config.mode)
-        warn_once(session.lossless_reason)
+        is_measured = config.slow_axes == MEASURED_SLOW_AXES
+        session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else _NO_SLOW_AXIS).format(topology, config.mode)
+        (info_once if is_measured else warn_once)(session.lossless_reason)
         return None
     slow = [_slow_axes(partition, config.topology)] if partition else []
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
