@@ -243,7 +243,8 @@ class Recorder:
         if split.ring > 1:
             config = replace(config, ring_profile=profile.restrict_to(split.ring_topology(self._cell.topology)))
             ring_group = bare_runtime.process_groups()[1]
-        ulysses = _profile_of(profile, split.ulysses_topology(self._cell.topology))
+        has_links = split.ulysses > 1  # else the ring has them all
+        ulysses = _profile_of(profile, split.ulysses_topology(self._cell.topology)) if has_links else None
         group = bare_runtime.process_groups()[0]
         session = startup.create_session(group, config, TuningCache({}, ulysses), ring_group=ring_group)
         session.schedule_tuner = None  # times would be those of this host; the benchmark compares the schedules itself
