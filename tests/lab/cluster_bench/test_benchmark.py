@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from xfuser_cocodiff.lab.cluster_bench.scaling import full_step_seconds
 from xfuser_cocodiff.lab.emulation import forked_ranks
 from xfuser_cocodiff.lab.reporting.progress import ProgressReporter
 
-KEYS = {"machine", "nodes", "ranks", "model", "resolution", "batch", "dilation", "rows"}
+KEYS = {"machine", "nodes", "ranks", "model", "resolution", "batch", "rows"}
 """Keys of a cell that other programs read."""
 COUNTS = {"block": 40}
 DEADLINE = 300
@@ -65,16 +66,32 @@ def requested(resolution: str, modes: str = "exact,fp4") -> list[requested_cells
 def test_a_cell_has_all_keys_and_one_row_per_variant(calls: list[str]) -> None:
     cell = benchmark.run(requested("480")[0], Conditions(dilation=500, repeats=2))
     assert cell.keys() >= KEYS
-    assert (cell["machine"], cell["nodes"], cell["ranks"], cell["dilation"]) == ("dgx-h100", 1, 8, 500)
+    assert (cell["machine"], cell["nodes"], cell["ranks"]) == ("dgx-h100", 1, 8)
     assert [row["mode"] for row in cell["rows"]] == ["stock", "exact", "fp4"]
     assert all(row["valid"] and len(row["step_seconds"]) == 2 for row in cell["rows"])
     assert calls == ["record 480 8x1", "measure 480 at 500, 2 times"]
 
 
+def test_slow_variants_have_a_lower_dilation_of_their_own(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 8 GB a message, a step takes many times as long as at 0.1 MB."""
+    record = benchmark.record_split
+
+    def record_split(cell: Any, split: Any, variants: Any) -> RecordedSplit:
+        recorded = record(cell, split, variants)
+        slow = one_block(cell.topology.size, 8_000_000_000, 0.001, 0.001)
+        return replace(recorded, recordings={**recorded.recordings, "stock": Recording({"step": slow}, {"step": 1.0})})
+
+    monkeypatch.setattr(benchmark, "record_split", record_split)
+    cell = benchmark.run(requested("480")[0], Conditions())
+    stock, exact, fp4 = (row["dilation"] for row in cell["rows"])
+    assert stock < exact == fp4
+    assert len([call for call in calls if call.startswith("measure")]) == 2
+
+
 def test_prediction_needs_no_cluster(calls: list[str]) -> None:
     cell = benchmark.run(requested("480")[0], Conditions(predicts=True))
     assert calls == ["record 480 8x1"]
-    assert cell["predicted"] and cell["dilation"] is None
+    assert cell["predicted"] and {row["dilation"] for row in cell["rows"]} == {None}
     assert all(row["step_seconds"] is None and row["predicted_seconds"] > 0 for row in cell["rows"])
 
 

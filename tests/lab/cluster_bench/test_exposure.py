@@ -172,7 +172,7 @@ def test_the_command_prints_a_row_per_kind_of_block(command: list[str], capsys: 
     [
         (["--modes", "exact,balanced"], "--modes 'balanced' is not valid with --exposure"),
         (["--modes", "fp4"], "--modes 'fp4' is not valid with --exposure"),
-        (["--json", "record.json"], "--json and --plot are not valid"),
+        (["--json", "record.json"], "--json, --plot and --quality are not valid"),
     ],
 )
 def test_options_that_do_not_apply_are_errors(

@@ -13,6 +13,7 @@ def row(mode: str, step_seconds: float | None = 2.0, **changed: Any) -> dict[str
         "mode": mode,
         "variant": mode,
         "split": {"ulysses": 8, "ring": 1},
+        **{"dilation": 500.0, "thinning": 1},
         "step_seconds": [step_seconds] if step_seconds else None,
         "predicted_seconds": 2.0,
         "simulated_seconds": None,
@@ -33,7 +34,7 @@ def cell(*rows: dict[str, Any]) -> dict[str, Any]:
     """Return a cell with rows."""
     return {
         **{"machine": "dgx-h100", "topology": "gpu=8", "model": "wan", "resolution": 480, "batch": 1},
-        **{"text_tokens": 0, "launch_us": 8.0, "predicted": False, "dilation": 500.0, "thinning": 1},
+        **{"text_tokens": 0, "launch_us": 8.0, "predicted": False},
         **{"problem": None, "rows": list(rows)},
     }
 

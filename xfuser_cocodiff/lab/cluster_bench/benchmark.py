@@ -30,6 +30,8 @@ _KEY = (
 )
 """Fields by which a cell of an earlier record is recognized."""
 
+_LARGEST_RATIO = 2.0
+"""Predicted step time over that of the fastest variant up to which variants are measured at the same dilation."""
 _ITEMS_OF_A_RUN = 2
 """A variant is recorded in 1.5 s; its one or two steps of 2 s each run `repeats` times, and once half as fast."""
 
@@ -94,13 +96,31 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
     worth_measuring = cell_rows.worth_measuring(known)
     rows = [cell_rows.predicted_row(each, conditions.quality) for each in known if each not in worth_measuring]
     _advance(progress, (conditions.items - 1) * len(rows))
-    speed = _speed(cell, worth_measuring, conditions)
-    for split, group in itertools.groupby(worth_measuring, lambda each: each.variant.split):
-        progress.report(f"{_title(cell)}: measure split {split} at a dilation of {speed.dilation:g}")
-        rows += (measured := _measured_rows(list(group), recorded[split].counts, speed, conditions))
-        _advance(progress, (conditions.items - 1) * len(measured))
-    described |= {"dilation": speed.dilation, "thinning": speed.thinning, "problem": None}
-    return {**described, "rows": cell_rows.compare(rows, in_splits)}
+    for group in _similar(worth_measuring):
+        speed, split = _speed(cell, group, conditions), group[0].variant.split
+        names = ", ".join(each.variant.name for each in group)
+        progress.report(f"{_title(cell)}: measure {names} at a dilation of {speed.dilation:g}")
+        rows += _measured_rows(group, recorded[split].counts, speed, conditions)
+        _advance(progress, (conditions.items - 1) * len(group))
+    order = [each.variant.name for each in known]
+    rows.sort(key=lambda row: order.index(row["mode"]))
+    return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits)}
+
+
+def _similar(recorded: Sequence[RecordedVariant]) -> list[list[RecordedVariant]]:
+    """Return groups of variants of one split, in which none takes more than twice as long as another one.
+
+    Each group has a dilation of its own, so that slow variants do not wait for as long as the fastest one needs.
+    """
+    groups: list[list[RecordedVariant]] = []
+    for _, of_split in itertools.groupby(recorded, lambda each: each.variant.split):
+        limit = 0.0
+        for each in sorted(of_split, key=lambda each: each.predicted_step_seconds):
+            if each.predicted_step_seconds > limit:
+                groups.append([])
+                limit = _LARGEST_RATIO * each.predicted_step_seconds
+            groups[-1].append(each)
+    return groups
 
 
 def _measured_rows(
@@ -110,7 +130,11 @@ def _measured_rows(
     recordings = {each.variant.name: each.without_slow_alternatives() for each in variants}
     measured = measure_split(variants[0].cell, RecordedSplit(recordings, counts), speed)
     return [
-        cell_rows.measured_row(each, measured.variants[each.variant.name], measured, conditions.quality)
+        {
+            **cell_rows.measured_row(each, measured.variants[each.variant.name], measured, conditions.quality),
+            "dilation": speed.dilation,
+            "thinning": speed.thinning,
+        }
         for each in variants
     ]
 
@@ -190,8 +214,6 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
         "blocks": cell.blocks,
         "launch_us": 1e6 * cell.machine.accelerator.launch_seconds,
         "requested_dilation": conditions.dilation,
-        "dilation": None,
-        "thinning": None,
         "predicted": conditions.predicts,
         "modes": list(requested.modes),
         "slow_axes": list(cell.profile.slow_axes),

@@ -133,6 +133,7 @@ def predicted_row(recorded: RecordedVariant, quality: QualityRecord) -> dict[str
         "step_seconds": None,
         "exposed_seconds": row["predicted_seconds"] - row["compute_seconds"],
         **dict.fromkeys(("dilation_ratio", "prediction_ratio", "late_seconds", "idle_share", "bytes_ratio")),
+        **dict.fromkeys(("dilation", "thinning")),
         "valid": None,
         "invalid_because": [],
     }

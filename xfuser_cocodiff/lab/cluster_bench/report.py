@@ -44,8 +44,8 @@ def show(record: dict[str, Any]) -> None:
 def _title(cell: dict[str, Any]) -> str:
     batch = f", batch {cell['batch']}" if cell["batch"] > 1 else ""
     speed = "predicted, not measured"
-    if not cell["predicted"] and cell["dilation"]:
-        speed = f"D = {cell['dilation']:g}, 1 of {cell['thinning']} bytes moves"
+    if dilations := [row["dilation"] for row in cell["rows"] if row["dilation"]]:
+        speed = f"D = {' to '.join(f'{each:g}' for each in sorted({min(dilations), max(dilations)}))}"
     text = f", {cell['text_tokens']} text tokens" if cell["text_tokens"] else ""
     return (
         f"{cell['machine']} ({cell['topology']}), {cell['model']}, {cell['resolution']} px{batch}{text}: "

@@ -16,8 +16,9 @@ _MESSAGE_SECONDS = 100e-6
 """CPU time per message, both ends together (assumed)."""
 _BUSY_SHARE = 0.35
 """Share of the cores' time for which the dilation is chosen; half of the 70 % at which a time is invalid."""
-_STEP_SECONDS = 1.5
-"""Shortest recorded step in slow motion, so that 15 ms by which a busy core delays it are 1 %."""
+_STEP_SECONDS = 0.8
+"""Shortest recorded step in slow motion. Cores are then mostly idle, and their 8 to 15 ms a step are 1 to 2 %; twice as
+long steps take twice the time of the benchmark."""
 _MESSAGE_BYTES = 32768
 """Mean size of thinned messages. At 8192, headers of gloo and the collectives between steps are 2 % of the bytes."""
 _MAX_THINNING = 64
