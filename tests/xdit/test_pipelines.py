@@ -193,6 +193,23 @@ def test_pipefusion_equals_stock(model: str, degree: int, topology: str) -> None
     ranks.run(compare_stages, 2 * degree, 2 * degree, arguments, topology)
 
 
+def split_heads(rank: int, arguments: list[str]) -> set[int]:
+    """Return the numbers of head groups of all layers, set to 2; check the latents against stock."""
+    from xfuser_cocodiff.xdit.session.session import active
+
+    run = Run(rank, 2, arguments, torch.float32)
+    stock = run()
+    run.use_plugin("gpu=2", head_groups=2)
+    assert torch.equal(run(), stock)
+    return {each.candidates.schedule.groups for each in active().layers.signatures if each.candidates}
+
+
+def test_heads_are_split_where_xdit_keeps_k_and_v_for_pipefusion() -> None:
+    """In SD3.5 it does so also without PipeFusion, and never reads them then."""
+    arguments = ["--model", "SD3.5", "--ulysses_degree", "2", *SIZE, *MODELS["SD3.5"]]
+    assert ranks.run(split_heads, 2, arguments) == [{2}, {2}]
+
+
 @pytest.mark.slow  # groups beside it are quick
 def test_data_parallel_equals_stock() -> None:
     check("FLUX.1-dev", 2, "--data_parallel_degree", "2", "--prompt", "a cat", "a rocket", world_size=4)

@@ -143,25 +143,6 @@ def test_attention_has_the_shapes_of_the_shard(
     assert shape == (rows, *output)
 
 
-def kv_caches(rank: int, names: list[str]) -> list[bool]:
-    """Return for each model whether xDiT caches K and V of its attention."""
-    from xfuser.model_executor.layers import usp
-
-    answers = []
-    with group(2):
-        for name in names:
-            with attention_calls() as calls:
-                build(name, 1, torch.device("cpu")).call(480, 1)
-            [cached] = {usp._has_kv_cache(call.get("attn_layer")) for call in calls}
-            answers.append(cached)
-    return answers
-
-
-@pytest.mark.slow  # a process that builds all models
-def test_workloads_know_the_models_with_a_kv_cache() -> None:
-    assert ranks.run(kv_caches, 1, list(WORKLOADS)) == [[each.has_kv_cache for each in WORKLOADS.values()]]
-
-
 def heads(rank: int, name: str, degree: int) -> tuple[int, int]:
     """Return the heads that xDiT checks, and those of a block's attention."""
     with group(degree):

@@ -268,12 +268,6 @@ def test_head_groups_are_predicted_for_lossless_ulysses_only(
     assert {each.groups for each in costs.schedules(costs.payloads()[-1])} == {1, *numbers}
 
 
-def test_no_head_groups_are_predicted_for_models_with_a_kv_cache() -> None:
-    scenario = scenario_on_nodes(AURORA, 1, WORKLOADS["sd3.5-large"], 1536)
-    costs = LayerCommunication(scenario, UlyssesRingSplit(12, 1), "exact")
-    assert {each.groups for each in costs.schedules(costs.payloads()[-1])} == {1}
-
-
 def test_copies_and_host_of_a_layer() -> None:
     accelerator = dataclasses.replace(INSTANT, bytes_per_second=2.0, launch_seconds=3.0, collective_host_seconds=100.0)
     schedule = Schedule({"qkv": message(12.0, copies=3)}, message(4.0, copies=2, nbytes=0.0))

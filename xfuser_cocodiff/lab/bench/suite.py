@@ -57,11 +57,14 @@ _TRAINED = (
 )
 """Without a tuning cache, so that every launch is a first run."""
 _RING_CODES = "balanced,fast,balanced@bits=1.6;bits_o=1.6,balanced@bits=1;bits_o=1"
+_PAPER_MODELS = "sd35,flux1,qwen-image,flux2"
 _CLUSTERS = {
     **{
-        f"aurora-{model}": f"--machine aurora --nodes 1,2 --model {model} --resolution 768,1536,2304"
-        for model in ("sd35", "flux1", "qwen-image", "flux2")
+        f"aurora-{model}": f"--machine aurora --nodes 1 --model {model} --resolution 768,1536,2304"
+        for model in _PAPER_MODELS.split(",")
     },
+    "aurora-2-nodes": f"--machine aurora --nodes 2 --model {_PAPER_MODELS} --resolution 1536",
+    "aurora-predicted": f"--machine aurora --nodes 2 --model {_PAPER_MODELS} --resolution 768,2304 --predict",
     "dgx-h100": "--machine dgx-h100 --nodes 1,2 --model flux1 --resolution 1024,2048",
     "pcie": "--machine pcie --nodes 1 --model flux1 --resolution 1024,2048",
     "videos": "--machine dgx-h100,pcie --nodes 1 --model wan,hunyuan --resolution 720",
@@ -70,7 +73,7 @@ _CLUSTERS = {
     "aurora-4-nodes": "--machine aurora --nodes 4 --model sd35 --resolution 2304 --predict",
 }
 """Options of `bench cluster`, by name: the paper's table on Aurora, some cells of each other machine, and the paper's
-largest speedup, whose 48 ranks are only predicted."""
+largest speedup. 48 ranks are only predicted, and 24 ranks measured at one size: each such cell takes ten minutes."""
 _ALONE = "exact@v_first=off@head_groups=1"
 """The hierarchical all-to-all alone, without V-First and head groups."""
 

@@ -121,12 +121,12 @@ class LayerCommunication:
         return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True), *by_groups]
 
     def _head_groups(self) -> list[int]:
-        """Return the numbers of head groups that the plugin tries; none in lossy modes, or if xDiT caches K and V.
+        """Return the numbers of head groups that the plugin tries; none in lossy modes.
 
         With a ring none is predicted: its messages share the links with those of other head groups.
         """
         is_lossy = self._schedule is not None and self._num_slots * self._num_ring_slots > 1
-        if self._split.ulysses == 1 or self._split.ring > 1 or is_lossy or self._scenario.workload.has_kv_cache:
+        if self._split.ulysses == 1 or self._split.ring > 1 or is_lossy:
             return []
         numbers = head_groups.divisors_to_try(self._heads)
         inputs, output = sum(self._tensor_bytes(name) for name in "qkv"), self._tensor_bytes("o")

@@ -56,8 +56,6 @@ class Workload:
     """Batch rows per image: 2 where guidance is batched."""
     combines_qkv: bool = False
     """Whether stock xDiT sends Q, K and V in one all-to-all; else in three."""
-    has_kv_cache: bool = False
-    """Whether xDiT keeps K and V of all heads of a layer for PipeFusion, so that the plugin uses no head groups."""
 
     @property
     def layers(self) -> int:
@@ -168,7 +166,6 @@ WORKLOADS = {
             head_dim=64,
             text_tokens=333,
             rows_per_image=2,
-            has_kv_cache=True,
         ),
         # Text is as long as the prompt, here 128 tokens. True CFG needs two calls per step.
         Workload("qwen-image", (double_stream(60, _QWEN_NORMS),), heads=24, head_dim=128, text_tokens=128, calls=2),

@@ -211,13 +211,19 @@ def _eager_attention(
     Returns:
         O, shape (B, H, S/P, D).
     """
-    from xfuser.model_executor.layers import usp
-
     query = _join_query(query, key, value, arguments)
-    can_split_heads = not usp._has_kv_cache(arguments.attn_layer)  # which holds all heads of the layer
+    can_split_heads = not _keeps_kv(arguments.attn_layer)  # all heads of the layer at once
     ring = None if arguments.is_causal else session.ring
     attend_with = functools.partial(_attention_function, arguments, ring, session.padding)
     return scheduled_attention(query, key, value, attend_with, in_flight, session, can_split_heads)
+
+
+def _keeps_kv(attn_layer: Any) -> bool:
+    """Return whether xDiT keeps K and V of a layer for PipeFusion. With one patch it would copy and never read them."""
+    from xfuser.core.distributed import get_runtime_state
+    from xfuser.model_executor.layers import usp
+
+    return usp._has_kv_cache(attn_layer) and get_runtime_state().num_pipeline_patch > 1
 
 
 def _join_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: _USPArguments) -> torch.Tensor:
@@ -261,7 +267,7 @@ def _attention_function(
         return usp._repeat_kv_heads(key, value, arguments.kv_head_repeat)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
-        if usp._has_kv_cache(arguments.attn_layer):
+        if _keeps_kv(arguments.attn_layer):
             key, value = usp._update_and_get_kv_cache(key, value, arguments.attn_layer)
         key, value = usp._trim_trailing_kv_padding(key, value, arguments.attention_kwargs)
 
