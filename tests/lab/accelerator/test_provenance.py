@@ -196,6 +196,10 @@ def _fill(tensors: Iterable[Tensor]) -> None:
 )
 def test_v_of_models_goes_first_as_on_gloo_ranks(name: str) -> None:
     [emulated] = ranks.run(statuses, 1, name, True)
+    if name == "sd3.5-large":  # provenance does not know that heads of joined text and image are joined heads
+        unproven = "; head groups off: 2 of them would not be bit-identical"
+        assert any(status.endswith(unproven) for status in emulated)
+        emulated = [status.removesuffix(unproven) for status in emulated]
     real = ranks.run(statuses, DEGREE, name, False)
     assert any("V can go first" in status for status in real[0])
     assert emulated == real[0] == real[1]
