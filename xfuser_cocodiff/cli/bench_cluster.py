@@ -53,7 +53,7 @@ def add_parser(subjects: Any) -> None:
     parser.add_argument(
         "--exposure",
         action="store_true",
-        help="predict what lossless variants wait for, by kind of block and tensor (default --modes: stock,exact)",
+        help="predict exposed communication by kind of block and tensor, of lossless variants (default: stock,exact)",
     )
     parser.add_argument("--quality", type=Path, metavar="FILE", help="PSNR: what `cocodiff quality --json` wrote")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speedup by PSNR, one picture per machine")

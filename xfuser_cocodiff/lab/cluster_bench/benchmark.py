@@ -89,7 +89,7 @@ def run(requested: RequestedCell, conditions: Conditions, progress: ProgressRepo
         recorded[split] = record_split(cell, split, variants)
         _advance(progress, len(variants))
     known = [each for split in splits for each in cell_rows.recorded_variants(cell, recorded[split], splits[split])]
-    in_splits = variants_in_splits(requested)
+    in_splits = _variants_in_splits(requested)
     if conditions.predicts:
         rows = [cell_rows.predicted_row(each, conditions.quality) for each in known]
         return {**described, "problem": None, "rows": cell_rows.compare(rows, in_splits)}
@@ -220,7 +220,7 @@ def _describe(requested: RequestedCell, conditions: Conditions) -> dict[str, Any
     }
 
 
-def variants_in_splits(requested: RequestedCell) -> dict[str, list[str]]:
+def _variants_in_splits(requested: RequestedCell) -> dict[str, list[str]]:
     """Return the variants that run stock, or a mode, in any split, by the name that stands for the fastest of them."""
     named = {name: mode for name, mode in BEST_MODES.items() if name in requested.modes}
     in_splits = {name: [each.name for each in requested.variants if each.mode == mode] for name, mode in named.items()}
