@@ -1,7 +1,7 @@
-"""What computation waits for in a step: host and communication, by kind of block, from predictions of recorded steps.
+"""Exposed communication and host waits of a step, by kind of block, from predictions of recorded steps.
 
-Hiding the messages of some tensors would bring the difference between the step and the same one in which they take no
-time. These differences need not add up to the exposed time: one message can hide behind the wait for another.
+Hiding the messages of some tensors saves the difference between the step and the same one in which they take no time.
+These differences need not add up to the exposed time: one message can hide behind the wait for another.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
