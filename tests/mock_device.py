@@ -152,7 +152,8 @@ class MockDevice(TorchDispatchMode):
             (torch, "Stream", self._stream),
             (torch.accelerator, "current_stream", lambda device: self.streams[-1]),
             (torch.Tensor, "record_stream", lambda *arguments: self._record_stream(*arguments)),
-            (stages.dist, "all_to_all_single", self._all_to_all),
+            (stages.dist, "all_to_all_single", self._collective),
+            (stages, "_all_gather", self._collective),
             (comm_stream, "ThreadPoolExecutor", lambda *_: MockExecutor(self._late)),
         ]
         for owner, name, replacement in replaced:
@@ -277,7 +278,7 @@ class MockDevice(TorchDispatchMode):
         self.recorded += 1
         self._memory[_storage(tensor)].recorded.add(stream.name)
 
-    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def _collective(self, received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> Any:
         """Run a collective on a stream of its group, as NCCL does, or in host memory, as gloo does."""
         assert async_op
         self.sweep()
@@ -285,8 +286,8 @@ class MockDevice(TorchDispatchMode):
         agent = self.host if on_host else self._network(group)
         agent.follow(self.host.clock)
         agent.tick()
-        self._access(agent, sent, False, "an all-to-all")
-        self._access(agent, received, True, "an all-to-all")
+        self._access(agent, sent, False, "a collective")
+        self._access(agent, received, True, "a collective")
         end = agent.clock.copy()
 
         def wait(timeout: timedelta | None = None) -> None:

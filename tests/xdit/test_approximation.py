@@ -170,7 +170,7 @@ def test_lossy_modes_work_with_step_caches(model: str, method: str, config: dict
         assert sent[0] == max(sent) > min(sent), "the cache skipped no layer, so this test shows nothing"
 
 
-def run_real_or_virtual(rank: int, model: str, world_size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def run_real_or_virtual(rank: int, model: str, world_size: int, plan: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return stock's latents, those of a mode on real or virtual ranks, and bytes on slow axes."""
     from xfuser_cocodiff.engine.topology.plans import Plan
     from xfuser_cocodiff.engine.topology.topology import Topology
@@ -180,20 +180,29 @@ def run_real_or_virtual(rank: int, model: str, world_size: int) -> tuple[torch.T
     whole = Topology.parse("2x2")
     virtual = whole if world_size == 1 else None
     together = Overlap(v_first=False)  # as a message of its own, V has a flag of its own
-    topology, plan = ("flat", None) if virtual else ("2x2", Plan.hierarchical(whole))
-    run.use_mode("balanced", topology, plan=plan, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
+    topology, parsed = "flat" if virtual else "2x2", Plan.parse(plan, whole)
+    run.use_mode("balanced", topology, plan=parsed, virtual=virtual, schedule="bits=2,bits_o=2", overlap=together)
     latents = run()
     return stock, latents, sum(report.sent_bytes for report in run.runtime.reports)
 
 
-@pytest.mark.parametrize("model", slow_but(["FLUX.1-dev"], ["FLUX.1-dev", "FLUX.2-dev"]))
-def test_virtual_ranks_are_as_close_to_stock_as_real_ones(model: str) -> None:
+BY_HEADS, GATHERED = "hierarchical", "hierarchical:gpu,node=kv"
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    slow_but(
+        [("FLUX.1-dev", BY_HEADS), ("FLUX.1-dev", GATHERED)],
+        [(model, plan) for model in ("FLUX.1-dev", "FLUX.2-dev") for plan in (BY_HEADS, GATHERED)],
+    ),
+)
+def test_virtual_ranks_are_as_close_to_stock_as_real_ones(model: str, plan: str) -> None:
     """Compare PSNR and bytes; test_coded_all_to_all compares the exchange alone, bit for bit.
 
     Here rounding differs between degrees and moves values across edges of quantization levels, so that differences grow
     from layer to layer.
     """
-    real, [virtual] = (ranks.run(run_real_or_virtual, size, model, size) for size in (4, 1))
+    real, [virtual] = (ranks.run(run_real_or_virtual, size, model, size, plan) for size in (4, 1))
     stock, latents, _ = real[0]
     assert decibels(virtual[0], stock) > 120
     assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)

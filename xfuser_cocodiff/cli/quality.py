@@ -85,6 +85,12 @@ def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
         help="topology of the virtual ranks; ring:2x2 is a ring of them (%(default)s)",
     )
     parser.add_argument(
+        "--a2a",
+        default="auto",
+        metavar="PLAN",
+        help="plan of the all-to-all, such as hierarchical or gpu,node=kv (auto)",
+    )
+    parser.add_argument(
         "--slow_axes", metavar="AXES", help="slow axes of the virtual ranks, such as node,gpu (all but the innermost)"
     )
 
@@ -97,9 +103,12 @@ def make_config(options: argparse.Namespace) -> Any:
     """
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
     from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, parse_virtual_ranks
+    from xfuser_cocodiff.engine.settings.options import AUTO
+    from xfuser_cocodiff.engine.topology.plans import Plan
     from xfuser_cocodiff.engine.topology.topology import Topology
 
     virtual, is_ring = parse_virtual_ranks(options.virtual)
+    plan = None if options.a2a == AUTO else Plan.parse(options.a2a, virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
     slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
     if not slow_axes or not set(slow_axes) <= set(axes):
@@ -109,6 +118,7 @@ def make_config(options: argparse.Namespace) -> Any:
         raise ValueError(f"--memory_budget {budget} is not valid; valid are GiB above 0")
     return CocoDiffConfig(
         topology=Topology.flat(1),
+        plan=plan,
         virtual=virtual,
         virtual_ring=is_ring,
         slow_axes=slow_axes,

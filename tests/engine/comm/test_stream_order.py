@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from tests import ranks
 from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, MockDevice, Stream, register_mock_device
 from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
-from xfuser_cocodiff.engine.attention.ulysses import ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import start_inputs, ulysses_attention
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -28,7 +29,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
 from xfuser_cocodiff.engine.kernels import quantize
-from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 pytestmark = pytest.mark.skipif(not HAS_BACKENDS, reason="needs a PyTorch that supports devices written in Python")
@@ -67,40 +68,55 @@ def make_tables() -> None:
     codecs._same_gain = lambda gain, links, _: gains[links]
 
 
+def group_of(stage: Stage, topology: Topology) -> SimpleNamespace:
+    """Return a mock process group of a stage."""
+    size = math.prod(topology.shape[dim] for dim in stage)
+    return SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+
 def mesh_of(plan: str, staged: bool, topology: Topology = TOPOLOGY, comm_stream: CommStream | None = None) -> Mesh:
     """Return a mesh of mock process groups."""
     parsed = Plan.parse(plan, topology)
-    groups = {stage: SimpleNamespace(size=lambda: topology.size, rank=lambda: 0) for stage in parsed.stages}
+    plans = parsed, Plan.hierarchical_gather(topology)
+    groups = {stage: group_of(stage, topology) for plan in plans for stage in plan.stages}
     stages = Stages(groups, device(), staged)
     return Mesh(topology, stages, PlanPolicy(lambda nbytes: parsed), comm_stream or CommStream(device(), staged))
 
 
 SINGLE_STAGE = "node, single stage"
-SLOW = ["node", "all", SINGLE_STAGE]
-"""The slow axes, and whether coded all-to-alls are single-stage."""
+GATHERED = "node, K and V gathered"
+SLOW = ["node", "all", SINGLE_STAGE, GATHERED]
+"""The slow axes, whether coded all-to-alls are single-stage, and whether K and V are gathered instead."""
 
 
 def partition_of(slow: str, staged: bool) -> tuple[Mesh, AxisPartition]:
     """Return a mesh and its slow and fast axes."""
     mesh = mesh_of("hierarchical", staged)
     if slow == "all":
-        return mesh, AxisPartition((0, 1), (2, 2), 0, mesh, None)
+        return mesh, AxisPartition((0, 1), (2, 2), 0, mesh, None, 0)
     parts = [mesh_of("flat", staged, Topology.named(**{name: 2}), mesh.comm_stream) for name in ("node", "gpu")]
-    return mesh, AxisPartition((0,), (2, 2), 0, *parts)
+    return mesh, AxisPartition((0,), (2, 2), 0, *parts, 0)
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_group: HeadGroup) -> torch.Tensor:
     return (query @ key.transpose(-1, -2)).softmax(-1) @ value
 
 
-def run(mesh: Mesh, groups: int, v_first: bool, codecs_of_layers: Iterator[LayerCodecs | None]) -> None:
+def run(
+    mesh: Mesh,
+    groups: int,
+    v_first: bool,
+    codecs_of_layers: Iterator[LayerCodecs | None],
+    gather: AxisPartition | None = None,
+) -> None:
     """Run the layers of a transformer: each computes the input of the next one and frees the rest."""
     hidden = torch.randn(2, 8, 8, 16, device=device())
     for layer_codecs in codecs_of_layers:
         value = hidden * 3
-        sent = start_seq_to_heads([value], mesh, Label("v"), HeadGroup(0, groups), layer_codecs) if v_first else None
+        first = HeadGroup(0, groups)
+        sent = start_inputs("v", [value], mesh, "", first, layer_codecs, gather=gather) if v_first else None
         query, key = hidden + 1, hidden - 1
-        hidden = ulysses_attention(query, key, value, attend, mesh, groups, early_value=sent, layer_codecs=layer_codecs)
+        hidden = ulysses_attention(query, key, value, attend, mesh, groups, "", sent, layer_codecs, None, gather)
 
 
 def lossless(rank: int, plan: str) -> None:
@@ -114,6 +130,18 @@ def lossless(rank: int, plan: str) -> None:
 @pytest.mark.parametrize("plan", slow_but(PLANS[1:], PLANS))
 def test_lossless_communication_is_ordered(plan: str) -> None:
     ranks.run(lossless, 1, plan)
+
+
+def gathered(rank: int, slow: str) -> None:
+    for groups, v_first, (staged, late) in itertools.product((1, 2), BOTH, THREADS):
+        with MockDevice(late):
+            mesh, partition = partition_of(slow, staged)
+            run(mesh, groups, v_first, iter([None] * LAYERS), partition)
+
+
+@pytest.mark.parametrize("slow", ["node", "all"])
+def test_gathered_k_and_v_are_ordered(slow: str) -> None:
+    ranks.run(gathered, 1, slow)
 
 
 def mixed_plans(rank: int) -> None:
@@ -147,11 +175,14 @@ def coded(rank: int, slow: str, codec: Codec, uses_triton: bool) -> None:
         with MockDevice(late) as mock_device, mock_device.by_triton() if uses_triton else nullcontext():
             make_tables()
             mesh, partition = partition_of(slow, staged)
-            run(mesh, 1, v_first, codecs_by_step(partition, codec, slow == SINGLE_STAGE))
+            layers = codecs_by_step(partition, codec, slow == SINGLE_STAGE, slow == GATHERED)
+            run(mesh, 1, v_first, layers, partition if slow == GATHERED else None)
         assert (mock_device.recorded > 0) is staged
 
 
-def codecs_by_step(partition: AxisPartition, codec: Codec, single_stage: bool) -> Iterator[LayerCodecs]:
+def codecs_by_step(
+    partition: AxisPartition, codec: Codec, single_stage: bool, gathers_kv: bool = False
+) -> Iterator[LayerCodecs]:
     """Yield the codecs of one layer, step by step."""
     link_states, stats = {}, CodecStats()
     for step in range(STEPS):
@@ -159,13 +190,22 @@ def codecs_by_step(partition: AxisPartition, codec: Codec, single_stage: bool) -
         yield LayerCodecs(partition, codecs_of, link_states, stats, step, single_stage=single_stage)
         if step == 1:  # as after an exceeded memory budget
             for link_state in link_states.values():
+                if gathers_kv:
+                    partition.slow.comm_stream.start("convert references", link_state.to_int8).wait()
+                    continue
                 link_state.to_int8(partition.fast.comm_stream if partition.fast and not single_stage else None)
 
 
 @pytest.mark.parametrize(
     ("slow", "codec", "uses_triton"),
     slow_but(
-        [("node", "bits", True), ("all", "drift", True), ("node", "change", False), (SINGLE_STAGE, "drift", True)],
+        [
+            ("node", "bits", True),
+            ("all", "drift", True),
+            (GATHERED, "change", False),
+            (SINGLE_STAGE, "drift", True),
+            ("node", "change", True),
+        ],
         covering(itertools.product(SLOW, CODECS, (True, False)), 2),  # this order includes the quick cases
     ),
 )
@@ -195,7 +235,7 @@ def timing_streams(rank: int, plan: str) -> list[str]:
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_times_are_recorded_on_streams_without_computation(plan: str) -> None:
-    """The caller's stream reaches the end of an all-to-all only after its computation."""
+    """The caller's stream reaches the end of a collective only after its computation."""
     seen = ranks.run(timing_streams, 1, plan)[0]
     stages, all_to_alls = {"flat": 1, "hierarchical": 2}[plan], LAYERS * 5
     assert len(seen) == 2 * stages * all_to_alls
@@ -260,10 +300,10 @@ def run_broken(rank: int, broken: str, staged: bool) -> str:
 @pytest.mark.parametrize(
     ("broken", "staged", "message"),
     [
-        ("the comm stream's wait", False, "an all-to-all on network .* written by the caller's stream"),
+        ("the comm stream's wait", False, "a collective on network .* written by the caller's stream"),
         ("the caller's wait", False, "of the caller's stream was freed, and network 1 may still use it"),
         ("record_stream", True, "of stream 1 was freed, and the caller's stream may still use it"),
-        ("synchronize", True, "an all-to-all on the host: pinned memory, written by stream 1"),
+        ("synchronize", True, "a collective on the host: pinned memory, written by stream 1"),
     ],
 )
 def test_mock_device_detects_disorder(broken: str, staged: bool, message: str) -> None:
@@ -328,7 +368,7 @@ def grids(rank: int, tokens: int, heads: int) -> list[tuple[str, tuple[int, ...]
             mesh = mesh_of("flat", False, topology)
             node = mesh_of("flat", False, Topology.named(node=2), mesh.comm_stream) if degree > 2 else mesh
             fast = mesh_of("flat", False, Topology.named(gpu=degree // 2), mesh.comm_stream) if degree > 2 else None
-            partition = AxisPartition((0,), tuple(names.values()), 0, node, fast)
+            partition = AxisPartition((0,), tuple(names.values()), 0, node, fast, 0)
             query = torch.empty(batch, heads, -(-tokens // degree), 128, dtype=torch.bfloat16, device=device())
             link_states: dict = {}
             for codecs_of in (None, dict.fromkeys("qkvo", EXACT), dict.fromkeys("qkvo", codec)):

@@ -30,14 +30,14 @@ class Runs:
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        send, results = session_module.start_seq_to_heads, []
+        send, results = session_module.start_inputs, []
         self.sent.clear()
         if declared:
             self.session.runs.begin(STEPS)
-        noting = lambda tensors, mesh, label, *args: (  # noqa: E731
-            self.sent.append(label.layer) or send(tensors, mesh, label, *args)
+        noting = lambda names, tensors, mesh, layer, *args, **options: (  # noqa: E731
+            self.sent.append(layer) or send(names, tensors, mesh, layer, *args, **options)
         )
-        with mock.patch.object(session_module, "start_seq_to_heads", noting):
+        with mock.patch.object(session_module, "start_inputs", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])

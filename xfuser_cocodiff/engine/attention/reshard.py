@@ -66,6 +66,29 @@ def reshard(
     return _merge_all(received, pieces, gather_dim, plan)
 
 
+def reshard_here(
+    tensors: Sequence[torch.Tensor],
+    scatter_dim: int,
+    gather_dim: int,
+    mesh: Mesh,
+    head_group: HeadGroup = ALL_HEADS,
+    has_own_storage: bool = False,
+) -> list[torch.Tensor]:
+    """Reshard tensors as :func:`reshard` does, on the caller's stream, even if others are in flight.
+
+    Args:
+        tensors: tensors of one dtype; sizes may differ.
+        scatter_dim: dim to split over the ranks.
+        gather_dim: dim to gather.
+        mesh: ranks and their topology.
+        head_group: part of each rank's share of `scatter_dim` to send.
+        has_own_storage: whether each result needs a storage of its own.
+    """
+    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
+    pieces = [_by_destination(tensor, scatter_dim, plan, head_group) for tensor in tensors]
+    return _merge_all(mesh.all_to_all(_pack(pieces, plan), plan), pieces, gather_dim, plan, has_own_storage)
+
+
 def start_seq_to_heads(
     tensors: Sequence[torch.Tensor],
     mesh: Mesh,
@@ -117,6 +140,7 @@ def start_heads_to_seq(
     head_group: HeadGroup,
     layer_codecs: LayerCodecs | None = None,
     is_blocking: bool = False,
+    on_stream: bool = False,
 ) -> Handle[None]:
     """Start to reshard a head group from (B, H/P/head_group.count, S, D) back into its part of `target`.
 
@@ -128,6 +152,8 @@ def start_heads_to_seq(
         head_group: head group of the tensor.
         layer_codecs: codecs for slow axes; lossless when not given.
         is_blocking: whether the caller waits right away and computes nothing meanwhile.
+        on_stream: whether other collectives of the mesh are started by operations on its comm stream, so that this one
+            has to keep their order.
 
     Returns:
         A handle without a result.
@@ -142,6 +168,8 @@ def start_heads_to_seq(
     def copy_to_target(received: torch.Tensor) -> None:
         destination.copy_(_unpack(received, [piece], plan)[0])
 
+    if on_stream:
+        return mesh.start(label, lambda: mesh.all_to_all(message, plan), copy_to_target, is_blocking)
     return mesh.start_all_to_all(message, plan, label, copy_to_target, is_blocking)
 
 

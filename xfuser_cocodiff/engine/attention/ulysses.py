@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
+from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, reshard, start_heads_to_seq, start_seq_to_heads
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadGroup], torch.Tensor]
-"""Attention of one head group: Q, K, V (B, h, S, D) to O (B, h, S, D)."""
+"""Attention of one head group: Q, K, V (B, h, S, D) to O (B, h, S, D); Q and O have fewer tokens where K and V are
+gathered."""
 
 
 class AttentionAllToAlls:
@@ -36,6 +39,8 @@ class AttentionAllToAlls:
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
         has_own_storage: whether Q, K and V need a storage each.
+        gather: slow axes along which K and V are gathered, and fast ones, which the other all-to-alls are limited to;
+            None where all tensors are resharded along all axes.
     """
 
     def __init__(
@@ -46,19 +51,24 @@ class AttentionAllToAlls:
         early_value: Handle[list[torch.Tensor]] | None = None,
         layer_codecs: LayerCodecs | None = None,
         has_own_storage: bool = False,
+        gather: AxisPartition | None = None,
     ) -> None:
         self.head_groups = [HeadGroup(index, groups) for index in range(groups)]
         self.layer_codecs = layer_codecs
         self._mesh, self._layer, self._early_value = mesh, layer, early_value
-        self._has_own_storage = has_own_storage
+        self._has_own_storage, self._gather = has_own_storage, gather
         self._inputs: list[Handle[list[torch.Tensor]]] = []
         self._outputs: list[Handle[None]] = []
         self._result: torch.Tensor | None = None
 
+    @property
+    def gathers_kv(self) -> bool:
+        """Whether K and V are gathered along some axes."""
+        return self._gather is not None
+
     def start_value(self, value: torch.Tensor) -> None:
         """Start the all-to-all of V, or of its first head group, before Q and K are computed."""
-        label = Label("v", self._layer)
-        self._early_value = start_seq_to_heads([value], self._mesh, label, self.head_groups[0], self.layer_codecs)
+        self._early_value = self._start("v", [value], self.head_groups[0])
 
     def start_inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_blocking: bool = False
@@ -74,15 +84,25 @@ class AttentionAllToAlls:
         for head_group in self.head_groups:
             has_value = self._early_value is not None and head_group.index == 0
             tensors, names = ([query, key], "qk") if has_value else ([query, key, value], "qkv")
-            label, blocks = Label(names, self._layer), is_blocking and not has_value
-            self._inputs.append(
-                start_seq_to_heads(
-                    tensors, self._mesh, label, head_group, self.layer_codecs, blocks, self._has_own_storage
-                )
-            )
+            self._inputs.append(self._start(names, tensors, head_group, is_blocking and not has_value))
+
+    def _start(
+        self, names: str, tensors: list[torch.Tensor], head_group: HeadGroup, is_blocking: bool = False
+    ) -> Handle[list[torch.Tensor]]:
+        return start_inputs(
+            names,
+            tensors,
+            self._mesh,
+            self._layer,
+            head_group,
+            self.layer_codecs,
+            is_blocking,
+            self._has_own_storage,
+            self._gather,
+        )
 
     def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Wait for Q, K and V of a head group and return them, (B, h, S, D) each."""
+        """Wait for Q, K and V of a head group and return them, (B, h, S, D) each; Q of its own place if gathered."""
         # V is decoded first: the tokens that its codec selected apply to Q and K too.
         early = self._early_value.wait() if self._early_value and index == 0 else []
         query, key, value = [*self._inputs[index].wait(), *early]
@@ -90,11 +110,15 @@ class AttentionAllToAlls:
 
     def start_output(self, output: torch.Tensor, index: int, is_blocking: bool = False) -> None:
         """Start the all-to-all that returns O of a head group, (B, h, S, D), to the ranks of its tokens."""
+        mesh, codecs = (self._gather.fast, None) if self._gather else (self._mesh, self.layer_codecs)
         if self._result is None:
-            self._result = output_like(output, len(self.head_groups), self._mesh.topology.size)
+            self._result = output_like(output, len(self.head_groups), mesh.topology.size if mesh else 1)
         head_group, label = self.head_groups[index], Label("o", self._layer)
+        if mesh is None:  # all axes are slow, and O stays on its rank
+            head_group.of(self._result, HEADS).copy_(output)
+            return
         self._outputs.append(
-            start_heads_to_seq(output, self._result, self._mesh, label, head_group, self.layer_codecs, is_blocking)
+            start_heads_to_seq(output, self._result, mesh, label, head_group, codecs, is_blocking, self.gathers_kv)
         )
 
     def wait_output(self) -> torch.Tensor:
@@ -109,6 +133,36 @@ class AttentionAllToAlls:
         in_flight: list[Handle[Any]] = [*self._inputs, *self._outputs, *early]
         for handle in in_flight:
             handle.drain()
+
+
+def start_inputs(
+    names: str,
+    tensors: list[torch.Tensor],
+    mesh: Mesh,
+    layer: str,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs | None,
+    is_blocking: bool = False,
+    has_own_storage: bool = False,
+    gather: AxisPartition | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """Start some of Q, K and V of a head group on their way to attention, in one message.
+
+    Args:
+        names: a letter for each tensor.
+        tensors: (B, H, S/P, D) each.
+        mesh: ranks and their topology.
+        layer: name of the layer in traces.
+        head_group: the head group.
+        layer_codecs: codecs for slow axes; lossless when not given.
+        is_blocking: whether the caller waits right away and computes nothing meanwhile.
+        has_own_storage: whether each result needs a storage of its own.
+        gather: slow axes along which K and V are gathered, and fast ones; None to reshard along all axes.
+    """
+    label = Label(names, layer)
+    if gather:
+        return kv_gather.start(tensors, gather, label, head_group, layer_codecs, is_blocking, has_own_storage)
+    return start_seq_to_heads(tensors, mesh, label, head_group, layer_codecs, is_blocking, has_own_storage)
 
 
 def output_like(output: torch.Tensor, groups: int, num_ranks: int) -> torch.Tensor:
@@ -128,6 +182,7 @@ def ulysses_attention(
     early_value: Handle[list[torch.Tensor]] | None = None,
     layer_codecs: LayerCodecs | None = None,
     overlapped: Callable[[], object] | None = None,
+    gather: AxisPartition | None = None,
 ) -> torch.Tensor:
     """Return the attention output of a rank's tokens, computed by heads on all ranks of a mesh.
 
@@ -142,13 +197,15 @@ def ulysses_attention(
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
         overlapped: computation to run while Q, K and V are in flight.
+        gather: slow axes along which K and V are gathered, and fast ones, by which heads are then divided; None to
+            reshard along all axes.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    all_to_alls = AttentionAllToAlls(mesh, groups, layer, early_value, layer_codecs)
+    all_to_alls = AttentionAllToAlls(mesh, groups, layer, early_value, layer_codecs, gather=gather)
     try:
-        if groups == 1 and layer_codecs is None and overlapped is None:
+        if groups == 1 and layer_codecs is None and overlapped is None and gather is None:
             return _attend_without_overlap(query, key, value, attend, mesh, layer, early_value)
         all_to_alls.start_inputs(query, key, value, is_blocking=groups == 1 and overlapped is None)
         if overlapped:

@@ -15,7 +15,7 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import EXACT
+from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import devices, head_groups, planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
@@ -68,6 +68,9 @@ class CommSetup:
     """Whether the backend blocks the host in each collective, so that nothing overlaps."""
     flat_mesh: Mesh | None = None
     """The same mesh with flat collectives, as in stock xDiT; None if the settings name a plan or no links are known."""
+    gather: AxisPartition | None = None
+    """Axes along which K and V may be gathered, as slow ones, and the others; None where they never are. In a lossy
+    mode it is :attr:`partition`."""
 
 
 def set_up_comm(
@@ -110,7 +113,32 @@ def set_up_comm(
     if config.mode != EXACT:
         slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
+        setup.gather = setup.partition if _may_gather(config, setup.partition) else None
+    elif gathered_axes := _lossless_gathered_axes(config, profile, device):
+        setup.gather = _partition(group, config, device, setup.mesh, profile, gathered_axes)
+        if config.plan is None:
+            pays_off = functools.partial(planner.gather_pays, profile, gathered_axes)
+            setup.mesh = replace(setup.mesh, policy=replace(setup.mesh.policy, gathers_kv=pays_off))
     return setup
+
+
+def _may_gather(config: CocoDiffConfig, partition: AxisPartition | None) -> bool:
+    """Return whether coded layers may gather K and V along the slow axes, by the settings."""
+    if partition is None or not partition.has_outermost_slow or config.mode == PAPER:  # the paper has no gather
+        return False
+    return config.plan is None or config.plan.gathered_axes == partition.slow_axis_names
+
+
+def _lossless_gathered_axes(config: CocoDiffConfig, profile: Profile | None, device: torch.device) -> tuple[str, ...]:
+    """Return the axes along which lossless layers may gather K and V: those that the plan names, else the outermost.
+
+    Where the host itself communicates, nothing is gained, and it is not tried.
+    """
+    if config.plan:
+        return config.plan.gathered_axes
+    moving = [axis.name for axis in config.topology.axes if axis.size > 1]
+    is_tried = profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous
+    return tuple(moving[:1]) if is_tried and len(moving) > 1 else ()
 
 
 def _new_mesh(

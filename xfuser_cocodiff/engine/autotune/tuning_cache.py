@@ -54,8 +54,8 @@ class TuningCache:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
             schedules = {
-                signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat))
-                for signature, (v_first, groups, overlaps_mlp, flat) in values["schedules"].items()
+                signature: OverlapSchedule(bool(v_first), int(groups), *map(bool, rest))
+                for signature, (v_first, groups, *rest) in values["schedules"].items()
             }
             return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError) as error:

@@ -41,6 +41,11 @@ class AxisLayout:
         """Indices of the slow axes, then of the fast ones."""
         return [*self.slow_indices, *(index for index in range(len(self.shape)) if index not in self.slow_indices)]
 
+    @property
+    def has_outermost_slow(self) -> bool:
+        """Whether the slow axes are the outermost ones, so that each of their coordinates holds adjacent tokens."""
+        return self.slow_indices == tuple(range(len(self.slow_indices)))
+
     @functools.cached_property
     def ranks_by_slow_index(self) -> list[list[int]]:
         """Ranks of the mesh at each coordinate of the slow axes, S lists of F ranks."""
@@ -90,6 +95,8 @@ class AxisPartition(AxisLayout):
     """Mesh of the slow axes."""
     fast: Mesh | None
     """Mesh of the fast axes; None if all axes are slow."""
+    rank: int
+    """Rank of this process in the mesh of all axes."""
     is_single_stage: Callable[[int], bool] = lambda message_bytes: False
     """Whether messages of some bytes take one stage rather than several, see :mod:`coded_all_to_all`."""
 
@@ -131,7 +138,18 @@ class AxisPartition(AxisLayout):
             topology.group_of(rank, *slow).index(rank),
             submesh(slow),
             submesh(fast) if fast else None,
+            rank,
         )
+
+    @property
+    def slow_axis_names(self) -> tuple[str, ...]:
+        """Names of the slow axes, outermost first."""
+        return tuple(axis.name for axis in self.slow.topology.axes if axis.size > 1)
+
+    @functools.cached_property
+    def fast_index(self) -> int:
+        """Coordinate of this rank on the fast axes."""
+        return self.ranks_by_slow_index[self.slow_index].index(self.rank)
 
     @functools.cached_property
     def remote_indices(self) -> list[int]:

@@ -1,8 +1,8 @@
-"""The coded all-gather of K and V over a ring: each block crosses a slow link once.
+"""The all-gather of K and V, coded on slow axes: each block crosses a slow link once.
 
-A rank's block first goes along the slow axes, encoded once for all of its receivers, which share one link reference
-with the sender. It is decoded where it arrives and goes on along the fast axes, unchanged. A rank therefore has
-references of one block per other coordinate on the slow axes, rather than of the whole ring.
+A rank's block is encoded once for all of its receivers, which share one link reference with the sender. In a ring it
+is decoded where it arrives and goes on along the fast axes, unchanged. A rank therefore has references of one block per
+other coordinate on the slow axes, rather than of the whole ring.
 
 Sizes in shapes: S coordinates on slow axes, F on fast axes; B batch, H heads, T tokens and D head dim of a block.
 """
@@ -96,17 +96,13 @@ def _start_remote(
     """
     ranks = [partition.ranks_by_slow_index[index] for index in partition.remote_indices]
     sizes = [tensor.numel() for tensor in tensors]
-    local_slots = range(partition.slow_index, partition.slow_index + 1)
 
     def communicate() -> torch.Tensor:
         """Return the blocks (F, S - 1, n); F is 1 if all axes are slow."""
-        values = [tensor[None] for tensor in tensors]
-        message = Message(label.tensors, values, layer_codecs, head_group, local_slots, copies=partition.num_slow - 1)
-        received = _gather(message.encode()[0], partition.slow)
         blocks = tensors[0].new_empty(partition.num_slow, sum(sizes))
         targets = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
-        message.decode(received, targets, lambda sent: _gather(sent[0], partition.slow))
-        remote = rows.remote_slots(blocks, local_slots)
+        _gather_encoded(label.tensors, tensors, targets, partition, head_group, layer_codecs)
+        remote = rows.remote_slots(blocks, _local_slots(partition))
         return _gather(remote, partition.fast) if partition.fast else remote[None]
 
     def finish(gathered: torch.Tensor) -> Blocks:
@@ -116,3 +112,57 @@ def _start_remote(
         return blocks
 
     return partition.slow.start(label, communicate, finish)
+
+
+def gather_sequence(
+    names: str,
+    tensors: Sequence[torch.Tensor],
+    partition: AxisPartition,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs | None,
+) -> list[torch.Tensor]:
+    """Return tensors with the tokens of all coordinates on the slow axes; runs on the caller's stream.
+
+    Args:
+        names: a letter for each tensor.
+        tensors: this rank's tensors (B, H, T, D), of one dtype.
+        partition: slow and fast axes.
+        head_group: head group of the tensors.
+        layer_codecs: codecs of the layer; None to send the tensors unchanged.
+
+    Returns:
+        (B, H, S * T, D) each, contiguous.
+    """
+    num_slow = partition.num_slow
+    wholes = [tensor.new_empty(*tensor.shape[:2], num_slow * tensor.shape[2], tensor.shape[3]) for tensor in tensors]
+    targets = [whole.unflatten(2, (num_slow, -1)).movedim(2, 0) for whole in wholes]
+    if layer_codecs is None:
+        received = _gather(torch.cat([tensor.flatten() for tensor in tensors]), partition.slow)
+        sizes = [tensor.numel() for tensor in tensors]
+        for target, part in zip(targets, received.split(sizes, 1), strict=True):
+            target.copy_(part.view(target.shape))
+        return wholes
+    for target, tensor in zip(targets, tensors, strict=True):
+        target[partition.slow_index].copy_(tensor)
+    _gather_encoded(names, tensors, targets, partition, head_group, layer_codecs)
+    return wholes
+
+
+def _gather_encoded(
+    names: str,
+    tensors: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    partition: AxisPartition,
+    head_group: HeadGroup,
+    layer_codecs: LayerCodecs,
+) -> None:
+    """Send tensors encoded along the slow axes, and decode those of other coordinates into targets (S, B, H, T, D)."""
+    values, copies = [tensor[None] for tensor in tensors], partition.num_slow - 1
+    message = Message(names, values, layer_codecs, head_group, _local_slots(partition), copies)
+    received = _gather(message.encode()[0], partition.slow)
+    message.decode(received, targets, lambda sent: _gather(sent[0], partition.slow))
+
+
+def _local_slots(partition: AxisPartition) -> range:
+    """Return the slot of this rank's own coordinate."""
+    return range(partition.slow_index, partition.slow_index + 1)

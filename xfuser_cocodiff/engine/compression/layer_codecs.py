@@ -91,6 +91,8 @@ class LayerCodecs:
     """Codec for tensors without a reference; it must be stateless."""
     single_stage: bool = False
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`; references fit one of the two forms only."""
+    gathers_kv: bool = False
+    """Whether K and V are gathered along the slow axes, and Q and O stay off them."""
     selections: dict[tuple[str, HeadGroup], Selection] = field(default_factory=dict)
     """Active tokens that V and O have selected at this step."""
 

@@ -56,14 +56,14 @@ class LayerSizes(NamedTuple):
             num_v_values=self.num_v_values * (num_slow - 1) // num_slow,
         )
 
-    def slow_axis_bytes(self, num_slow: int, ring_num_slow: int) -> int:
+    def slow_axis_bytes(self, num_slow: int, num_gathered: int) -> int:
         """Return the bytes that this rank sends across slow axes without codecs.
 
         Args:
-            num_slow: coordinates on the slow axes of the Ulysses group.
-            ring_num_slow: coordinates on the slow axes of the ring, along which K and V are sent.
+            num_slow: coordinates on the slow axes of all-to-alls.
+            num_gathered: coordinates on the slow axes along which K and V are gathered, as in a ring.
         """
-        return (self.crossing(num_slow).num_values + 2 * self.num_v_values * (ring_num_slow - 1)) * self.value_bytes
+        return (self.crossing(num_slow).num_values + 2 * self.num_v_values * (num_gathered - 1)) * self.value_bytes
 
 
 class ReferenceBytes(NamedTuple):
@@ -75,22 +75,23 @@ class ReferenceBytes(NamedTuple):
     """Bytes in int8."""
 
     @classmethod
-    def of(cls, sizes: LayerSizes, schedule: CodecSchedule, num_slow: int, ring_num_slow: int = 1) -> "ReferenceBytes":
+    def of(cls, sizes: LayerSizes, schedule: CodecSchedule, num_slow: int, num_gathered: int = 1) -> "ReferenceBytes":
         """Return the memory for a layer.
 
-        In a Ulysses group, a rank sends as much as it receives and has references of both. In a ring it has references
-        of its own K and V, and of those of one rank at each other coordinate of the slow axes.
+        In an all-to-all, a rank sends as much as it receives and has references of both. In an all-gather it has
+        references of its own K and V, and of those of one rank at each other coordinate of the slow axes.
 
         Args:
             sizes: sizes of the layer's tensors on this rank.
             schedule: codec schedule of the run.
-            num_slow: coordinates on the slow axes of the Ulysses group.
-            ring_num_slow: coordinates on the slow axes of the ring.
+            num_slow: coordinates on the slow axes of all-to-alls.
+            num_gathered: coordinates on the slow axes along which K and V are gathered, as in a ring.
         """
-        crossing = sizes.crossing(num_slow)
-        in_ring = 2 * sizes.num_v_values * ring_num_slow if ring_num_slow > 1 else 0
-        num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + in_ring)
+        crossing, is_gathered = sizes.crossing(num_slow), num_gathered > 1
+        gathered = 2 * sizes.num_v_values * num_gathered if is_gathered else 0
+        num_values = (2 if schedule.predictor else 1) * (2 * crossing.num_values + gathered)
         needs_last_values = schedule.score == CHANGE and any(schedule.cached)
-        last_values = crossing.num_v_values * sizes.value_bytes if needs_last_values else 0
+        num_scored = crossing.num_v_values + (sizes.num_v_values if is_gathered else 0)
+        last_values = num_scored * sizes.value_bytes if needs_last_values else 0
         scales = num_values // sizes.head_dim  # one byte per row
         return cls(num_values * sizes.value_bytes + last_values, num_values + scales + last_values)

@@ -40,6 +40,8 @@ class _LayerState:
     """Whether the layer is lossless at all steps and has no references, by the schedule or for lack of memory."""
     single_stage: bool
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
+    gathers_kv: bool = False
+    """Whether K and V are gathered along the slow axes of the Ulysses group."""
     link_states: dict = field(default_factory=dict)
     """Link states of the Ulysses group."""
     ring_link_states: dict = field(default_factory=dict)
@@ -223,7 +225,13 @@ class CodecRuntime:
         return found, not_finite
 
     def layer_codecs(
-        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable = None
+        self,
+        layer: str,
+        key: Hashable,
+        branch: int,
+        sizes: LayerSizes,
+        transformer: Hashable = None,
+        gathers_kv: bool = False,
     ) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group at this step, or None if it is lossless.
 
@@ -233,8 +241,9 @@ class CodecRuntime:
             branch: number of the transformer's call within the step.
             sizes: sizes of the layer's tensors on this rank.
             transformer: distinguishes the layer's transformer from others.
+            gathers_kv: whether K and V are gathered along the slow axes, if this call is the layer's first in the run.
         """
-        state = self._state_of(layer, key, branch, sizes, transformer)
+        state = self._state_of(layer, key, branch, sizes, transformer, gathers_kv)
         if state is None or not (self._partition or self.virtual_ranks):
             return None
         return self._codecs_of(state, self._partition, state.link_states)
@@ -249,18 +258,24 @@ class CodecRuntime:
         return self._codecs_of(state, self._ring_partition, state.ring_link_states)
 
     def _state_of(
-        self, layer: str, key: Hashable, branch: int, sizes: LayerSizes, transformer: Hashable
+        self,
+        layer: str,
+        key: Hashable,
+        branch: int,
+        sizes: LayerSizes,
+        transformer: Hashable,
+        gathers_kv: bool = False,
     ) -> _LayerState | None:
         """Return the state of a layer, created at its first call; None outside of runs and for lossless layers."""
         if not self.is_running:
             return None
         if (key, branch) not in self._states:
-            self._states[key, branch] = self._new_state(layer, transformer, sizes)
+            self._states[key, branch] = self._new_state(layer, transformer, sizes, gathers_kv)
         state = self._states[key, branch]
         state.last_step = self.step
         if not state.is_exact:
             return state
-        sent_bytes = sizes.slow_axis_bytes(self._num_slow, self._ring_num_slow)
+        sent_bytes = sizes.slow_axis_bytes(*self._places(False))  # lossless layers use all-to-alls
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
@@ -285,6 +300,7 @@ class CodecRuntime:
             int8_references=self._int8_references,
             keyframe_codec=keyframe_codec,
             single_stage=state.single_stage,
+            gathers_kv=state.gathers_kv,
         )
 
     @property
@@ -307,7 +323,11 @@ class CodecRuntime:
         layout = self.virtual_ranks if is_virtual else self._ring_partition
         return layout.num_slow if layout else 1
 
-    def _new_state(self, layer: str, transformer: Hashable, sizes: LayerSizes) -> _LayerState:
+    def _places(self, gathers_kv: bool) -> tuple[int, int]:
+        """Return the coordinates on slow axes of a layer's all-to-alls, and on those along which it gathers K and V."""
+        return (1, self._num_slow) if gathers_kv else (self._num_slow, self._ring_num_slow)
+
+    def _new_state(self, layer: str, transformer: Hashable, sizes: LayerSizes, gathers_kv: bool) -> _LayerState:
         """Return the state of a layer that a branch calls for the first time in this run."""
         self.has_coded_layers = True
         if self.schedule.allocation:
@@ -315,14 +335,14 @@ class CodecRuntime:
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
-        planned_bytes = ReferenceBytes.of(sizes, self.schedule, self._num_slow, self._ring_num_slow)
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._places(gathers_kv))
         is_exact = self.schedule.is_lossless_layer(layer)
         if not is_exact and not self._fits_budget(planned_bytes):
             self._convert_to_int8()
             is_exact = not self._fits_budget(planned_bytes)
         message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
         single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
-        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage)
+        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage, gathers_kv)
 
     def _fits_budget(self, planned_bytes: ReferenceBytes) -> bool:
         """Return whether the references of another layer fit the memory budget."""
@@ -349,11 +369,17 @@ class CodecRuntime:
         self._int8_references = True
         for state in self._states.values():
             on_stream = self._partition and self._partition.fast and not state.single_stage
-            for link_state in state.link_states.values():
+            resharded, gathered = state.link_states, state.ring_link_states
+            if state.gathers_kv:
+                resharded, gathered = {}, state.link_states
+            for link_state in resharded.values():
                 link_state.to_int8(self._partition.fast.comm_stream if on_stream else None)
-            for link_state in state.ring_link_states.values():  # both of whose references are used on the comm stream
-                comm_stream = self._ring_partition.slow.comm_stream
-                comm_stream.start("convert references to int8", link_state.to_int8).wait()
+            for link_state in gathered.values():  # both of whose references are used on the comm stream
+                partition = self._partition or self._ring_partition
+                if partition is None:  # virtual ranks
+                    link_state.to_int8()
+                else:
+                    partition.slow.comm_stream.start("convert references to int8", link_state.to_int8).wait()
 
     # Log messages at the end of a step.
 

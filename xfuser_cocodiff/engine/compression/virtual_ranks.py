@@ -32,12 +32,14 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """Simulated ranks of a Ulysses group."""
+    """Simulated ranks of a Ulysses group or of a ring."""
 
     topology: Topology
     """Topology of the virtual ranks."""
     slow_axes: tuple[str, ...]
     """Names of the slow axes."""
+    may_gather: bool = False
+    """Whether layers may gather K and V along the slow axes."""
     is_ring: ClassVar[bool] = False
     """Whether the ranks form a ring, in which only K and V are sent."""
 
@@ -51,18 +53,25 @@ class VirtualRanks:
         """Number of coordinates on the slow axes."""
         return self._layout.num_slow
 
+    @property
+    def gather_layout(self) -> AxisLayout | None:
+        """Axes along which layers may gather K and V, as slow ones, and the others; None where they may not."""
+        may_gather = self.may_gather and not self.is_ring and self._layout.has_outermost_slow
+        return self._layout if may_gather else None
+
     def is_divisible(self, size: int) -> bool:
         """Return whether a number of heads, or of tokens of a segment, is divisible by the number of ranks."""
         return size % self.topology.size == 0
 
-    def shard_fraction(self, shape: Sequence[int], segments: Sequence[int]) -> Fraction:
+    def shard_fraction(self, shape: Sequence[int], segments: Sequence[int], gathers_kv: bool = False) -> Fraction:
         """Return the fraction of tensors (B, H, N, D) that one of the ranks would have to send.
 
         Args:
             shape: shape of the tensors.
             segments: numbers of tokens of their segments, see :meth:`transmit`.
+            gathers_kv: whether K and V are gathered.
         """
-        is_sharded = self.is_ring or self.is_divisible(shape[_HEAD_DIM])
+        is_sharded = self.is_ring or gathers_kv or self.is_divisible(shape[_HEAD_DIM])
         tokens = sum(size for size in segments if self.is_divisible(size)) if is_sharded else 0
         return Fraction(tokens, shape[_TOKEN_DIM] * self.topology.size)
 
@@ -77,6 +86,8 @@ class VirtualRanks:
             layer_codecs: codecs of the layer.
             attention: attention from Q, K and V to O.
         """
+        if self.is_ring or layer_codecs.gathers_kv:
+            return self._attend_gathered(tensors, segments, layer_codecs, attention)
         output = attention(*self.transmit("qkv", tensors, segments, layer_codecs))
         return self.transmit("o", [output], segments, layer_codecs)[0]
 
@@ -128,22 +139,14 @@ class VirtualRanks:
         by_axis, num_axes = self._layout.join(split), len(self.topology.shape)
         return by_axis.movedim([*range(num_axes)], [*range(dim, dim + num_axes)]).flatten(dim, dim + num_axes)
 
-
-class VirtualRing(VirtualRanks):
-    """Simulated ranks of a ring.
-
-    Each attends with Q of its own tokens to all K and V: unchanged from ranks at its coordinate on the slow axes, and
-    coded from all others.
-    """
-
-    is_ring = True
-
-    def attend(
+    def _attend_gathered(
         self, tensors: Sequence[torch.Tensor], segments: Sequence[int], layer_codecs: LayerCodecs, attention: Attention
     ) -> torch.Tensor:
-        """Return attention as all virtual ranks would compute it together; see :meth:`VirtualRanks.attend`.
+        """Return attention as all virtual ranks would compute it together where K and V are gathered; see
+        :meth:`attend`.
 
-        For replicated tokens, O is that of the ranks at the first slow coordinate.
+        Queries of a place on the slow axes attend to K and V of all ranks: unchanged from that place, and coded from
+        all others. For replicated tokens, O is that of the ranks at the first slow coordinate.
         """
         query, *exact = tensors
         coded = [
@@ -184,6 +187,12 @@ class VirtualRing(VirtualRanks):
         for index, part in zip(sharded, received.split([block.shape[3] for block in blocks], 3), strict=True):
             parts[index] = part.permute(1, 2, 0, 3, 4).flatten(_TOKEN_DIM, _TOKEN_DIM + 1)
         return torch.cat(parts, _TOKEN_DIM)
+
+
+class VirtualRing(VirtualRanks):
+    """Simulated ranks of a ring."""
+
+    is_ring = True
 
 
 def _through_codec(name: str, values: torch.Tensor, layer_codecs: LayerCodecs, copies: int = 1) -> torch.Tensor:

@@ -37,7 +37,7 @@ from xfuser_cocodiff.engine.settings.ring_placement import (
 )
 from xfuser_cocodiff.engine.topology import devices, launcher
 from xfuser_cocodiff.engine.topology.link_profile import Profile
-from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.plans import GATHER, Plan
 from xfuser_cocodiff.engine.topology.topology import AXIS_NAMES, FLAT, Topology
 
 _CACHE = next(option for option in OPTIONS if option.field == "cocodiff_cache")
@@ -157,7 +157,7 @@ def resolve(
     v_first = _choice(given["cocodiff_v_first"], AUTO, OVERLAPS)
     return CocoDiffConfig(
         topology=placement.topology,
-        plan=_parse(given["cocodiff_a2a"], lambda text: _plan(text, placement.topology)),
+        plan=_parse(given["cocodiff_a2a"], lambda text: _plan(text, virtual or placement.topology, ranks.ring)),
         ring=_choice(given["cocodiff_ring"], OUTER, PLACEMENTS),
         ring_topology=placement.ring_topology,
         ring_profile=placement.ring_profile,
@@ -220,13 +220,18 @@ def default_mode(topology: Topology) -> str:
     return MULTI_NODE_MODE if spans_nodes(topology) else EXACT
 
 
-def _plan(text: str, topology: Topology) -> Plan | None:
+def _plan(text: str, topology: Topology, ring: int) -> Plan | None:
     if text == AUTO:
         return None
     try:
-        return Plan.parse(text, topology)
+        plan = Plan.parse(text, topology)
     except ValueError as error:
         raise ValueError(f"{error}, or {AUTO!r}") from None
+    if plan.gathers_kv and ring > 1:
+        raise ValueError(
+            f"{text!r} is not valid with --ring_degree {ring}, whose ring gathers K and V; leave out {GATHER}"
+        )
+    return plan
 
 
 def _profile(text: str, topology: Topology, ranks: SequenceRanks) -> Profile:

@@ -10,8 +10,8 @@ from xfuser_cocodiff.engine.topology.topology import NOTATION
 
 AUTO = "auto"
 OFF = "off"
-EXACT = "exact"
-MODES = (EXACT, "paper", "balanced", "fast")
+EXACT, PAPER = "exact", "paper"
+MODES = (EXACT, PAPER, "balanced", "fast")
 MULTI_NODE_MODE = "balanced"
 """Default mode of ranks on several nodes; within a node it is exact."""
 OVERLAPS = (AUTO, "on", "off")

@@ -21,6 +21,8 @@ EARLY_SEND_MARGIN = 0.03
 graphs."""
 DIRECT_MARGIN = 0.05
 """Fraction of its time that a stage must save by direct sends in place of a collective."""
+GATHER_MARGIN = 0.03
+"""Fraction of the time of a layer's messages that gathering K and V must save to be tried. Autotuning compares both."""
 CODED_RATIO = 0.1
 """Typical size of a coded message relative to the original, by which single-stage all-to-alls are chosen."""
 
@@ -172,6 +174,41 @@ def coded_all_to_all_seconds(
 
 def _seconds(stages: Sequence[CommStage]) -> float:
     return sum(all_to_all_seconds(*stage) for stage in stages)
+
+
+def gathers_kv(num_slow: int, heads_per_kv_head: int) -> bool:
+    """Return whether a coded layer gathers K and V along the slow axes instead of resharding by heads along them.
+
+    Of a tensor with b bytes on a rank, an all-to-all over S places sends (S - 1) / S b, an all-gather (S - 1) b. With
+    r heads of Q for each head of K and V, the all-to-alls of Q, K, V and O send (2 r + 2) (S - 1) / S of the bytes of
+    K, the gather of K and V 2 (S - 1) of them: no more where S <= 1 + r. Q and O are exact then.
+
+    Args:
+        num_slow: positions on all slow axes together.
+        heads_per_kv_head: heads of Q for each head of K and V.
+    """
+    return 1 < num_slow <= 1 + heads_per_kv_head
+
+
+def gather_pays(
+    profile: Profile, gathered_axes: Sequence[str], input_bytes: float, kv_bytes: float, output_bytes: float
+) -> bool:
+    """Return whether a lossless layer may save time if it gathers K and V along some axes, so that it is worth timing.
+
+    Args:
+        profile: link profile.
+        gathered_axes: names of the axes along which K and V would be gathered.
+        input_bytes: size of Q, K and V of a rank.
+        kv_bytes: size of K and V of a rank.
+        output_bytes: size of O of a rank.
+    """
+    slow, fast = (_restrict(profile, gathered_axes, is_slow) for is_slow in (True, False))
+    assert slow  # they have several ranks
+    gathered = gather_seconds(slow, choose_gather_plan(slow, kv_bytes), kv_bytes)
+    if fast:
+        gathered += sum(coded_all_to_all_seconds(fast, size) for size in (input_bytes, output_bytes))
+    resharded = sum(coded_all_to_all_seconds(profile, size) for size in (input_bytes, output_bytes))
+    return gathered < (1 - GATHER_MARGIN) * resharded
 
 
 def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:

@@ -5,6 +5,9 @@ peer after all receives have been posted. Gloo's collective posts its sends firs
 receive then queues behind its own data, and the two directions of a link alternate. Direct sends keep both directions
 busy, but each costs a call from Python. All plans of a topology have the same result; which one is fastest depends on
 the links and the message size, and is chosen by the planner.
+
+A plan may say that attention gathers K and V along the outermost axes, so that neither Q nor O crosses them. Where a
+layer cannot, its all-to-alls cross these axes in the plan's last stage.
 """
 
 import itertools
@@ -17,13 +20,15 @@ from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 HIERARCHICAL = "hierarchical"
 DIRECT = "*"
 """Mark of a stage with direct sends."""
+GATHER = "=kv"
+"""Mark of the axes along which K and V are gathered."""
 
 Stage = tuple[int, ...]
 """Adjacent axes that one all-to-all crosses, by number, ascending."""
 
 NOTATION = (
     f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node{DIRECT}' "
-    f"({DIRECT}: direct sends)"
+    f"({DIRECT}: direct sends; {GATHER} behind the last stage: K and V are gathered along the outermost axes)"
 )
 
 
@@ -35,6 +40,8 @@ class Plan:
     stages: tuple[Stage, ...]
     direct: tuple[bool, ...] = ()
     """Whether each stage uses direct sends; none does when not given."""
+    gathers_kv: bool = False
+    """Whether K and V are gathered along the axes of the last stage, which are the outermost."""
     shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Number of ranks in each stage, outermost first: the leading dims of a buffer that is indexed by rank."""
     dims: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -88,7 +95,8 @@ class Plan:
         if not stages:
             return cls.hierarchical(topology)
         dims = {topology.axes[dim].name: dim for dim in _nontrivial_dims(topology)}
-        marked = stages.split(",")
+        gathers_kv = stages.endswith(GATHER)
+        marked = stages.removesuffix(GATHER).split(",")
         names = [stage.removesuffix(DIRECT).split("+") for stage in marked]
         if sorted(itertools.chain(*names)) != sorted(dims):
             raise ValueError(f"{text!r} must name each of the axes {', '.join(dims)} once")
@@ -96,12 +104,19 @@ class Plan:
         if set(parsed) - set(itertools.chain(*_partitions(_nontrivial_dims(topology)))):
             raise ValueError(f"{text!r} merges axes that are not adjacent; their order is {', '.join(dims)}")
         direct = tuple(stage.endswith(DIRECT) for stage in marked)
-        return cls(topology, parsed, direct)
+        if gathers_kv and min(parsed[-1]) != _nontrivial_dims(topology)[0]:
+            raise ValueError(f"{text!r} must gather K and V along the outermost axis, {next(iter(dims))}")
+        return cls(topology, parsed, direct, gathers_kv)
 
     @property
     def is_flat(self) -> bool:
         """Whether the plan has a single stage."""
         return len(self.stages) == 1
+
+    @property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """Names of the axes along which K and V are gathered."""
+        return tuple(self.topology.axes[dim].name for dim in self.stages[-1]) if self.gathers_kv else ()
 
     def sent_bytes(self, message_bytes: float) -> dict[str, float]:
         """Return the bytes that a rank sends along each axis in an all-to-all, by name.
@@ -131,16 +146,16 @@ class Plan:
         return sent
 
     def _label(self, stage: Stage) -> str:
-        if self.is_flat and len(stage) != 1:
+        if self.is_flat and len(stage) != 1 and not self.gathers_kv:
             return FLAT
         return "+".join(self.topology.axes[dim].name for dim in reversed(stage))
 
     def __str__(self) -> str:
         marks = [DIRECT if direct else "" for direct in self.direct]
-        if self.is_flat:
+        if self.is_flat and not self.gathers_kv:
             return FLAT + marks[0]
         stages = ",".join(label + mark for label, mark in zip(self.labels, marks, strict=True))
-        return f"{HIERARCHICAL}:{stages}"
+        return f"{HIERARCHICAL}:{stages}{GATHER * self.gathers_kv}"
 
 
 def candidates(topology: Topology) -> list[Plan]:

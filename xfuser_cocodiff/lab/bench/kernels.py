@@ -222,7 +222,7 @@ def _layer_all_to_alls(
     torch.manual_seed(SEED)
     comm_stream, near = CommStream(device), {"gpu": degree // NODES} if degree > NODES else {}
     mesh, fast = _local_mesh(comm_stream, node=NODES, **near), _local_mesh(comm_stream, **near) if near else None
-    partition = AxisPartition((0,), mesh.topology.shape, 0, _local_mesh(comm_stream, node=NODES), fast)
+    partition = AxisPartition((0,), mesh.topology.shape, 0, _local_mesh(comm_stream, node=NODES), fast, 0)
     query, key, value = (
         torch.randn(1, workload.heads, tokens, workload.head_dim, device=device).bfloat16() for _ in range(3)
     )

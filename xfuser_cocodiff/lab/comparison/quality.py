@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
-from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRing
+from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
@@ -30,20 +30,20 @@ FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"
 INT8 = "INT8 and FP8 as in FlashInfer"
 FP4 = "FP4 as in LightX2V"
-RING = "uniform bits in a ring"
+HEADS = "all-to-alls by heads"
 COMPACTFUSION = "residuals in a ring as in CompactFusion"
 BASELINES = {
     FP8: baselines.Fp8,
     ROW_FP8: baselines.RowFp8,
     INT8: baselines.Int8,
     FP4: baselines.Fp4,
-    RING: VirtualRing,
+    HEADS: VirtualRanks,
     COMPACTFUSION: VirtualRing,
 }
 """By series, the class that replaces the virtual ranks."""
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
     "uniform bits": [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
-    RING: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
+    HEADS: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
     **{series: [("balanced", None)] for series in (FP8, ROW_FP8, INT8, FP4)},
     "fewer tokens": [

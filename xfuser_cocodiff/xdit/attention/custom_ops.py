@@ -35,6 +35,7 @@ def attention(
     value: torch.Tensor,
     attend: Attend,
     num_ranks: int,
+    num_gathered: int = 1,
 ) -> torch.Tensor:
     """Compute Ulysses attention in a compiled graph.
 
@@ -43,15 +44,16 @@ def attention(
         key: as `query`, possibly with fewer heads.
         value: as `key`.
         attend: attention of a head group.
-        num_ranks: number of ranks P.
+        num_ranks: number of ranks that divide the heads.
+        num_gathered: number of places along which K and V are gathered; 1 where they are not.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
     ops = torch.ops.cocodiff
-    ticket = ops.send_value(value, traced_path())
+    ticket = ops.send_value(value, traced_path(), num_gathered)
     ticket = ops.send_query_key(ticket, query, key, value)
-    q, k, v = ops.receive_heads(ticket, query, key, value, num_ranks)
+    q, k, v = ops.receive_heads(ticket, query, key, value, num_ranks, num_gathered)
     output = attend(q, k, v, ALL_HEADS)
     ticket = ops.send_output(ticket, output)
     return ops.receive_sequence(ticket, output, num_ranks)
@@ -60,7 +62,7 @@ def attention(
 # Implementations, which run when a graph runs.
 
 
-def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
+def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tensor:
     """Start the all-to-all of V if the schedule sends V first; otherwise it follows with Q and K, in the same graph."""
     session = active()
     session.select_kernels()
@@ -70,10 +72,12 @@ def _send_value(value: torch.Tensor, path: str) -> torch.Tensor:
     signature = session.layers.signatures.of_graph(layer.name, value) if layer else None
     schedule = signature.schedule if signature else OverlapSchedule()
     name = layer.name if layer else ""
-    all_to_alls = AttentionAllToAlls(session.mesh_of(schedule), layer=name, has_own_storage=True)
+    gather = session.gather if num_gathered > 1 else None
+    mesh = session.mesh if gather else session.mesh_of(schedule)
+    all_to_alls = AttentionAllToAlls(mesh, layer=name, has_own_storage=True, gather=gather)
     session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
     if schedule.v_first:
-        all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes)
+        all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes, gather is not None)
         all_to_alls.start_value(value)
     return _new_ticket()
 
@@ -86,7 +90,7 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
         call.signature.sizes = sizes
         if call.signature.candidates is None:
             choose_schedules(call.signature, session, query, key, value)
-    call.all_to_alls.layer_codecs = session.layer_codecs(call.layer, sizes)
+    call.all_to_alls.layer_codecs = session.layer_codecs(call.layer, sizes, call.all_to_alls.gathers_kv)
     call.all_to_alls.start_inputs(query, key, value)
     return _new_ticket()
 
@@ -97,6 +101,7 @@ def _receive_heads(
     key: torch.Tensor,
     value: torch.Tensor,
     num_ranks: int,
+    num_gathered: int,
 ) -> tuple[torch.Tensor, ...]:
     return active().traced_call.all_to_alls.wait_inputs(0)
 
@@ -123,12 +128,15 @@ def _heads_like(
     key: torch.Tensor,
     value: torch.Tensor,
     num_ranks: int,
+    num_gathered: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors (B, H/P, S, D) for Q, K and V (B, H, S/P, D)."""
-    sizes = ((each, *each.shape) for each in (query, key, value))
+    """Return tensors (B, H/P, S, D) for Q, K and V (B, H, S/P, D); Q has the tokens of its place where they are
+    gathered."""
+    ranks = num_ranks, num_ranks * num_gathered, num_ranks * num_gathered
+    sizes = ((each, *each.shape, count) for each, count in zip((query, key, value), ranks, strict=True))
     return tuple(
-        each.new_empty(batch, heads // num_ranks, tokens * num_ranks, head_dim)
-        for each, batch, heads, tokens, head_dim in sizes
+        each.new_empty(batch, heads // num_ranks, tokens * count, head_dim)
+        for each, batch, heads, tokens, head_dim, count in sizes
     )
 
 
@@ -140,10 +148,11 @@ def _define(schema: str, run: Callable, fake: Callable) -> None:
     _register_effectful_op(getattr(torch.ops.cocodiff, name).default, _EffectType.ORDERED)
 
 
-_define("send_value(Tensor value, str path) -> Tensor", _send_value, _new_ticket)
+_define("send_value(Tensor value, str path, int num_gathered) -> Tensor", _send_value, _new_ticket)
 _define("send_query_key(Tensor ticket, Tensor query, Tensor key, Tensor value) -> Tensor", _send_query_key, _new_ticket)
 _define(
-    "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks) -> (Tensor, Tensor, Tensor)",
+    "receive_heads(Tensor ticket, Tensor query, Tensor key, Tensor value, int num_ranks, int num_gathered) "
+    "-> (Tensor, Tensor, Tensor)",
     _receive_heads,
     _heads_like,
 )

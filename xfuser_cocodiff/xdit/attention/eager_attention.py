@@ -4,15 +4,20 @@ Sizes in shapes: P ranks of a Ulysses group, B batch, H heads, S sequence, D hea
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
+from xfuser_cocodiff.engine.attention.reshard import HEADS
 from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
+from xfuser_cocodiff.engine.topology.plans import HIERARCHICAL
+from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, gather_is_tried
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.session.session import Session
@@ -35,48 +40,82 @@ def early_value(value: torch.Tensor, session: Session) -> Handle | None:
     return layer.claim_v_handle(value) if layer else None
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention needs of a call, for one way to divide its heads over ranks."""
+
+    query: torch.Tensor
+    """Q as it is sent, shape (B, H, S/P, D); joint tokens included."""
+    key: torch.Tensor
+    """K, as Q, possibly with fewer heads or another number of tokens."""
+    value: torch.Tensor
+    """V, as K."""
+    attend_with: Callable[[LayerCodecs | None, str], Attend]
+    """Returns the attention, given the codecs of a ring and the name of the layer."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V."""
+        return self.query, self.key, self.value
+
+
 def scheduled_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attend_with: Callable[[LayerCodecs | None, str], Attend],
+    inputs_for: Callable[[AxisPartition | None], AttentionInputs],
     in_flight: Handle | None,
     session: Session,
     can_split_heads: bool = False,
+    gathers_kv: bool = False,
+    can_gather: bool = False,
 ) -> torch.Tensor:
     """Compute Ulysses attention by the schedule of the running layer, with its codecs.
 
     The first call of a layer signature decides on the schedules that its layers may use.
 
     Args:
-        query: shape (B, H, S/P, D).
-        key: as `query`, possibly with fewer heads or another number of tokens.
-        value: as `key`.
-        attend_with: returns the attention, given the codecs of a ring and the name of the layer.
+        inputs_for: returns the inputs, given the axes along which K and V are gathered, or None.
         in_flight: handle of V, see :func:`early_value`.
         session: active session.
         can_split_heads: whether attention may be computed for some of the heads at a time.
+        gathers_kv: whether K and V are gathered if this call is encoded.
+        can_gather: whether attention may have fewer queries than keys.
 
     Returns:
         O, shape (B, H, S/P, D).
     """
-    mesh, layer = session.mesh, session.layers.current
-    signature = layer.call.signature if layer else None
-    sizes = LayerSizes.of(query, key, value)
+    layer = session.layers.current
+    signature, place = layer.call.signature if layer else None, layer or session.layers.running_layer()
+    encoded = inputs_for(session.gather if gathers_kv else None)
+    sizes = LayerSizes.of(*encoded.tensors)
     if signature:
-        signature.sizes = sizes
-    place = layer or session.layers.running_layer()
-    layer_codecs = session.layer_codecs(place, sizes)
+        signature.sizes, signature.gathers_kv = sizes, gathers_kv
+    layer_codecs = session.layer_codecs(place, sizes, gathers_kv)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
-    attend = attend_with(session.ring_codecs(place, sizes) if session.ring else None, name)
-    if mesh.topology.size == 1:
-        return attend(query, key, value, ALL_HEADS)
+    gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
+    if gathers_now and not can_gather:
+        raise RuntimeError(
+            f"{name}: attention has a mask by queries, which it did not have before, and K and V cannot be gathered; "
+            f"run with --cocodiff_a2a {HIERARCHICAL}"
+        )
+    gather = session.gather if gathers_now else None
+    inputs = encoded if gathers_now == gathers_kv else inputs_for(gather)
+    attend = inputs.attend_with(session.ring_codecs(place, sizes) if session.ring else None, name)
+    if session.mesh.topology.size == 1:
+        return attend(*inputs.tensors, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
-        numbers = head_groups_to_check(signature, session, query, key, value) if can_split_heads else []
+        numbers = head_groups_to_check(signature, session, *inputs.tensors) if can_split_heads else []
         check = HeadGroupCheck(attend, numbers)
-        output = ulysses_attention(query, key, value, check, mesh, 1, name, in_flight, layer_codecs)
-        choose_schedules(signature, session, query, key, value, check.is_same)
+        output = ulysses_attention(
+            *inputs.tensors, check, session.mesh, 1, name, in_flight, layer_codecs, gather=gather
+        )
+        same_gathered = {}
+        if can_gather and gather_is_tried(session, signature, inputs.tensors):
+            gathered = inputs_for(session.gather)
+            heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in (gathered.query, gathered.key)]
+            tried = [1, *(number for number in numbers if not any(each % number for each in heads))]
+            attend = gathered.attend_with(None, name)
+            same_gathered = compare_gathered(session, name, gathered.tensors, attend, output, tried)
+        choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
-    mesh = session.mesh_of(schedule)
-    return ulysses_attention(query, key, value, attend, mesh, schedule.groups, name, in_flight, layer_codecs, beside)
+    mesh, groups = session.mesh_of(schedule), schedule.groups
+    return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.attention.reshard import pad_heads, reshard
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.xdit.attention.all_to_all import is_supported
-from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
+from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.session.session import Session, active
 
@@ -126,7 +126,8 @@ class _AllToAll:
                 return attended.transpose(1, 2)
 
             in_flight = early_value(original_value, session)
-            attended = scheduled_attention(query, key, value, lambda *_: attend, in_flight, session).transpose(1, 2)
+            inputs = AttentionInputs(query, key, value, lambda *_: attend)
+            attended = scheduled_attention(lambda _: inputs, in_flight, session).transpose(1, 2)
             attended = attended[:, :, :heads]
             return attended.flatten(2) if is_flat else attended.contiguous()
 

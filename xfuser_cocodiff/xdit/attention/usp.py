@@ -15,10 +15,11 @@ from xfuser_cocodiff.engine.attention.ring_attention import Ring, ring_attention
 from xfuser_cocodiff.engine.attention.ulysses import Attend
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention import custom_ops
-from xfuser_cocodiff.xdit.attention.eager_attention import early_value, scheduled_attention
+from xfuser_cocodiff.xdit.attention.eager_attention import AttentionInputs, early_value, scheduled_attention
 from xfuser_cocodiff.xdit.attention.segments import segments
 from xfuser_cocodiff.xdit.attention.zero_padding import can_pad, drop_padding, pad_to_divisible
 from xfuser_cocodiff.xdit.patching.patch import Patch
@@ -69,9 +70,7 @@ def _with_overlap(original: Callable) -> Callable:
             if in_flight:
                 in_flight.drain()
             return original(query, key, value, *args, **kwargs)
-        heads, degree = query.shape[HEADS], session.mesh.topology.size
-        if any(tensor.shape[HEADS] % degree for tensor in (query, key)):
-            (query, key, value), arguments = pad_to_divisible([query, key, value], arguments, degree)
+        heads = query.shape[HEADS]
         if is_compiling:
             output = _compiled_attention(original, query, key, value, arguments, session)
         else:
@@ -93,11 +92,15 @@ def _compiled_attention(
     are faster with those."""
     mesh = session.mesh
     if mesh.topology.size == 1 or not add_send_pass():
+        (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
-    query = _join_query(query, key, value, arguments)
-    attend = _attention_function(arguments, padding=session.padding)
+    gathers_kv = _can_gather(arguments) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+    inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
+    query, key, value = inputs.tensors
+    attend = inputs.attend_with(None, "")
     if session.uses_custom_ops:
-        return custom_ops.attention(query, key, value, attend, mesh.topology.size)
+        num_gathered = session.gather.num_slow if gathers_kv else 1
+        return custom_ops.attention(query, key, value, attend, session.head_degree(gathers_kv), num_gathered)
     if session.sends_v_first(value):
         [value] = reshard([value], HEADS, SEQUENCE, mesh)
         query, key = reshard([query, key], HEADS, SEQUENCE, mesh)
@@ -123,8 +126,10 @@ def _virtual_attention(
     elif layer and not arguments.joint_strategy:
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        sizes = LayerSizes.of(query, key, value, fraction=virtual.shard_fraction(query.shape, parts))
-        layer_codecs = session.layer_codecs(layer, sizes)
+        gathers_kv = _can_gather(arguments) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+        fraction = virtual.shard_fraction(query.shape, parts, gathers_kv)
+        sizes = LayerSizes.of(query, key, value, fraction=fraction)
+        layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
     if layer_codecs is None:
         return original(query, key, value, **vars(arguments))
     attention = functools.partial(original, **vars(arguments))
@@ -211,11 +216,54 @@ def _eager_attention(
     Returns:
         O, shape (B, H, S/P, D).
     """
-    query = _join_query(query, key, value, arguments)
     can_split_heads = not _keeps_kv(arguments.attn_layer)  # all heads of the layer at once
+    can_gather = can_split_heads and _can_gather(arguments)
+    gathers_kv = can_gather and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
     ring = None if arguments.is_causal else session.ring
-    attend_with = functools.partial(_attention_function, arguments, ring, session.padding)
-    return scheduled_attention(query, key, value, attend_with, in_flight, session, can_split_heads)
+    inputs_for = functools.partial(_inputs, query, key, value, arguments, session, ring=ring)
+    return scheduled_attention(inputs_for, in_flight, session, can_split_heads, gathers_kv, can_gather)
+
+
+def _can_gather(arguments: _USPArguments) -> bool:
+    """Return whether attention may have fewer queries than keys: no mask depends on the number of a query."""
+    mask = (arguments.attention_kwargs or {}).get("attn_mask")
+    has_rows = isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[-2] > 1
+    return not arguments.is_causal and not has_rows
+
+
+def _inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: _USPArguments,
+    session: Session,
+    gather: AxisPartition | None = None,
+    ring: Ring | None = None,
+) -> AttentionInputs:
+    """Return what attention needs, with heads zero-padded where the ranks that share them do not divide them.
+
+    Args:
+        query: shape (B, H, S/P, D).
+        key: as `query`, possibly with fewer heads.
+        value: as `key`.
+        arguments: other arguments of USP.
+        session: active session.
+        gather: axes along which K and V are gathered; None to divide the heads over all ranks.
+        ring: ranks of a ring, over which K and V move along the topology.
+    """
+    degree = gather.num_fast if gather else session.mesh.topology.size
+    (query, key, value), arguments = _padded(query, key, value, arguments, degree)
+    query = _join_query(query, key, value, arguments, gather)
+    attend_with = functools.partial(_attention_function, arguments, ring, session.padding, gather)
+    return AttentionInputs(query, key, value, attend_with)
+
+
+def _padded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: _USPArguments, degree: int
+) -> tuple[list[torch.Tensor], _USPArguments]:
+    if any(tensor.shape[HEADS] % degree for tensor in (query, key)):
+        return pad_to_divisible([query, key, value], arguments, degree)
+    return [query, key, value], arguments
 
 
 def _keeps_kv(attn_layer: Any) -> bool:
@@ -226,11 +274,18 @@ def _keeps_kv(attn_layer: Any) -> bool:
     return usp._has_kv_cache(attn_layer) and get_runtime_state().num_pipeline_patch > 1
 
 
-def _join_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: _USPArguments) -> torch.Tensor:
+def _join_query(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: _USPArguments,
+    gather: AxisPartition | None,
+) -> torch.Tensor:
     """Return Q as USP sends it: together with the joint query, if there is one."""
     from xfuser.model_executor.layers import usp
 
-    usp._validate_gqa_params(query, key, value, arguments.kv_head_repeat, arguments.joint_strategy)
+    if gather is None:  # else heads need not be divisible by the Ulysses degree
+        usp._validate_gqa_params(query, key, value, arguments.kv_head_repeat, arguments.joint_strategy)
     if arguments.joint_strategy:
         query = usp._concat_joint_tensor(query, arguments.joint_query, arguments.joint_strategy, dim=2)
     return query
@@ -240,6 +295,7 @@ def _attention_function(
     arguments: _USPArguments,
     ring: Ring | None = None,
     padding: int = 0,
+    gather: AxisPartition | None = None,
     ring_codecs: LayerCodecs | None = None,
     layer: str = "",
 ) -> Attend:
@@ -249,6 +305,7 @@ def _attention_function(
         arguments: arguments of USP besides Q, K and V.
         ring: ranks of a ring, over which K and V move along the topology; None leaves a ring to xDiT.
         padding: number of tokens at the end of the sequence that attention has to leave out.
+        gather: axes along which K and V are gathered; None where heads are divided over all ranks.
         ring_codecs: codecs of K and V in the ring; lossless when not given.
         layer: name of the layer.
     """
@@ -259,7 +316,12 @@ def _attention_function(
     ring_degree = get_ring_parallel_world_size()
     joint: tuple[Any, Any] = (None, None)
     if arguments.joint_strategy:
-        joint = usp._preprocess_joint_tensors(arguments.joint_key, arguments.joint_value)
+        joint = arguments.joint_key, arguments.joint_value
+        if gather:
+            own_heads = HeadGroup(gather.fast_index, gather.num_fast)
+            joint = own_heads.of(joint[0], HEADS), own_heads.of(joint[1], HEADS)
+        else:
+            joint = usp._preprocess_joint_tensors(*joint)
 
     def repeat_heads(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if arguments.kv_head_repeat == 1:

@@ -42,6 +42,8 @@ class LayerSignature:
     """Reason why V cannot go first."""
     sizes: LayerSizes | None = None
     """Sizes of this rank's tensors in the last call, where codecs may encode them."""
+    gathers_kv: bool = False
+    """Whether the last call, if it was encoded, gathered K and V."""
     unequal: tuple[int, ...] = ()
     """Numbers of head groups with which attention is not bit-identical."""
     has_parallel_mlp: bool = False

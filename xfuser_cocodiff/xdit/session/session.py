@@ -13,21 +13,23 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
-from xfuser_cocodiff.engine.attention.reshard import pad_heads, start_seq_to_heads
+from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
+from xfuser_cocodiff.engine.attention.ulysses import start_inputs
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.comm.traffic import Label, Traffic
+from xfuser_cocodiff.engine.comm.traffic import Traffic
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
-from xfuser_cocodiff.engine.topology import devices
+from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.xdit.layers.layer import Layer
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
@@ -111,6 +113,30 @@ class Session:
     def mesh_of(self, schedule: OverlapSchedule) -> Mesh:
         """Return the mesh for the all-to-alls of a schedule."""
         return (self.comm_setup.flat_mesh or self.mesh) if schedule.flat else self.mesh
+
+    @property
+    def gather(self) -> AxisPartition | None:
+        """Axes along which layers may gather K and V; None where all axes reshard by heads, and beside a ring."""
+        return self.comm_setup.gather if self.comm_setup and self.ring is None else None
+
+    def gathers_kv(self, query_heads: int, kv_heads: int) -> bool:
+        """Return whether coded layers gather K and V along the slow axes: where a plan says so, else by the planner's
+        rule. The same on all ranks.
+
+        Args:
+            query_heads: heads of Q.
+            kv_heads: heads of K and V.
+        """
+        if self.runtime is None or query_heads % kv_heads:
+            return False
+        layout = self.virtual.gather_layout if self.virtual else self.gather
+        if layout is None:
+            return False
+        return self.config.plan is not None or planner.gathers_kv(layout.num_slow, query_heads // kv_heads)
+
+    def head_degree(self, gathers_kv: bool) -> int:
+        """Return the number of ranks over which a layer's heads are divided."""
+        return self.gather.num_fast if gathers_kv else self.mesh.topology.size
 
     def sends_v_first(self, value: torch.Tensor) -> bool:
         """Return whether V goes first in a graph without custom operators."""
@@ -233,19 +259,20 @@ class Session:
                 call.layer.call = None
             call.all_to_alls.drain()
 
-    def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
+    def layer_codecs(self, layer: BaseLayer | None, sizes: LayerSizes, gathers_kv: bool = False) -> LayerCodecs | None:
         """Return the codecs of a layer's Ulysses group in this call, the same on all ranks; None where it is lossless.
 
         Args:
             layer: None where its module is unknown.
             sizes: of the layer's tensors on this rank.
+            gathers_kv: whether the layer gathers K and V.
         """
         if not self._is_encoded(layer):
             return None
         call = layer.call
         if call is not None and call.layer_codecs is not None:
             return call.layer_codecs
-        codecs = self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root))
+        codecs = self.runtime.layer_codecs(layer.name, id(layer), layer.branch, sizes, id(layer.root), gathers_kv)
         if call is not None:  # the first call of a layer is not wrapped yet
             call.layer_codecs = codecs
         return codecs
@@ -270,10 +297,12 @@ class Session:
     def start_value(self, value: torch.Tensor, layer: Layer) -> Handle:
         """Start the all-to-all of a layer's V, or of its first head group where the call has several."""
         self.select_kernels()
-        head_group = HeadGroup(0, layer.call.schedule.groups)
-        value = pad_heads(value, self.mesh.topology.size)
-        codecs = self.layer_codecs(layer, layer.call.signature.sizes)
-        return start_seq_to_heads([value], self.mesh, Label("v", layer.name), head_group, codecs)
+        schedule, signature = layer.call.schedule, layer.call.signature
+        codecs = self.layer_codecs(layer, signature.sizes, signature.gathers_kv)
+        gathers_kv = codecs.gathers_kv if codecs else schedule.gathers_kv
+        value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
+        head_group = HeadGroup(0, schedule.groups)
+        return start_inputs("v", [value], self.mesh, layer.name, head_group, codecs, gather=gather)
 
 
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:

@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
-from xfuser_cocodiff.engine.settings.options import AUTO, EXACT
+from xfuser_cocodiff.engine.settings.options import AUTO, EXACT, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import INNER
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
@@ -130,7 +130,8 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
         warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None
     slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
-    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, slow)
+    may_gather = config.mode != PAPER and (config.plan is None or config.plan.gathered_axes == slow)
+    virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
     if virtual.num_slow == 1:
         warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
         return None

@@ -1,0 +1,186 @@
+"""Attention with K and V gathered along slow axes on real ranks, against attention on whole tensors."""
+
+import math
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.engine.attention.ulysses import start_inputs, ulysses_attention
+from xfuser_cocodiff.engine.comm.head_group import HeadGroup
+from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+HEADS, TOKENS, DIM, STEPS = 8, 24, 16, 5
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: HeadGroup) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value)
+
+
+def whole(name: str, heads: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor (B, H, S, D) at a step, the same on every rank."""
+    start, change = (
+        torch.randn(2, heads, TOKENS, DIM, generator=torch.Generator().manual_seed(1000 * ord(name) + seed))
+        for seed in (0, 500 + step)
+    )
+    return (start + 0.1 * change).to(dtype)
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the sequence, in the memory layout of attention processors (B, S, H, D)."""
+    return tensor.chunk(dist.get_world_size(), 2)[dist.get_rank()].transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def over(sizes: str, slow: tuple[str, ...]) -> tuple[Mesh, AxisPartition]:
+    topology = Topology.parse(sizes)
+    mesh = Mesh.over(dist.group.WORLD, topology, timeout=timedelta(seconds=60))
+    return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, Mesh.over)
+
+
+def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, int]:
+    """Compare with whole tensors, and return the bytes of one call by axis."""
+    mesh, partition = over(sizes, slow)
+    for dtype in (torch.float32, torch.bfloat16):
+        for kv_heads in (HEADS, HEADS // 2):
+            q, k, v = (whole(name, heads, 0, dtype) for name, heads in (("q", HEADS), ("k", kv_heads), ("v", kv_heads)))
+            expected = share(attend(q, k, v))
+            for groups in (1, 2) if partition.num_fast * 2 <= kv_heads else (1,):
+                for is_early in (False, True):
+                    mesh.traffic.reset()
+                    first = HeadGroup(0, groups)
+                    early = start_inputs("v", [share(v)], mesh, "", first, None, gather=partition) if is_early else None
+                    output = ulysses_attention(
+                        share(q), share(k), share(v), attend, mesh, groups, early_value=early, gather=partition
+                    )
+                    assert torch.equal(output, expected), (dtype, kv_heads, groups, is_early)
+    return dict(mesh.traffic.sent_bytes)
+
+
+CASES = [("2x2", ("node",)), ("node=2", ("node",)), ("2x2x2", ("node",)), ("2x2x2", ("node", "gpu"))]
+
+
+@pytest.mark.parametrize(("sizes", "slow"), slow_but(CASES[:2], CASES))
+def test_attention_equals_attention_on_whole_tensors(sizes: str, slow: tuple[str, ...]) -> None:
+    size = Topology.parse(sizes).size
+    for sent in ranks.run(compare_lossless, size, sizes, slow):
+        kv_bytes = 2 * 2 * HEADS // 2 * TOKENS // size * DIM * 2  # K and V with half of the heads in bf16
+        num_slow = math.prod(axis.size for axis in Topology.parse(sizes).axes if axis.name in slow)
+        if len(slow) == 1:
+            assert sent["node"] == (num_slow - 1) * kv_bytes  # neither Q nor O crosses it
+
+
+def run_coded(
+    rank: int, sizes: str, slow: tuple[str, ...], schedule: str, broken: tuple[int, int] | None, budget: int | None
+) -> tuple[list[float], list[StepReport], int, int]:
+    """Return relative errors by step, the reports, the planned size of references, and the bytes on slow axes."""
+    mesh, partition = over(sizes, slow)
+    runtime = CodecRuntime(partition, "balanced", schedule, None, list, memory_budget=budget)
+    runtime.begin_run(STEPS)
+    errors = []
+    for step in range(STEPS):
+        tensors = [whole(name, HEADS, step) for name in "qkv"]
+        exact = share(attend(*tensors))
+        q, k, v = map(share, tensors)
+        codecs = runtime.layer_codecs("attn", 1, 0, LayerSizes.of(q, k, v), gathers_kv=True)
+        gather = partition if codecs else None
+        if (step, rank) == broken:
+            v[0, 0, 0, 0] = torch.inf
+        mesh.traffic.reset()
+        early = start_inputs("v", [v], mesh, "", HeadGroup(), codecs, gather=gather)
+        output = ulysses_attention(q, k, v, attend, mesh, early_value=early, layer_codecs=codecs, gather=gather)
+        errors.append(((output - exact).norm() / exact.norm()).item())
+        planned = runtime.planned_reference_bytes
+        runtime.end_step()
+    return (
+        errors,
+        runtime.reports,
+        planned,
+        sum(mesh.traffic.sent_bytes[name] for name in slow if name in sent_axes(mesh)),
+    )
+
+
+def sent_axes(mesh: Mesh) -> set[str]:
+    return set(mesh.traffic.sent_bytes)
+
+
+@pytest.mark.parametrize(("sizes", "slow"), slow_but(CASES[:2], CASES))
+def test_errors_fall_with_bits_and_bytes_are_those_of_the_codes(sizes: str, slow: tuple[str, ...]) -> None:
+    size = Topology.parse(sizes).size
+    by_bits = {bits: ranks.run(run_coded, size, sizes, slow, f"bits={bits}", None, None) for bits in (8, 2)}
+    num_slow = math.prod(axis.size for axis in Topology.parse(sizes).axes if axis.name in slow)
+    block_bytes = 2 * 2 * HEADS * TOKENS // size * DIM * 4
+    for errors, reports, planned, sent in by_bits[8]:
+        assert 0 < max(errors) < 0.02
+        assert reports[-1].exact_bytes == (num_slow - 1) * block_bytes
+        assert planned == reports[-1].reference_bytes
+        if len(slow) == 1:
+            assert sent == pytest.approx(reports[-1].sent_bytes, rel=0.03)
+    for (errors, *_), (coarse, *_) in zip(by_bits[8], by_bits[2], strict=True):
+        assert max(errors) < max(coarse) < 0.3
+
+
+def test_references_of_two_places_are_as_large_as_those_of_all_to_alls() -> None:
+    sizes, schedule = LayerSizes(4 * 1024, 1024, 16, 2), CodecRuntime(None, "balanced", None, None, list).schedule
+    assert ReferenceBytes.of(sizes, schedule, 1, 2) == ReferenceBytes.of(sizes, schedule, 2, 1)
+
+
+def test_non_finite_values_are_sent_losslessly_once() -> None:
+    results = ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", (2, 1), None)
+    assert any(not math.isfinite(errors[2]) for errors, *_ in results)
+    for errors, reports, *_ in results:
+        assert sum(report.repeated for report in reports) == reports[2].repeated
+        assert max(errors[:2] + errors[3:]) < 0.02
+
+
+def test_budget_limits_references_to_8_bits_or_drops_them() -> None:
+    share_of = torch.empty(2, HEADS, TOKENS // 4, DIM)
+    schedule = CodecRuntime(None, "balanced", None, None, list).schedule
+    full = ReferenceBytes.of(LayerSizes.of(share_of, share_of, share_of), schedule, 1, 2)
+    for budget, exact_layers in ((full.int8, 0), (full.int8 // 2, 1)):
+        for errors, reports, *_ in ranks.run(run_coded, 4, "2x2", ("node",), "bits=8", None, budget):
+            assert reports[-1].reference_bytes <= budget
+            assert reports[-1].exact_layers == exact_layers
+            assert max(errors) < (0.03 if exact_layers == 0 else 1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cached=0.5,bits=4", "first=exact,score=change,cached=0.5"])
+def test_k_sends_the_tokens_that_v_selected(schedule: str) -> None:
+    for errors, reports, planned, _ in ranks.run(run_coded, 4, "2x2", ("node",), schedule, None, None):
+        assert reports[-1].sent_bytes < 0.12 * reports[-1].exact_bytes
+        assert reports[-1].reference_bytes <= planned
+        assert 0 < reports[-1].error < 0.5 and max(errors) < 0.3
+
+
+def fail_in_flight(rank: int, is_early: bool) -> None:
+    """Raise an error while K and V are in flight, and compare the results of later calls."""
+    mesh, partition = over("2x2", ("node",))
+    q, k, v = (whole(name, HEADS) for name in "qkv")
+
+    def fail(*_: object) -> torch.Tensor:
+        raise ArithmeticError("in attention")
+
+    for attention in (fail, attend, fail, attend):
+        early = start_inputs("v", [share(v)], mesh, "", HeadGroup(0, 2), None, gather=partition) if is_early else None
+        try:
+            output = ulysses_attention(
+                share(q), share(k), share(v), attention, mesh, 2, early_value=early, gather=partition
+            )
+        except ArithmeticError:
+            assert attention is fail
+        else:
+            assert torch.equal(output, share(attend(q, k, v)))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_an_error_leaves_nothing_in_flight(is_early: bool) -> None:
+    ranks.run(fail_in_flight, 4, is_early)

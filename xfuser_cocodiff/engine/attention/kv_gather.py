@@ -1,0 +1,71 @@
+"""Q, K and V on their way to attention where K and V are gathered along slow axes.
+
+Q, K and V are resharded from sequence to heads along the fast axes only. Then K and V go on along the slow axes, which
+neither Q nor O crosses. A rank attends, with its heads of the fast axes, from the queries of its own place on the slow
+axes to all keys. The sequence is divided over the slow axes first, so keys arrive in their order.
+
+Sizes in shapes: S coordinates on slow axes, F on fast axes; B batch, H heads, T tokens of a rank, D head dim; h heads
+of a head group on a rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from xfuser_cocodiff.engine.attention.reshard import HEADS, SEQUENCE, reshard_here
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS, HeadGroup
+from xfuser_cocodiff.engine.comm.traffic import Label
+from xfuser_cocodiff.engine.compression import coded_all_gather
+from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
+
+_GATHERED = "kv"
+
+
+def start(
+    tensors: Sequence[torch.Tensor],
+    partition: AxisPartition,
+    label: Label,
+    head_group: HeadGroup = ALL_HEADS,
+    layer_codecs: LayerCodecs | None = None,
+    is_blocking: bool = False,
+    has_own_storage: bool = False,
+) -> Handle[list[torch.Tensor]]:
+    """Start to reshard tensors along the fast axes, and to gather K and V among them along the slow axes.
+
+    Args:
+        tensors: (B, H, T, D) each, of one dtype; they must not change before the handle has been waited for.
+        partition: slow and fast axes; the slow ones must be the outermost.
+        label: letters of the tensors, q, k and v, and the layer's name.
+        head_group: part of each rank's heads to send.
+        layer_codecs: codecs for the slow axes; lossless when not given. Of one head group, V must be sent before or
+            together with K.
+        is_blocking: whether the caller waits right away and computes nothing meanwhile.
+        has_own_storage: whether each result needs a storage of its own, as outputs of a custom operator do.
+
+    Returns:
+        A handle for Q (B, h, F * T, D), and K and V (B, h, S * F * T, D).
+    """
+    names = label.tensors
+    gathered = [index for index, name in enumerate(names) if name in _GATHERED]
+
+    def communicate() -> list[torch.Tensor]:
+        if partition.fast:
+            local = reshard_here(tensors, HEADS, SEQUENCE, partition.fast, head_group, has_own_storage)
+        else:
+            local = [head_group.of(tensor, HEADS) for tensor in tensors]
+            if has_own_storage:
+                local = [each if name in _GATHERED else each.clone() for name, each in zip(names, local, strict=True)]
+        wholes = coded_all_gather.gather_sequence(
+            "".join(names[index] for index in gathered),
+            [local[index] for index in gathered],
+            partition,
+            head_group,
+            layer_codecs,
+        )
+        for index, whole in zip(gathered, wholes, strict=True):
+            local[index] = whole
+        return local
+
+    return partition.slow.start(label, communicate, lambda received: received, is_blocking)

@@ -1,0 +1,66 @@
+"""Rehearsal of attention with gathered K and V in a lossless mode: whether its bits are those of all-to-alls by heads.
+
+Rows of queries do not see each other, so most kernels give the same bits for a part of them; but a kernel may divide
+its work by their number.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from xfuser_cocodiff.engine.attention.reshard import HEADS
+from xfuser_cocodiff.engine.attention.ulysses import Attend, ulysses_attention
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
+from xfuser_cocodiff.xdit.session.session import Session
+
+
+def gather_is_tried(session: Session, signature: LayerSignature, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether lossless layers of a signature may gather K and V if their bits stay the same: where a plan says
+    so or an earlier process has chosen it, and where the planner expects to save time.
+
+    All ranks that share a sequence must call this, and get the same answer.
+
+    Args:
+        session: active session.
+        signature: layer signature.
+        tensors: Q, K and V of a call as they are sent, shape (B, H, S/P, D) each.
+    """
+    if session.runtime or session.gather is None:
+        return False
+    if session.config.plan:
+        return True
+    cached = session.cached_schedule(signature)
+    if cached:
+        return cached.gathers_kv
+    query, key, value = tensors
+    pays_off = session.mesh.policy.gathers_kv
+    if pays_off is None or key.shape[HEADS] % session.gather.num_fast:
+        return False
+    pays = pays_off(query.nbytes + key.nbytes + value.nbytes, key.nbytes + value.nbytes, query.nbytes)
+    return bool(session.all_reduce([float(pays)], "min")[0])
+
+
+def compare_gathered(
+    session: Session,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    attend: Attend,
+    output: torch.Tensor,
+    groups: Sequence[int],
+) -> dict[int, bool]:
+    """Return whether attention with gathered K and V is bit-identical on this rank, by number of head groups.
+
+    Args:
+        session: active session.
+        name: name of the layer in traces.
+        tensors: Q, K and V as they are sent then, shape (B, H, S/P, D) each.
+        attend: attention of a head group.
+        output: O of all-to-alls by heads, (B, H, S/P, D), perhaps with zero-padded heads behind those of Q.
+        groups: numbers of head groups; the same on all ranks.
+    """
+    query, key, value = tensors
+    expected, same = output[:, : query.shape[HEADS]], {}
+    for number in groups:
+        gathered = ulysses_attention(query, key, value, attend, session.mesh, number, name, gather=session.gather)
+        same[number] = torch.equal(gathered[:, : expected.shape[HEADS]], expected)
+    return same
