@@ -1,13 +1,14 @@
 """Lossy modes in small transformers of all families: every layer is coded, for the bytes that the schedule predicts.
 
-Latents stay close to stock's.
+Latents stay close to stock's, with all-to-alls by heads and with gathered K and V.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from tests import ranks
 from tests.quick import slow_but
 from tests.xdit.test_approximation import decibels
-from tests.xdit.test_transformers import CASES
+from tests.xdit.test_transformers import CASES, LONG_CONTEXT
+from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.compression import codecs, modes
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import Codec
@@ -39,6 +41,8 @@ class Coded(NamedTuple):
     """Keyframe steps, which have 8 bits."""
     decibels: float = 20
     """Minimum PSNR to stock in dB."""
+    by_heads: tuple[str, str] | None = None
+    """Last part of the names of layers that cannot gather K and V, and why; None where all layers can."""
 
     def byte_fraction(self, step: int) -> float:
         """Return coded bytes over float32 bytes: bits per value, and a byte per row for its scale."""
@@ -51,6 +55,11 @@ class Coded(NamedTuple):
 CHAOTIC = 15
 """Minimum PSNR of Krea 2 in dB. Its small model is chaotic: noise that changes by a thousandth gives latents at 34 dB,
 where other models are at 65 dB."""
+BY_HEADS, GATHERED = "flat", "hierarchical:gpu,node=kv"
+UNKNOWN = ""
+"""Name of a layer in its first call, when it is not wrapped yet."""
+EXCHANGES = BY_HEADS, GATHERED
+"""Plans: all-to-alls by heads, and K and V gathered along the slow axis."""
 CODED = {
     "Wan": Coded(2, 24),
     "WanA14B": Coded(2, 24, keyframes=(0, 4)),
@@ -72,8 +81,8 @@ CODED = {
     "MiniMaxH3": Coded(2, 32),
     "MiniMaxH3Fused": Coded(2, 32),
     "Cosmos3": Coded(2, 16),
-    "Sana": Coded(4, 16),
-    "StepVideo": Coded(2, 128),
+    "Sana": Coded(4, 16, by_heads=("attn1", LONG_CONTEXT)),
+    "StepVideo": Coded(2, 128, by_heads=("attn1", LONG_CONTEXT)),
 }
 
 
@@ -88,25 +97,43 @@ class Coding:
         use(self.small, DEGREE)
         self.stock = self.small.denoise(STEPS)
 
-    def run(self, mode: str | None, schedule: str | None) -> torch.Tensor:
-        """Return the latents of a mode with changes to its schedule."""
+    def run(self, mode: str | None, schedule: str | None, exchange: str = BY_HEADS) -> torch.Tensor:
+        """Return the latents of a mode with changes to its schedule, and note the layers that gather K and V."""
         from tests.small_transformers import use
         from xfuser_cocodiff.xdit.session.session import active
 
-        how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": "flat", "v_first": "on"}
+        how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": exchange, "v_first": "on"}
         use(self.small, DEGREE, **how, mode=mode, schedule=schedule)
         session = active()
         self.runtime = session.runtime
         session.runs.begin(STEPS)
-        return self.small.denoise(STEPS, session.runs.end_step)
+        self.gathered, start = set(), kv_gather.start
+        noting = lambda tensors, partition, label, *given: (  # noqa: E731
+            self.gathered.add(label.layer) or start(tensors, partition, label, *given)
+        )
+        with mock.patch.object(kv_gather, "start", noting):
+            return self.small.denoise(STEPS, session.runs.end_step)
 
-    def run_bits(self) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
-        """Return stock's latents, those with :data:`BITS` per value, and the reports."""
-        latents = self.run("balanced", f"bits={BITS},bits_o={BITS}")
-        return self.stock, latents, self.runtime.reports
+    def run_bits(self) -> "list[BitsRun]":
+        """Return the runs with :data:`BITS` per value, by exchange."""
+        schedule = f"bits={BITS},bits_o={BITS}"
+        return [
+            BitsRun(self.stock, self.run("balanced", schedule, exchange), self.runtime.reports, self.gathered)
+            for exchange in EXCHANGES
+        ]
 
 
-def run_bits(rank: int, model: str) -> "tuple[torch.Tensor, torch.Tensor, list[StepReport]]":
+class BitsRun(NamedTuple):
+    """Latents and reports of a run on one rank."""
+
+    stock: torch.Tensor
+    latents: torch.Tensor
+    reports: "list[StepReport]"
+    gathered: set[str]
+    """Names of layers that gathered K and V."""
+
+
+def run_bits(rank: int, model: str) -> list[BitsRun]:
     return Coding(rank, model).run_bits()
 
 
@@ -122,12 +149,21 @@ def check_reports(reports: "list[StepReport]", expected: Coded, steps: int) -> N
         assert fraction <= report.sent_bytes / report.exact_bytes < 1.4 * fraction, report
 
 
-def check_bits(model: str, found: "list[tuple[torch.Tensor, torch.Tensor, list[StepReport]]]") -> None:
-    for stock, latents, reports in found:
-        check_reports(reports, CODED[model], STEPS)
-        assert latents.isfinite().all()
-        assert not torch.equal(latents, stock)
-        assert decibels(latents, stock) > CODED[model].decibels
+def check_gathered(layers: Collection[str], gathered: set[str], model: str, exchange: str) -> None:
+    """Check which coded layers gathered K and V, and that no lossless one did."""
+    by_heads, _ = CODED[model].by_heads or (None, "")
+    can_gather = {layer for layer in layers if layer.rpartition(".")[2] != by_heads}
+    assert gathered - {UNKNOWN} == (can_gather if exchange == GATHERED else set())
+
+
+def check_bits(model: str, found: list[list[BitsRun]]) -> None:
+    for on_rank in found:
+        for exchange, run in zip(EXCHANGES, on_rank, strict=True):
+            check_reports(run.reports, CODED[model], STEPS)
+            check_gathered(run.reports[0].errors, run.gathered, model, exchange)
+            assert run.latents.isfinite().all()
+            assert not torch.equal(run.latents, run.stock)
+            assert decibels(run.latents, run.stock) > CODED[model].decibels
 
 
 ONE_TRANSFORMER = [model for model in CASES if CODED[model].keyframes == (0,)]
@@ -161,6 +197,10 @@ FIGURES = {**dict.fromkeys("qkv", (4.0, 2.0)), "k": (NOT_SENT, 8.0), "o": (None,
 """Bits in the schedule file, for the first and the second half of a run."""
 
 
+Case = tuple[str, str | None, str]
+"""Mode, feature and exchange."""
+
+
 def codecs_of(schedule: CodecSchedule, step: int, layer: str | None = None) -> Mapping[str, Codec]:
     """Return the codecs of a step; at the first there is no reference."""
     return schedule.codecs(step, STEPS, layer) if step else dict.fromkeys(LETTERS, schedule.keyframe_codec)
@@ -170,11 +210,12 @@ class Messages:
     """Computes expected bytes on slow axes from the sizes of all coded exchanges."""
 
     def __init__(self) -> None:
-        from xfuser_cocodiff.engine.compression import coded_all_to_all
+        from xfuser_cocodiff.engine.compression import coded_all_gather, coded_all_to_all
         from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
 
         self.exchanges: dict[tuple, tuple[dict, list]] = {}
         start, layer_codecs = coded_all_to_all.start, CodecRuntime.layer_codecs
+        gather = coded_all_gather._gather_encoded
 
         def recorded_codecs(runtime: CodecRuntime, layer: str, key: Any, branch: int, *given: Any) -> Any:
             self._call, self._step = (layer, key, branch), runtime.step
@@ -192,7 +233,18 @@ class Messages:
             flags.append(codecs.aligned(1))
             return start(pieces, targets, mesh, layer_codecs, label, group, *more)
 
+        def recorded_gather(
+            names: str, tensors: Any, targets: Any, partition: Any, group: Any, layer_codecs: Any
+        ) -> None:
+            shapes, flags = self.exchanges.setdefault((self._step, self._call, False, group), ({}, []))
+            shapes |= {
+                name: (partition.num_slow - 1, *tensor.shape) for name, tensor in zip(names, tensors, strict=True)
+            }
+            flags.append(codecs.aligned(1))
+            gather(names, tensors, targets, partition, group, layer_codecs)
+
         coded_all_to_all.start, CodecRuntime.layer_codecs = recorded_start, recorded_codecs
+        coded_all_gather._gather_encoded = recorded_gather
 
     def expected(self, schedule: CodecSchedule) -> list[tuple[int, int]]:
         """Return coded and lossless bytes of each step by a schedule, and forget the exchanges."""
@@ -208,12 +260,10 @@ class Messages:
         return found
 
 
-def run_features(
-    rank: int, model: str, cases: list[tuple[str, str | None]], folder: str
-) -> "tuple[tuple[torch.Tensor, torch.Tensor, list[StepReport]], list[tuple]]":
-    """Return the run with :data:`BITS`, and for each case expected lossless steps and bytes, reports and latents."""
+def run_features(rank: int, model: str, cases: list[Case], folder: str) -> tuple[list[BitsRun], list[tuple]]:
+    """Return the runs with :data:`BITS`, and for each case expected lossless steps and bytes, reports and latents."""
     coding, found = Coding(rank, model), []
-    messages, bits_run = Messages(), coding.run_bits()
+    messages, bits_runs = Messages(), coding.run_bits()
     layers = sorted(coding.runtime.reports[0].errors)
     file = Path(folder, "tuned.json")
     if rank == 0:
@@ -222,23 +272,25 @@ def run_features(
         )
     dist.barrier()
     messages.exchanges.clear()
-    for mode, feature in cases:
+    for mode, feature, exchange in cases:
         overrides = feature and feature.format(layer=layers[0], file=file)
-        latents = coding.run(None if feature and feature.startswith("@") else mode, overrides)
+        is_tuned = feature is not None and feature.startswith("@")  # its file names the mode
+        latents = coding.run(None if is_tuned else mode, overrides, exchange)
         schedule = modes.preset(mode, STEPS)
         schedule = CodecSchedule.parse(overrides, schedule) if overrides else schedule
         exact_steps = [all(codec.is_exact for codec in codecs_of(schedule, step).values()) for step in range(STEPS)]
-        exact_layers = len([layer for layer in layers if schedule.is_lossless_layer(layer)])
+        coded_layers = [layer for layer in layers if not schedule.is_lossless_layer(layer)]
+        check_gathered(coded_layers, coding.gathered, model, BY_HEADS if mode == "paper" and not is_tuned else exchange)
         results = messages.expected(schedule), coding.runtime.reports, latents
-        found.append((exact_steps, exact_layers, *results, coding.stock))
-    return bits_run, found
+        found.append((exact_steps, len(layers) - len(coded_layers), *results, coding.stock))
+    return bits_runs, found
 
 
 TRANSFORMERS = {"Ideogram4": 2}
 """Number of transformers in a step if there are several, whose layers have the same names."""
 
 
-def check_features(model: str, cases: list[tuple[str, str | None]], folder: Path) -> None:
+def check_features(model: str, cases: list[Case], folder: Path) -> None:
     lossy = set()
     bits_runs, feature_runs = zip(*ranks.run(run_features, DEGREE, model, cases, str(folder)), strict=True)
     check_bits(model, bits_runs)
@@ -257,12 +309,16 @@ def check_features(model: str, cases: list[tuple[str, str | None]], folder: Path
     assert lossy == {*cases}
 
 
-def cases_of(number: int) -> list[tuple[str, str | None]]:
-    """Return all features for a model, each in another mode than for the model before."""
-    return [(MODES[1:][(number + index) % len(MODES[1:])], feature) for index, feature in enumerate(FEATURES)]
+def cases_of(number: int) -> list[Case]:
+    """Return all features for a model, each in another mode and with the other exchange than for the model before."""
+    lossy = MODES[1:]
+    return [
+        (lossy[(number + index) % len(lossy)], feature, EXCHANGES[(number + index) % 2])
+        for index, feature in enumerate(FEATURES)
+    ]
 
 
 @pytest.mark.parametrize("model", slow_but(["Cosmos3"], ONE_TRANSFORMER))
 def test_every_mode_with_every_schedule_feature(model: str, tmp_path: Path) -> None:
-    """Combine models, modes and features pairwise; bytes equal the prediction and errors are finite."""
+    """Combine models, modes, features and exchanges pairwise; bytes equal the prediction and errors are finite."""
     check_features(model, cases_of(ONE_TRANSFORMER.index(model)), tmp_path)

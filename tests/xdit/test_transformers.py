@@ -90,17 +90,25 @@ class Options:
     head_groups: str = "1"
 
 
+GATHERED = "=kv"
+"""Mark of plans that gather K and V along an axis."""
+LONG_CONTEXT = "xDiT's long-context attention divides heads over all ranks"
+BY_HEADS = {"Sana": (1, LONG_CONTEXT), "StepVideo": (1, LONG_CONTEXT)}
+"""Number of layer signatures that cannot gather K and V, and why; in other models all can."""
 OPTIONS = {
     2: [
+        Options("node=2", "hierarchical:node=kv"),
         Options("flat", "auto", "flat=2"),
         Options("node=1,gpu=2", "hierarchical", "gpu=2", head_groups="2"),
         Options("flat", "flat", "flat=2", v_first="off", head_groups="4"),
     ],
     4: [
+        Options("node=2,gpu=2", "hierarchical:gpu,node=kv", head_groups="2"),
         Options("node=2,gpu=2", "flat", "flat=4", v_first="off"),
         Options("node=2,gpu=2", "hierarchical", "node=2,gpu=2", head_groups="2"),
     ],
     8: [
+        Options("node=2,gpu=2,tile=2", "hierarchical:tile,gpu,node=kv"),
         Options("node=4,gpu=2", "auto", v_first="auto", head_groups="auto"),
         Options("node=4,gpu=2", "hierarchical:node,gpu", "node=4,gpu=2"),
         Options("node=2,gpu=2,tile=2", "hierarchical", "node=2,gpu=2,tile=2", v_first="auto"),
@@ -125,6 +133,8 @@ class Denoising:
     """For each layer signature that uses USP whether V can go first."""
     sources: set[str]
     """Projections that V comes from."""
+    gathers: list[bool]
+    """For each layer signature that uses USP whether it gathers K and V."""
 
 
 @dataclass
@@ -186,7 +196,8 @@ def _denoise(small: "SmallTransformer", degree: int, options: Options | None = N
         {path for signature in signatures for path in signature.recipe.paths},
     )
     sent = dict(active().traffic.sent_bytes)
-    return Denoising(latents, mesh and str(mesh.topology), sent, stock_bytes, early, sources)
+    gathers = [signature.schedule.gathers_kv for signature in signatures]
+    return Denoising(latents, mesh and str(mesh.topology), sent, stock_bytes, early, sources, gathers)
 
 
 @contextmanager
@@ -262,6 +273,14 @@ def test_all_traffic_follows_the_topology(observed):
             expected = {stage: held * (int(size) - 1) // int(size) for stage, size in sizes}
             assert denoising.sent_bytes == (expected or denoising.sent_bytes) != {}, (case, options)
             assert denoising.stock_bytes == 0, (case, options)
+
+
+def test_plan_with_kv_gathers_in_every_layer_that_can(observed):
+    by_heads, _ = BY_HEADS.get(observed.model, (0, ""))
+    for case, observation in observations(observed):
+        for options, denoising in observation.with_plugin.items():
+            expected = by_heads if GATHERED in options.a2a else len(denoising.gathers)
+            assert denoising.gathers.count(False) == expected, (case, options)
 
 
 def test_v_goes_first_in_every_layer(observed):
