@@ -226,3 +226,35 @@ def test_missing_entry_is_named(text: str, words: str, tmp_path: Path) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent.json has no link profile"):
         Profile.read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("num_slow", "heads_per_kv_head", "gathers"),
+    [
+        (1, 1, False),
+        (2, 1, True),
+        (3, 1, False),
+        (4, 1, False),
+        (4, 2, False),
+        (3, 2, True),
+        (4, 4, True),
+        (8, 8, True),
+    ],
+)
+def test_k_and_v_are_gathered_where_that_sends_no_more_bytes(
+    num_slow: int, heads_per_kv_head: int, gathers: bool
+) -> None:
+    kv_bytes = 2.0
+    by_heads = (2 * heads_per_kv_head + 2) / 2 * kv_bytes * (num_slow - 1) / num_slow  # Q and O, then K and V
+    assert planner.gathers_kv(num_slow, heads_per_kv_head) == gathers
+    assert gathers == (0 < (num_slow - 1) * kv_bytes <= by_heads)
+
+
+def test_lossless_layers_try_to_gather_where_the_bytes_or_padded_heads_are_fewer() -> None:
+    machine = profile_of([2, 4], [1e9, 1e11], 0, 0)
+    size = 1e8
+    assert not planner.gather_pays(machine, ["node"], [size] * 3, [size] * 3)  # as many bytes across nodes
+    assert planner.gather_pays(machine, ["node"], [size, size / 4, size / 4], [size, size / 4, size / 4])
+    assert planner.gather_pays(machine, ["node"], [size * 4 / 3] * 3, [size] * 3)  # 24 heads, padded to 32
+    eight = profile_of([8, 4], [1e9, 1e11], 0, 0)
+    assert not planner.gather_pays(eight, ["node"], [size, size / 4, size / 4], [size, size / 4, size / 4])

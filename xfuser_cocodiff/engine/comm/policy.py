@@ -1,6 +1,6 @@
 """Plan policy: the plan of each message, and whether a tensor is sent early; the same on all ranks of a group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,9 @@ class PlanPolicy:
     splits_heads: Callable[[int, int, int, int], bool] | None = None
     """Whether so many head groups are worth timing against fewer, given the sizes of Q, K and V and of O in bytes,
     and both numbers. None where they are not tried: on CPUs, and where the links are unknown."""
-    gathers_kv: Callable[[int, int, int], bool] | None = None
-    """Whether it is worth timing to gather K and V along the outermost axes, given the sizes of Q, K and V, of K and V,
-    and of O in bytes. None where it is not tried."""
+    gathers_kv: Callable[[Sequence[int], Sequence[int]], bool] | None = None
+    """Whether it is worth timing to gather K and V along the outermost axes, given the sizes of Q, K and V in bytes as
+    they are sent by heads, and as they are sent then. None where it is not tried."""
     choose_gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """Plan of an all-gather, given the block size in bytes; None stands for the default of the mesh."""
     graph_early_bytes: int | None = 0

@@ -191,24 +191,26 @@ def gathers_kv(num_slow: int, heads_per_kv_head: int) -> bool:
 
 
 def gather_pays(
-    profile: Profile, gathered_axes: Sequence[str], input_bytes: float, kv_bytes: float, output_bytes: float
+    profile: Profile, gathered_axes: Sequence[str], by_heads: Sequence[float], gathered: Sequence[float]
 ) -> bool:
     """Return whether a lossless layer may save time if it gathers K and V along some axes, so that it is worth timing.
 
     Args:
         profile: link profile.
         gathered_axes: names of the axes along which K and V would be gathered.
-        input_bytes: size of Q, K and V of a rank.
-        kv_bytes: size of K and V of a rank.
-        output_bytes: size of O of a rank.
+        by_heads: sizes of Q, K and V of a rank where they are resharded by heads along all axes; O has that of Q.
+        gathered: their sizes where K and V are gathered, perhaps with less zero padding.
     """
+
+    def all_to_alls(part: Profile, sizes: Sequence[float]) -> float:
+        return sum(coded_all_to_all_seconds(part, size) for size in (sum(sizes), sizes[0]))
+
     slow, fast = (_restrict(profile, gathered_axes, is_slow) for is_slow in (True, False))
     assert slow  # they have several ranks
-    gathered = gather_seconds(slow, choose_gather_plan(slow, kv_bytes), kv_bytes)
-    if fast:
-        gathered += sum(coded_all_to_all_seconds(fast, size) for size in (input_bytes, output_bytes))
-    resharded = sum(coded_all_to_all_seconds(profile, size) for size in (input_bytes, output_bytes))
-    return gathered < (1 - GATHER_MARGIN) * resharded
+    kv_bytes = sum(gathered[1:])
+    seconds = gather_seconds(slow, choose_gather_plan(slow, kv_bytes), kv_bytes)
+    seconds += all_to_alls(fast, gathered) if fast else 0.0
+    return seconds < (1 - GATHER_MARGIN) * all_to_alls(profile, by_heads)
 
 
 def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 Sizes in shapes: P ranks of a Ulysses group, B batch, H heads, S sequence, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from xfuser_cocodiff.engine.topology.plans import HIERARCHICAL
 from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, gather_is_tried
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
+from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.session.session import Session
 
 
@@ -108,14 +109,40 @@ def scheduled_attention(
             *inputs.tensors, check, session.mesh, 1, name, in_flight, layer_codecs, gather=gather
         )
         same_gathered = {}
-        if can_gather and gather_is_tried(session, signature, inputs.tensors):
-            gathered = inputs_for(session.gather)
-            heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in (gathered.query, gathered.key)]
-            tried = [1, *(number for number in numbers if not any(each % number for each in heads))]
-            attend = gathered.attend_with(None, name)
-            same_gathered = compare_gathered(session, name, gathered.tensors, attend, output, tried)
+        if can_gather and session.gather and session.runtime is None:
+            same_gathered = _rehearse_gather(
+                session, signature, name, inputs, inputs_for(session.gather), output, numbers
+            )
         choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
     mesh, groups = session.mesh_of(schedule), schedule.groups
     return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)
+
+
+def _rehearse_gather(
+    session: Session,
+    signature: LayerSignature,
+    name: str,
+    inputs: AttentionInputs,
+    gathered: AttentionInputs,
+    output: torch.Tensor,
+    numbers: Sequence[int],
+) -> dict[int, bool]:
+    """Return whether attention with gathered K and V is bit-identical, by number of head groups; empty where it is not
+    tried.
+
+    Args:
+        session: active session.
+        signature: layer signature.
+        name: name of the layer.
+        inputs: inputs of all-to-alls by heads.
+        gathered: inputs where K and V are gathered.
+        output: O of all-to-alls by heads.
+        numbers: numbers of head groups that may save time.
+    """
+    if not gather_is_tried(session, signature, inputs.tensors, gathered.tensors):
+        return {}
+    heads = [tensor.shape[HEADS] // session.gather.num_fast for tensor in (gathered.query, gathered.key)]
+    tried = [1, *(number for number in numbers if not any(each % number for each in heads))]
+    return compare_gathered(session, name, gathered.tensors, gathered.attend_with(None, name), output, tried)

@@ -14,7 +14,12 @@ from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
 from xfuser_cocodiff.xdit.session.session import Session
 
 
-def gather_is_tried(session: Session, signature: LayerSignature, tensors: Sequence[torch.Tensor]) -> bool:
+def gather_is_tried(
+    session: Session,
+    signature: LayerSignature,
+    tensors: Sequence[torch.Tensor],
+    gathered_tensors: Sequence[torch.Tensor],
+) -> bool:
     """Return whether lossless layers of a signature may gather K and V if their bits stay the same: where a plan says
     so or an earlier process has chosen it, and where the planner expects to save time.
 
@@ -23,21 +28,19 @@ def gather_is_tried(session: Session, signature: LayerSignature, tensors: Sequen
     Args:
         session: active session.
         signature: layer signature.
-        tensors: Q, K and V of a call as they are sent, shape (B, H, S/P, D) each.
+        tensors: Q, K and V of a call as they are sent by heads, shape (B, H, S/P, D) each.
+        gathered_tensors: the same as they are sent where K and V are gathered, perhaps with less zero padding.
     """
-    if session.runtime or session.gather is None:
-        return False
     if session.config.plan:
         return True
     cached = session.cached_schedule(signature)
     if cached:
         return cached.gathers_kv
-    query, key, value = tensors
     pays_off = session.mesh.policy.gathers_kv
-    if pays_off is None or key.shape[HEADS] % session.gather.num_fast:
+    if pays_off is None:
         return False
-    pays = pays_off(query.nbytes + key.nbytes + value.nbytes, key.nbytes + value.nbytes, query.nbytes)
-    return bool(session.all_reduce([float(pays)], "min")[0])
+    sizes = [[tensor.nbytes for tensor in each] for each in (tensors, gathered_tensors)]
+    return bool(session.all_reduce([float(pays_off(*sizes))], "min")[0])
 
 
 def compare_gathered(
