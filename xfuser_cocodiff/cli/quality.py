@@ -88,7 +88,8 @@ def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
         "--a2a",
         default="auto",
         metavar="PLAN",
-        help="plan of the all-to-all, such as hierarchical or gpu,node=kv (auto)",
+        help="exchange along slow axes: hierarchical sends Q, K, V and O by heads, hierarchical:gpu,node=kv gathers K "
+        "and V, and auto does what lossy modes do by default (%(default)s)",
     )
     parser.add_argument(
         "--slow_axes", metavar="AXES", help="slow axes of the virtual ranks, such as node,gpu (all but the innermost)"
@@ -103,24 +104,44 @@ def make_config(options: argparse.Namespace) -> Any:
     """
     from xfuser_cocodiff.engine.compression.reference_memory import GIB
     from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, parse_virtual_ranks
-    from xfuser_cocodiff.engine.settings.options import AUTO
-    from xfuser_cocodiff.engine.topology.plans import Plan
     from xfuser_cocodiff.engine.topology.topology import Topology
 
     virtual, is_ring = parse_virtual_ranks(options.virtual)
-    plan = None if options.a2a == AUTO else Plan.parse(options.a2a, virtual)
     axes = [axis.name for axis in virtual.axes if axis.size > 1]
-    slow_axes = tuple(options.slow_axes.split(",")) if options.slow_axes else tuple(axes[:-1] or axes)
-    if not slow_axes or not set(slow_axes) <= set(axes):
+    named = options.slow_axes.split(",") if options.slow_axes else axes[:-1] or axes
+    if not named or not set(named) <= set(axes):
         raise ValueError(f"--slow_axes {options.slow_axes!r} is not valid; --virtual {virtual} has {', '.join(axes)}")
+    slow_axes = tuple(name for name in axes if name in named)
     budget = options.memory_budget
     if budget is not None and not 0 < budget < math.inf:
         raise ValueError(f"--memory_budget {budget} is not valid; valid are GiB above 0")
     return CocoDiffConfig(
         topology=Topology.flat(1),
-        plan=plan,
+        plan=_parse_plan(options, virtual, is_ring, slow_axes),
         virtual=virtual,
         virtual_ring=is_ring,
         slow_axes=slow_axes,
         memory_budget=None if budget is None else int(budget * GIB),
     )
+
+
+def _parse_plan(options: argparse.Namespace, virtual: Any, is_ring: bool, slow_axes: tuple[str, ...]) -> Any:
+    """Return the plan of `--a2a`, which selects the exchange; None for the default of the modes."""
+    from xfuser_cocodiff.engine.settings.options import AUTO
+    from xfuser_cocodiff.engine.topology.plans import GATHER, HIERARCHICAL, Plan
+
+    if options.a2a == AUTO:
+        return None
+    invalid = f"--a2a {options.a2a!r} is not valid"
+    if is_ring:
+        raise ValueError(f"{invalid} with --virtual {options.virtual}, a ring of K and V; valid is {AUTO!r}")
+    try:
+        plan = Plan.parse(options.a2a, virtual)
+    except ValueError as error:
+        raise ValueError(f"--a2a {error}, or {AUTO!r}") from None
+    if plan.gathers_kv and plan.gathered_axes != slow_axes:
+        raise ValueError(
+            f"{invalid}: it gathers K and V along {', '.join(plan.gathered_axes)}; valid with {GATHER} are the slow "
+            f"axes {', '.join(slow_axes)} (--slow_axes), {HIERARCHICAL!r} and {AUTO!r}"
+        )
+    return plan

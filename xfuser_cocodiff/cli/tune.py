@@ -105,7 +105,7 @@ def _open_cache(options: argparse.Namespace, evaluator: Any, prompts: list[str],
     from xfuser_cocodiff.lab.tuning import tune
     from xfuser_cocodiff.lab.tuning.trial_cache import TrialCache
 
-    names = ("model", "seeds", "steps", "size", "frames", "virtual", "dtype")
+    names = ("model", "seeds", "steps", "size", "frames", "virtual", "a2a", "dtype")
     key = {name: getattr(options, name) for name in names}
     key |= {"slow_axes": quality_command.make_config(options).slow_axes, "prompts": prompts}
     key |= {"versions": host.header()["host"]}

@@ -1,7 +1,9 @@
 """`cocodiff quality`: codecs on the small trained model, and the command line."""
 
+import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,9 @@ import torch
 from tests import ranks
 from tests.quick import slow_but
 from xfuser_cocodiff import cli
+from xfuser_cocodiff.cli import quality as quality_command
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
+from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.comparison import quality
 from xfuser_cocodiff.lab.models import hub
@@ -105,11 +109,71 @@ def test_codecs_on_the_trained_model(tmp_path: Path, capsys) -> None:
         (["--memory_budget", "-1"], "--memory_budget -1.0 is not valid"),
         (["--slow_axes", "tile"], "--slow_axes 'tile' is not valid; --virtual node=2,gpu=2 has node, gpu"),
         (["--virtual", "4x1", "--slow_axes", "gpu"], "--slow_axes 'gpu' is not valid; --virtual node=4,gpu=1 has node"),
+        (["--a2a", "gpu,node=kv"], "--a2a 'gpu,node=kv' is not valid; valid are 'flat', 'hierarchical', or stages"),
+        (["--a2a", "hierarchical:tile,node=kv"], "--a2a 'hierarchical:tile,node=kv' must name each of the axes node, "),
+        (
+            ["--a2a", "hierarchical:gpu+node=kv"],
+            "--a2a 'hierarchical:gpu+node=kv' is not valid: it gathers K and V along node, gpu; valid with =kv are the "
+            "slow axes node (--slow_axes), 'hierarchical' and 'auto'",
+        ),
+        (
+            ["--a2a", "hierarchical", "--virtual", "ring:2x2"],
+            "--a2a 'hierarchical' is not valid with --virtual ring:2x2, a ring of K and V; valid is 'auto'",
+        ),
     ],
 )
 def test_invalid_options_are_reported(arguments: list[str], text: str, capsys) -> None:
     assert cli.main(["quality", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slow_axes", ["node,gpu", "gpu,node"])
+def test_a_plan_may_gather_along_all_slow_axes_in_any_order(slow_axes: str) -> None:
+    arguments = ["quality", "--virtual", "2x3x2", "--slow_axes", slow_axes, "--a2a", "hierarchical:tile,gpu+node=kv"]
+    parser = argparse.ArgumentParser()
+    quality_command.add_parser(parser.add_subparsers())
+    config = quality_command.make_config(parser.parse_args(arguments))
+    assert config.slow_axes == config.plan.gathered_axes == ("node", "gpu")
+
+
+EXCHANGE_CASES = [
+    quality.CodecCase("balanced", "bits=4,bits_o=4", True, quality.UNIFORM),
+    quality.CodecCase("balanced", "bits=4,bits_o=4", True, quality.HEADS),
+    quality.CodecCase("balanced", "exact=transformer_blocks.0", True, "a lossless layer"),
+    quality.CodecCase("paper", None, False, "paper"),
+    quality.CodecCase("balanced", None, True, quality.COMPACTFUSION),
+]
+EXCHANGES = {
+    ("2x2", "auto"): [("kv",), ("heads",), ("heads", "kv"), ("heads",), ("ring",)],
+    ("2x2", "hierarchical"): [("heads",)],  # HEADS would repeat the first row
+    ("4x1", "auto"): [("heads",)],
+    ("4x1", "hierarchical:node=kv"): [("kv",), ("heads",)],
+}
+"""Exchanges of the first of EXCHANGE_CASES by --virtual and --a2a."""
+
+
+def evaluate_exchange(rank: int, virtual: str, a2a: str) -> dict:
+    topology, num_cases = Topology.parse(virtual), max(2, len(EXCHANGES[virtual, a2a]))
+    config = replace(CONFIG, virtual=topology, plan=None if a2a == "auto" else Plan.parse(a2a, topology))
+    evaluator = quality.QualityEvaluator("SD3.5", config, seeds=1, steps=2, size=64, dtype=torch.float32)
+    return quality.measure(evaluator, EXCHANGE_CASES[:num_cases], [], lambda case: None)[0]
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(("virtual", "a2a"), slow_but([*EXCHANGES][:1], [*EXCHANGES]))
+def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path, capsys) -> None:
+    [record] = ranks.run(evaluate_exchange, 1, virtual, a2a)
+    found, expected = [tuple(row["exchanges"]) for row in record["rows"]], EXCHANGES[virtual, a2a]
+    assert found == expected
+    if expected[:2] == [("kv",), ("heads",)]:
+        gathered, by_heads = (row["psnr_db_mean"] for row in record["rows"][:2])
+        assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
+    quality.show(record)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    texts = {"kv": "K/V gather", "heads": "by heads", "ring": "ring"}
+    for exchanges, line in zip(expected, lines, strict=False):
+        assert f"  {', '.join(texts[each] for each in exchanges)}  " in line
+    quality.draw(record, tmp_path / "plot.png")
 
 
 def evaluate_model(rank: int, model: str, dtype: torch.dtype, *modes: str) -> tuple[dict, quality.Gallery]:

@@ -75,6 +75,8 @@ class StepReport:
     """Memory of all link references."""
     exact_layers: int
     """Layers, counted per branch, that are lossless at all steps."""
+    gathered_layers: tuple[str, ...]
+    """Names of coded layers that gather K and V along the slow axes of the Ulysses group, in call order."""
 
     @property
     def error(self) -> float:
@@ -207,6 +209,7 @@ class CodecRuntime:
             self._forces_keyframe or self.schedule.is_keyframe_step(self.step),
             self.reference_bytes,
             sum(state.is_exact for state in self._states.values()),
+            tuple(dict.fromkeys(each.layer for each in self._states.values() if each.gathers_kv and not each.is_exact)),
         )
 
     def _layer_errors(self) -> tuple[dict[str, float], int]:

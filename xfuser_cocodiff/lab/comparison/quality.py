@@ -23,14 +23,14 @@ from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.lab.models import captions, slices
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import NOT_MEASURED
-from xfuser_cocodiff.xdit.launching.single_rank import SingleRankPipeline
+from xfuser_cocodiff.xdit.launching import single_rank
 
 _UNIFORM = "bits={0},bits_o={0}"
 FP8 = "FP8 as in xDiT"
 ROW_FP8 = "FP8 as in cache-dit"
 INT8 = "INT8 and FP8 as in FlashInfer"
 FP4 = "FP4 as in LightX2V"
-HEADS = "all-to-alls by heads"
+HEADS = "uniform bits by heads"
 COMPACTFUSION = "residuals in a ring as in CompactFusion"
 BASELINES = {
     FP8: baselines.Fp8,
@@ -40,9 +40,10 @@ BASELINES = {
     HEADS: VirtualRanks,
     COMPACTFUSION: VirtualRing,
 }
-"""By series, the class that replaces the virtual ranks."""
+"""By series, the class that replaces the virtual ranks; all of them but the last send by heads."""
+UNIFORM = "uniform bits"
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
-    "uniform bits": [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
+    UNIFORM: [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
     HEADS: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
     **{series: [("balanced", None)] for series in (FP8, ROW_FP8, INT8, FP4)},
@@ -55,7 +56,15 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
         ("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")
     ],
 }
-"""By series, modes and changes to their schedules."""
+"""By series, modes and changes to their schedules. Modes exchange as users get it, unless a series replaces that."""
+EXCHANGES = {
+    (): "not coded",
+    (single_rank.HEADS,): "by heads",
+    (single_rank.KV,): "K/V gather",
+    (single_rank.HEADS, single_rank.KV): "by heads, K/V gather",
+    (single_rank.RING,): "ring",
+}
+"""Texts of the exchanges along slow axes."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MAX_SHEET_PICTURES = 6
 SLICE, PHOTO, VIDEO = "a slice of {}", "a photo of {}", "a video of {}"
@@ -91,6 +100,8 @@ class GeneratedImages:
     """Bytes on slow links over lossless ones, by step; empty if no compression was active."""
     layers: tuple[str, ...]
     """Layers whose messages were compressed, in call order."""
+    exchanges: tuple[str, ...]
+    """Exchanges along slow axes, see EXCHANGES."""
 
     @property
     def bytes_slow_fraction(self) -> float:
@@ -123,7 +134,11 @@ class QualityEvaluator:
         after_step: Callable[[], object] = lambda: None,
         frames: int = 9,
     ) -> None:
-        self._pipeline, self._config, self._after_step = SingleRankPipeline(model, dtype), config, after_step
+        self._pipeline, self._config, self._after_step = (
+            single_rank.SingleRankPipeline(model, dtype),
+            config,
+            after_step,
+        )
         # This selects xDiT's attention for stock too, as on many ranks; that of diffusers has masks of its own.
         self._pipeline.configure(replace(config, mode=MODES[-1]))
         self._seeds, self._steps, self._size = seeds, steps, size
@@ -185,7 +200,7 @@ class QualityEvaluator:
         reports = self._pipeline.reports
         fractions = tuple(report.sent_bytes / report.exact_bytes for report in reports if report.exact_bytes)
         layers = tuple(dict.fromkeys(layer for report in reports for layer in report.errors))
-        return GeneratedImages(np.asarray(images).mean(-1), fractions, layers)
+        return GeneratedImages(np.asarray(images).mean(-1), fractions, layers, self._pipeline.exchanges)
 
 
 def _picture_prompts() -> list[str]:
@@ -225,8 +240,10 @@ def measure(
     gallery: Gallery = {task: {"truth": evaluator.originals(task)[0]} if task else {} for task in tasks}
     for task in tasks:
         gallery[task]["stock"] = stock[task].values
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in cases:
+        if _repeats_default(case, rows):
+            continue
         images = run_tasks(case)
         rows.append(
             {
@@ -234,6 +251,7 @@ def measure(
                 "sweep": case.sweep,
                 "series": case.series,
                 "codec": case.changes,
+                "exchanges": list(images[""].exchanges),
                 "bytes_slow_fraction": images[""].bytes_slow_fraction,
                 **compare_images(images[""].values, stock[""].values),
                 "inpaint": {
@@ -247,6 +265,12 @@ def measure(
                 gallery[task][case.mode] = images[task].values
     seeds = len(stock[""].values)
     return {**host.header(), "seeds": seeds, "inpaints": evaluator.inpaints, "rows": rows}, gallery
+
+
+def _repeats_default(case: CodecCase, rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a case by heads would repeat the same bits of an earlier row, whose default was by heads too."""
+    uniform = [row["exchanges"] for row in rows if row["series"] == UNIFORM]
+    return case.series == HEADS and bool(uniform) and all(each == [single_rank.HEADS] for each in uniform)
 
 
 def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
@@ -326,13 +350,15 @@ def show(record: dict[str, Any]) -> None:
 
     masks = list(record["rows"][0]["inpaint"])
     table = Table(box=None)
-    for column in ("mode", "changes", "bytes", "PSNR dB", "sd", "SSIM", *(f"{mask} dB (stock)" for mask in masks)):
-        table.add_column(column, justify="left" if column in ("mode", "changes") else "right")
+    texts, numbers = ("mode", "changes", "exchange"), ("bytes", "PSNR dB", "sd", "SSIM")
+    for column in (*texts, *numbers, *(f"{mask} dB (stock)" for mask in masks)):
+        table.add_column(column, justify="left" if column in texts else "right")
     for row in record["rows"]:
         inpainted = [row["inpaint"][mask] for mask in masks]
         table.add_row(
             row["mode"],
             row["codec"],
+            EXCHANGES[tuple(row["exchanges"])],
             f"{row['bytes_slow_fraction']:.3f}",
             "equal" if row["bit_equal"] else _format_decimal(row["psnr_db_mean"]),
             _format_decimal(row["psnr_db_sd"]),
@@ -341,7 +367,8 @@ def show(record: dict[str, Any]) -> None:
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     console.print(table)
-    console.print("bytes: on slow links, over lossless ones; PSNR and SSIM: to lossless runs, mean over seeds")
+    console.print("bytes: on slow links, over lossless ones of the same exchange")
+    console.print("PSNR and SSIM: to lossless runs, mean over seeds")
     if not record["inpaints"]:
         console.print("no inpainting: the latent format of this pipeline is unknown")
 
@@ -362,8 +389,12 @@ def draw(record: dict[str, Any], file: Path) -> None:
         points = sorted((row for row in rows if row["series"] == series), key=lambda row: row["bytes_slow_fraction"])
         x, y = ([row[key] for row in points] for key in ("bytes_slow_fraction", "psnr_db_mean"))
         marker, size = (".", 8) if points[0]["sweep"] else ("*", 15)
-        axes.plot(x, y, marker, markersize=size, label=series)
-    axes.set(xscale="log", xlabel="bytes on slow links, as a fraction of exact ones", ylabel="PSNR to stock, dB")
+        exchanges = dict.fromkeys(EXCHANGES[tuple(row["exchanges"])] for row in points)
+        label = series if series in BASELINES else f"{series} ({', '.join(exchanges)})"
+        axes.plot(x, y, marker, markersize=size, label=label)
+    axes.set(
+        xscale="log", xlabel="bytes on slow links, over lossless ones of the same exchange", ylabel="PSNR to stock, dB"
+    )
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")

@@ -11,6 +11,9 @@ from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.xdit.session.session import active
 
+HEADS, KV, RING = "heads", "kv", "ring"
+"""Exchanges along slow axes: all-to-alls of Q, K, V and O by heads, an all-gather of K and V, or a ring of them."""
+
 
 class SingleRankPipeline:
     """Pipeline of a model, loaded and wrapped as by the xdit command.
@@ -84,6 +87,18 @@ class SingleRankPipeline:
         """Report of the codecs for each step of the last run."""
         runtime = active().runtime
         return runtime.reports if runtime else []
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Exchanges of the last run's layers along slow axes, of HEADS, KV and RING; none if no layer was coded."""
+        virtual, reports = active().virtual, self.reports
+        layers = {layer for report in reports for layer in report.errors}
+        gathered = {layer for report in reports for layer in report.gathered_layers}
+        if virtual is None or not layers:
+            return ()
+        if virtual.is_ring:
+            return (RING,)
+        return (HEADS,) * (layers > gathered) + (KV,) * bool(gathered)
 
 
 def _task(model: str) -> list[str]:

@@ -130,7 +130,7 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
         warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None
     slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
-    may_gather = config.mode != PAPER and (config.plan is None or config.plan.gathered_axes == slow)
+    may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == set(slow))
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
     if virtual.num_slow == 1:
         warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
