@@ -25,7 +25,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
-from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
+from xfuser_cocodiff.lab.simulation.step_time import HEADS, KV, estimate_step, possible_splits, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 FAST = 1e12
@@ -128,6 +128,52 @@ def test_traffic_equals_a_calculation_by_hand() -> None:
     assert encoded.sent_bytes["node"] == pytest.approx(ratio * 4 * tensor / 2, rel=1e-3)  # plus flags and alignment
 
 
+def test_traffic_with_gathered_kv_equals_a_calculation_by_hand() -> None:
+    """FLUX.1-dev on two nodes of 8 ranks, without a ring: 24 heads, divided over the 8 ranks of a node only."""
+    scenario = make_scenario(cluster="ethernet")
+    encoded = estimate_step(scenario, UlyssesRingSplit(16, 1), "balanced")
+    tensor = 57 * 288 * 24 * 128 * 2
+    assert encoded.exchange == {"node": KV, "gpu": HEADS}
+    assert encoded.sent_bytes["gpu"] == pytest.approx(4 * tensor * 7 / 8)  # Q, K, V and O, lossless
+    ratio = (128 + 49 * 32 + 50) / 256 / 50  # 8 bits in the first step, then 2, and the scale
+    assert encoded.sent_bytes["node"] == pytest.approx(ratio * 2 * tensor, rel=1e-3)  # K and V, to one other node
+    predictor = 2 if modes.preset("balanced", 50).predictor else 1
+    assert encoded.reference_bytes == predictor * 2 * 2 * tensor  # K and V of both nodes
+    assert estimate_step(scenario, UlyssesRingSplit(16, 1), "paper").exchange == {"node": HEADS, "gpu": HEADS}
+
+
+@pytest.mark.parametrize(
+    ("heads_per_kv_head", "gathered"), [(1, [2]), (2, [2, 3]), (4, [2, 3, 4]), (8, [2, 3, 4, 8])], ids=str
+)
+def test_kv_are_gathered_where_that_sends_no_more_bytes(heads_per_kv_head: int, gathered: list[int]) -> None:
+    """Of 64 heads, K and V have 64 to 8. At equal bits, a gather along N nodes sends 2 (N - 1) of the bytes of K, and
+    all-to-alls of Q, K, V and O send (2 + 2 r) (N - 1) / N of them."""
+    for nodes in (2, 3, 4, 8):
+        scenario = make_scenario("flux1", 1536, 8 * nodes, cluster="ethernet")
+        workload = dataclasses.replace(scenario.workload, heads=64, heads_per_kv_head=heads_per_kv_head, text_tokens=0)
+        scenario = dataclasses.replace(scenario, workload=workload)
+        estimate = estimate_step(scenario, UlyssesRingSplit(8 * nodes, 1), "balanced")
+        assert (estimate.exchange["node"] == KV) == (nodes in gathered)
+        gather, all_to_alls = 2 * (nodes - 1), (2 + 2 * heads_per_kv_head) * (nodes - 1) / nodes
+        assert (estimate.exchange["node"] == KV) == (gather <= all_to_alls)
+
+
+def test_lossless_layers_gather_kv_where_the_model_predicts_a_gain() -> None:
+    scenario = make_scenario("flux1", 1024, 16, cluster="ethernet")
+    split = UlyssesRingSplit(16, 1)
+    grouped = dataclasses.replace(scenario.workload, heads=64, heads_per_kv_head=8)
+    key = 57 * 288 * 8 * 128 * 2  # K of all layers, with 8 heads
+    estimate = estimate_step(dataclasses.replace(scenario, workload=grouped), split, "exact")
+    assert estimate.exchange == {"node": KV, "gpu": HEADS}
+    assert estimate.sent_bytes["node"] == pytest.approx(2 * key)
+    assert estimate.sent_bytes["gpu"] == pytest.approx((2 + 16) * key * 7 / 8)
+    assert estimate.reference_bytes == 0
+    # With as many heads of K and V, the gather sends as much across nodes, and more within them.
+    many = dataclasses.replace(scenario, workload=dataclasses.replace(grouped, heads_per_kv_head=1))
+    assert estimate_step(many, split, "exact").exchange == {"node": HEADS, "gpu": HEADS}
+    assert estimate.step_seconds < estimate_step(many, split, "exact").step_seconds
+
+
 def test_traffic_includes_zero_padded_heads() -> None:
     """FLUX.1-dev's 24 heads on 16 ranks are zero-padded to 32, two per rank."""
     estimate = estimate_step(make_scenario(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
@@ -163,7 +209,7 @@ SMALL = {
 
 
 def traffic_and_references(
-    rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology
+    rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology, exchange: str
 ) -> tuple[dict[str, int], int]:
     """Return the bytes that a rank sends in a run along each axis, and the bytes of its link references."""
     from xfuser_cocodiff.xdit.session.session import active
@@ -176,7 +222,10 @@ def traffic_and_references(
     topology = split.ulysses_topology(whole)
     overlap = Overlap(v_first=False, head_groups=1)
     ring_topology = split.ring_topology(whole) if split.ring > 1 else None
-    options = {"plan": Plan.hierarchical(topology), "overlap": overlap, "ring": split.placement}
+    plan = Plan.hierarchical(topology)
+    if exchange == KV:
+        plan = dataclasses.replace(plan, gathers_kv=True)
+    options = {"plan": plan, "overlap": overlap, "ring": split.placement}
     run.use_mode(mode, str(topology), **options, ring_topology=ring_topology)
     active().traffic.reset()
     run()
@@ -186,20 +235,22 @@ def traffic_and_references(
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(
-    ("model", "mode", "text", "split", "whole"),
+    ("model", "mode", "text", "split", "whole", "exchange"),
     [
-        slow("FLUX.1-dev", "exact", 32, UlyssesRingSplit(4, 1), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "2x2"),
-        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(2, 1), "node=2"),
-        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(4, 1), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "inner"), "2x2"),
-        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "outer"), "2x2"),
-        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(1, 4), "2x2"),
-        slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2"),  # replicated text, which only Q and O include
+        slow("FLUX.1-dev", "exact", 32, UlyssesRingSplit(4, 1), "2x2", HEADS),
+        slow("FLUX.1-dev", "paper", 32, UlyssesRingSplit(4, 1), "2x2", HEADS),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "2x2", KV),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(4, 1), "node=4", HEADS),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(2, 1), "node=2", KV),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(4, 1), "2x2", KV),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "inner"), "2x2", HEADS),
+        slow("FLUX.1-dev", "balanced", 32, UlyssesRingSplit(2, 2, "outer"), "2x2", HEADS),
+        slow("FLUX.1-dev", "fast", 32, UlyssesRingSplit(1, 4), "2x2", HEADS),
+        slow("SD3.5", "fast", 333, UlyssesRingSplit(4, 1), "2x2", KV),  # replicated text, which only Q and O include
     ],
 )
 def test_estimates_equal_traffic_and_references_of_real_ranks(
-    model: str, mode: str, text: int, split: UlyssesRingSplit, whole: str
+    model: str, mode: str, text: int, split: UlyssesRingSplit, whole: str, exchange: str
 ) -> None:
     topology = Topology.parse(whole)
     links = profile(whole, *(1e3, FAST)[: len(topology.axes)])
@@ -207,12 +258,14 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
     workload = dataclasses.replace(SMALL[model], text_tokens=text)
     scenario = Scenario(workload, 256, 1, STEPS, topology, lambda part, _: link_profile.restrict_to(part), None)
     estimate = estimate_step(scenario, split, mode)
+    assert estimate.exchange.get("node", HEADS) == exchange
     if mode == "exact":
         tensors = [Plan.hierarchical(topology).sent_bytes(scenario.message_bytes(name)) for name in "qkvo"]
         expected = {axis: scenario.layer_calls * sum(sent[axis] for sent in tensors) for axis in tensors[0]}
     else:
         expected = Counter(estimate.sent_bytes) + Counter(estimate.ring_bytes)
-    for sent, reference_bytes in ranks.run(traffic_and_references, topology.size, model, mode, text, split, topology):
+    arguments = model, mode, text, split, topology, exchange
+    for sent, reference_bytes in ranks.run(traffic_and_references, topology.size, *arguments):
         assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
         assert reference_bytes == estimate.reference_bytes
 

@@ -124,7 +124,7 @@ def comm_stages(
         single_stage: whether a coded all-to-all is single-stage; without effect if all axes are slow.
         slow_axes: names of the slow axes.
     """
-    slow, fast = (_restrict(profile, slow_axes, is_slow) for is_slow in (True, False))
+    slow, fast = divide_axes(profile, slow_axes)
     if payload_bytes is None or slow is None:
         parts = [(profile, message_bytes)]
     elif fast is None:
@@ -205,7 +205,7 @@ def gather_pays(
     def all_to_alls(part: Profile, sizes: Sequence[float]) -> float:
         return sum(coded_all_to_all_seconds(part, size) for size in (sum(sizes), sizes[0]))
 
-    slow, fast = (_restrict(profile, gathered_axes, is_slow) for is_slow in (True, False))
+    slow, fast = divide_axes(profile, gathered_axes)
     assert slow  # they have several ranks
     kv_bytes = sum(gathered[1:])
     seconds = gather_seconds(slow, choose_gather_plan(slow, kv_bytes), kv_bytes)
@@ -280,7 +280,7 @@ def ring_stages(
     A coded block crosses the slow axes first. A rank's own block and those that it has decoded then cross the fast
     ones.
     """
-    slow, fast = (_restrict(profile, slow_axes, is_slow) for is_slow in (True, False))
+    slow, fast = divide_axes(profile, slow_axes)
     if payload_bytes is None or slow is None:
         return [CommStage(profile, choose_gather_plan(profile, block_bytes), block_bytes)]
     sizes = (block_bytes, (slow.topology.size - 1) * block_bytes) if fast else ()
@@ -290,10 +290,21 @@ def ring_stages(
     ]
 
 
-def _restrict(profile: Profile, slow_axes: Sequence[str], is_slow: bool) -> Profile | None:
-    """Return the profile of the slow axes, or of the others; None if none of these has more than one rank."""
-    axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in slow_axes) == is_slow]
-    return profile.restrict_to(Topology(tuple(axes))) if axes else None
+def divide_axes(profile: Profile, slow_axes: Sequence[str]) -> tuple[Profile | None, Profile | None]:
+    """Return the profiles of the slow axes and of the others; None for axes with one rank in all."""
+
+    def restrict(is_slow: bool) -> Profile | None:
+        axes = [axis for axis in profile.topology.axes if axis.size > 1 and (axis.name in slow_axes) == is_slow]
+        return profile.restrict_to(Topology(tuple(axes))) if axes else None
+
+    return restrict(True), restrict(False)
+
+
+def has_outermost(topology: Topology, axes: Sequence[str]) -> bool:
+    """Return whether some axes are the outermost of those with more than one rank, as gathering K and V requires."""
+    moving = [axis.name for axis in topology.axes if axis.size > 1]
+    named = [name for name in moving if name in axes]
+    return bool(named) and moving[: len(named)] == named
 
 
 def _profile_of(profile: Profile, direct: bool) -> Profile:

@@ -1,4 +1,7 @@
-"""Predicts the all-to-alls and the ring of a layer: seconds, traffic, and memory of link references."""
+"""Predicts the communication of a layer: seconds, traffic, and memory of link references.
+
+A layer reshards Q, K, V and O by heads, or gathers K and V along slow axes, see :mod:`kv_gather`.
+"""
 
 import functools
 from collections import Counter
@@ -9,9 +12,11 @@ import torch
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -34,6 +39,8 @@ class Payloads(NamedTuple):
 
     qkv: int | None
     o: int | None
+    kv: int | None
+    """K and V where they are gathered, which neither Q nor O are then."""
     ring: int | None
 
 
@@ -51,11 +58,37 @@ class LayerCommunication:
         self._slow_axes, self._ring_slow_axes = map(scenario.slow_axes_of, (self.group, self.ring))
         self._num_slots = planner.num_ranks_along(self.group, self._slow_axes)
         self._num_ring_slots = planner.num_ranks_along(self.ring, self._ring_slow_axes)
+        self.gather = self._gather()
+        """Gather of K and V that the layer uses, or tries in a lossless mode; None where it reshards by heads."""
         # Staged or single-stage is chosen once per layer, for a message of two tensors: the mean of its two messages.
         message = sum(self._tensor_bytes(name) for name in "qkvo") // 2
         self._single_stage = self._num_slots > 1 and planner.is_single_stage(
             scenario.link_profile(self.group, message), message, self._slow_axes
         )
+
+    @property
+    def is_coded_gather(self) -> bool:
+        """Whether the layer always gathers K and V, encoded."""
+        return self.gather is not None and self._mode != EXACT
+
+    def _gather(self) -> KvGather | None:
+        """Return the gather of K and V, which has no ring beside it.
+
+        A lossy mode gathers along the slow axes by the planner's rule; the paper's has no gather. A lossless layer may
+        do so along the outermost axis.
+        """
+        if self._is_stock or self._split.ring > 1 or self._mode == PAPER or self.group.size == 1:
+            return None
+        if self._mode == EXACT:
+            moving = tuple(axis.name for axis in self.group.axes if axis.size > 1)
+            gather = KvGather(self._scenario, self.group, moving[:1])
+            by_heads = [self._tensor_bytes(name) for name in "qkv"]
+            profile = self._scenario.link_profile(self.group, self._tensor_bytes("q"))
+            return gather if gather.is_tried(profile, by_heads) else None
+        is_outermost = planner.has_outermost(self.group, self._slow_axes)
+        if is_outermost and planner.gathers_kv(self._num_slots, self._scenario.workload.heads_per_kv_head):
+            return KvGather(self._scenario, self.group, self._slow_axes)
+        return None
 
     def _tensor_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o, including zero-padded heads."""
@@ -66,6 +99,8 @@ class LayerCommunication:
         """Memory of the link references of the layer."""
         if self._schedule is None:
             return ReferenceBytes(0, 0)
+        if self.gather:
+            return self.gather.reference_bytes(self._schedule)
         num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
         head_dim = self._scenario.workload.head_dim
         sizes = LayerSizes(sum(num_values.values()), num_values["v"], head_dim, BYTES_PER_VALUE)
@@ -73,11 +108,14 @@ class LayerCommunication:
 
     def payloads(self) -> list[Payloads]:
         """Return the encoded bytes of each step of a run."""
+        if self.gather and self._schedule:
+            return [Payloads(None, None, size, None) for size in self.gather.payloads(self._schedule, _DTYPE)]
         num_links = self._split.ulysses if self._single_stage else self._num_slots
         groups, shard = self._split.ulysses // num_links, self._scenario.shard
         columns = [
             self._encoded_bytes(self._num_slots, "qkv", groups, [shard.num_tokens(name) for name in "qkv"], num_links),
             self._encoded_bytes(self._num_slots, "o", groups, [shard.num_tokens("o")], num_links),
+            [None] * self._scenario.steps,
             self._encoded_bytes(self._num_ring_slots, "kv", 1, [self._split.ulysses * shard.keys] * 2, 1),
         ]
         return [Payloads(*sizes) for sizes in zip(*columns, strict=True)]
@@ -98,27 +136,47 @@ class LayerCommunication:
         if self._schedule is None or num_slots == 1:
             return [None] * scenario.steps
         head_dim = scenario.workload.head_dim
-        shapes = [(1, groups * scenario.rows, self._heads, count, head_dim) for count in tokens]
+        group = scenario.workload.heads_per_kv_head
+        heads = [self._heads // group if name in "kv" else self._heads for name in names]
+        counts = zip(heads, tokens, strict=True)
+        shapes = [(1, groups * scenario.rows, number, count, head_dim) for number, count in counts]
         return [num_links * size for size in self._schedule.sent_bytes(names, shapes, _DTYPE, scenario.steps)]
 
     def schedules(self, payloads: Payloads) -> list[Schedule]:
-        """Return the schedules among which a layer's all-to-alls are chosen.
+        """Return the schedules among which a layer's is chosen.
 
         Stock has one, with one or three all-to-alls of Q, K and V. The plugin sends V first or with Q and K, and a
-        lossless layer may also run as in stock, without stages, or by head groups.
+        lossless layer may also run as in stock, without stages, by head groups, or with gathered K and V, whose bits
+        are taken to be the same.
         """
         if self._is_stock:
             groups = ["qkv"] if self._scenario.workload.combines_qkv else ["q", "k", "v"]
             return [self._schedule_of(groups, payloads, is_flat=True)]
-        schedules = [self._schedule_of(groups, payloads) for groups in (["v", "qk"], ["qkv"])]
+        inputs = (["v", "qk"], ["qkv"])
+        if self.is_coded_gather:
+            return [self._gathered_schedule(names, payloads.kv) for names in inputs]
+        schedules = [self._schedule_of(names, payloads) for names in inputs]
         if payloads.qkv is not None or payloads.o is not None:
             return schedules
-        by_groups = [
-            self._schedule_of(inputs, payloads, groups=groups)
-            for groups in self._head_groups()
-            for inputs in (["v", "qk"], ["qkv"])
-        ]
-        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True), *by_groups]
+        numbers = self._head_groups()
+        schedules += [self._schedule_of(names, payloads, groups=groups) for groups in numbers for names in inputs]
+        if self.gather:
+            tried = [1, *(groups for groups in numbers if self.gather.heads % groups == 0)]
+            schedules += [self._gathered_schedule(names, None, groups) for groups in tried for names in inputs]
+        return [*schedules, self._schedule_of(["qkv"], payloads, is_flat=True)]
+
+    def _gathered_schedule(self, names: Sequence[str], payload: int | None, groups: int = 1) -> Schedule:
+        """Return the schedule with gathered K and V, in these messages of Q, K and V."""
+        assert self.gather
+        codec_operators = 0 if payload is None else _CODEC_OPERATORS[self._mode]
+        of = functools.partial(
+            self.gather.message,
+            payload=payload,
+            groups=groups,
+            operators=_PLUGIN_OPERATORS,
+            codec_operators=codec_operators,
+        )
+        return Schedule({each: of(each) for each in names}, of("o"), (of("qkv"),) * (groups - 1), gathers_kv=True)
 
     def _head_groups(self) -> list[int]:
         """Return the numbers of head groups that the plugin tries; none in lossy modes.

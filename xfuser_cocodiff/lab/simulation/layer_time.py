@@ -46,7 +46,7 @@ class Computation:
         return self.query_key + self.parallel + self.attention + self.rest
 
 
-def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int) -> Computation:
+def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int, num_gathered: int = 1) -> Computation:
     """Return the computation of a layer.
 
     Args:
@@ -54,6 +54,7 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int) -
         kind: kind of the layer.
         padded_heads: heads of all ranks, including zero-padded ones.
         ring: ring degree.
+        num_gathered: places whose K and V a rank gathers.
     """
     workload, shard, accelerator = scenario.workload, scenario.shard, scenario.accelerator or INSTANT
     counts = scenario.token_counts
@@ -61,7 +62,7 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int) -
 
     def attention(attended: float, heads: int) -> float:
         flops = workload.attention_flops(counts[JOINT], attended, heads)
-        moved = BYTES_PER_VALUE * (2 + 2 * ring) * counts[JOINT] * workload.width
+        moved = BYTES_PER_VALUE * (2 + 2 * ring * num_gathered) * counts[JOINT] * workload.width
         return accelerator.kernel_seconds(moved, attention_flops=flops, head_dim=workload.head_dim)
 
     merges = Work(pointwise=(Pointwise(JOINT, _MERGE_KERNELS * (ring - 1), _MERGE_PASSES * (ring - 1)),) * (ring > 1))
@@ -75,7 +76,7 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int) -
 
 
 class Message(NamedTuple):
-    """One all-to-all of a layer."""
+    """One all-to-all of a layer; with gathered K and V, one along the fast axes and the all-gather behind it."""
 
     seconds: float
     """Seconds until it has arrived, without the copies around it."""
@@ -101,6 +102,8 @@ class Schedule(NamedTuple):
     """All-to-all of O of a head group."""
     further: tuple[Message, ...] = ()
     """All-to-alls of Q, K and V of the other head groups, where there are several."""
+    gathers_kv: bool = False
+    """Whether K and V are gathered along some axes, so that only they cross these."""
 
     @property
     def groups(self) -> int:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from xfuser_cocodiff.engine.settings.config import default_mode
 from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
-from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, compute, layer_time
+from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, compute, layer_time
+from xfuser_cocodiff.lab.simulation.layers import LayerKind
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
+
+HEADS, KV = "heads", "kv"
+"""How attention crosses an axis: by all-to-alls that reshard heads, or by an all-gather of K and V."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,10 @@ class StepEstimate:
     """Topology of a Ulysses group."""
     mode: str
     """Mode of the plugin, or `stock`."""
+    exchange: dict[str, str]
+    """How attention crosses each axis of a Ulysses group: HEADS or KV; that of most layers."""
     sent_bytes: dict[str, float]
-    """Bytes that all-to-alls send along each axis."""
+    """Bytes that all-to-alls, and gathers of K and V beside them, send along each axis."""
     ring_bytes: dict[str, float]
     """Bytes that the ring sends along each axis."""
     reference_bytes: int
@@ -39,7 +45,7 @@ class StepEstimate:
     compact_reference_bytes: int
     """Memory of all link references in 8 bits."""
     a2a_seconds: float
-    """Seconds of all all-to-alls, hidden ones included."""
+    """Seconds of all all-to-alls and gathers of K and V beside them, hidden ones included."""
     ring_seconds: float
     """Seconds of all all-gathers of the ring, hidden ones included."""
     compute_seconds: float | None
@@ -94,13 +100,18 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
     sent_bytes: defaultdict[str, float] = defaultdict(float)
     ring_bytes: defaultdict[str, float] = defaultdict(float)
     a2a_seconds = ring_seconds = compute_seconds = host_seconds = step_seconds = 0.0
-    computations = [compute(scenario, kind, costs.padded_heads, split.ring) for kind in scenario.workload.kinds]
+    computations = [_computations(scenario, costs, kind, split.ring) for kind in scenario.workload.kinds]
+    gathering = 0.0
     for payloads, num_steps in Counter(costs.payloads()).items():
         schedules, gather = costs.schedules(payloads), costs.ring_gather(payloads.ring)
-        for kind, computation in zip(scenario.workload.kinds, computations, strict=True):
+        for kind, computation_of in zip(scenario.workload.kinds, computations, strict=True):
             weight = scenario.workload.calls * kind.count * num_steps / scenario.steps
-            times = [layer_time(computation, each, gather, split.ring, accelerator, overlaps) for each in schedules]
+            times = [
+                layer_time(computation_of[each.gathers_kv], each, gather, split.ring, accelerator, overlaps)
+                for each in schedules
+            ]
             time, schedule = min(zip(times, schedules, strict=True), key=lambda pair: pair[0].seconds)
+            computation, gathering = computation_of[schedule.gathers_kv], gathering + weight * schedule.gathers_kv
             for message in schedule.messages:
                 _add_weighted(sent_bytes, message.sent_bytes, weight)
                 a2a_seconds += weight * message.seconds
@@ -116,6 +127,7 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
         placement=split.placement,
         topology=str(costs.group),
         mode=mode,
+        exchange=_exchange(costs, gathering > scenario.layer_calls / 2),
         sent_bytes=dict(sent_bytes),
         ring_bytes=dict(ring_bytes),
         reference_bytes=costs.reference_bytes.full * scenario.layer_calls,
@@ -126,6 +138,20 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
         host_seconds=host_seconds if is_known else None,
         step_seconds=step_seconds if is_known else None,
     )
+
+
+def _computations(scenario: Scenario, costs: LayerCommunication, kind: LayerKind, ring: int) -> dict[bool, Computation]:
+    """Return the computation of a layer, by whether K and V are gathered."""
+    by_exchange = {False: compute(scenario, kind, costs.padded_heads, ring)}
+    if costs.gather:
+        by_exchange[True] = compute(scenario, kind, costs.gather.padded_heads, ring, costs.gather.num_slow)
+    return by_exchange
+
+
+def _exchange(costs: LayerCommunication, gathers_kv: bool) -> dict[str, str]:
+    """Return how attention crosses each axis with several ranks."""
+    gathered = costs.gather.axes if costs.gather and gathers_kv else ()
+    return {axis.name: KV if axis.name in gathered else HEADS for axis in costs.group.axes if axis.size > 1}
 
 
 def _add_weighted(total: defaultdict[str, float], by_axis: Mapping[str, float], weight: float) -> None:

@@ -1,0 +1,102 @@
+"""Predicts the messages of a layer that gathers K and V along some axes, and reshards by heads along the others."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from xfuser_cocodiff.engine.compression.modes import CodecSchedule
+from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.link_profile import Profile
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.simulation.layer_time import Message
+from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
+from xfuser_cocodiff.lab.simulation.scenario import Scenario
+
+_COPIES = 2
+"""Copies of a message around an all-to-all."""
+
+
+class KvGather:
+    """Communication of a layer that gathers K and V.
+
+    Args:
+        scenario: model and ranks.
+        group: topology of the Ulysses group.
+        axes: names of the axes along which K and V are gathered, the outermost ones.
+    """
+
+    def __init__(self, scenario: Scenario, group: Topology, axes: tuple[str, ...]) -> None:
+        self._scenario, self._group, self.axes = scenario, group, axes
+        self.num_slow = planner.num_ranks_along(group, axes)
+        """Places whose K and V a rank gathers."""
+        self.num_fast = group.size // self.num_slow
+        """Ranks over which heads are divided."""
+        self.heads = -(-scenario.workload.heads // self.num_fast)
+        """Heads of a rank, including zero-padded heads."""
+        self.padded_heads = self.heads * self.num_fast
+        """Heads of all ranks, including zero-padded heads."""
+
+    def tensor_bytes(self, names: str) -> int:
+        """Return the bytes per rank of some of q, k, v and o, including zero-padded heads."""
+        heads = self._scenario.workload.heads
+        return sum(self._scenario.message_bytes(name) * self.padded_heads // heads for name in names)
+
+    def payloads(self, schedule: CodecSchedule, dtype: torch.dtype) -> list[int]:
+        """Return the encoded bytes of a rank's K and V, for each step of a run."""
+        scenario, workload = self._scenario, self._scenario.workload
+        tokens = self.num_fast * scenario.shard.keys
+        shape = (1, scenario.rows, self.heads // workload.heads_per_kv_head, tokens, workload.head_dim)
+        return schedule.sent_bytes("kv", [shape] * 2, dtype, scenario.steps)
+
+    def reference_bytes(self, schedule: CodecSchedule) -> ReferenceBytes:
+        """Return the memory of the layer's link references: of K and V only."""
+        num_values, num_v_values = (self.tensor_bytes(names) // BYTES_PER_VALUE for names in ("qkvo", "v"))
+        sizes = LayerSizes(num_values, num_v_values, self._scenario.workload.head_dim, BYTES_PER_VALUE)
+        return ReferenceBytes.of(sizes, schedule, 1, self.num_slow)
+
+    def is_tried(self, profile: Profile, by_heads: Sequence[float]) -> bool:
+        """Return whether a lossless layer tries it; for the arguments see :func:`planner.gather_pays`."""
+        if self.num_fast == 1 or profile.direct:  # on CPUs, which have direct sends, it is not tried
+            return False
+        return planner.gather_pays(profile, self.axes, by_heads, [self.tensor_bytes(name) for name in "qkv"])
+
+    def message(
+        self, names: str, payload: float | None = None, groups: int = 1, operators: int = 0, codec_operators: int = 0
+    ) -> Message:
+        """Return the message of some of q, k, v and o of a head group.
+
+        Args:
+            names: letters of the tensors.
+            payload: encoded bytes of a rank's K and V; None where they are lossless.
+            groups: number of head groups.
+            operators: operators around one collective of the plugin.
+            codec_operators: operators of the codecs of Q, K, V and O.
+        """
+        size = self.tensor_bytes(names) // groups
+        profile = self._scenario.link_profile(self._group, size)
+        slow, fast = planner.divide_axes(profile, self.axes)
+        sent_bytes, seconds, collectives, copies, calls = Counter[str](), 0.0, 0, 0, 0
+        if fast:
+            plan = planner.choose_plan(fast, size)
+            seconds += planner.all_to_all_seconds(fast, plan, size)
+            sent_bytes.update(plan.sent_bytes(size))
+            collectives, copies, calls = len(plan.stages), _COPIES, operators
+        gathered = [name for name in names if name in "kv"]
+        if gathered and slow:
+            block = self.tensor_bytes("".join(gathered)) // groups
+            sent = block if payload is None else payload * len(gathered) / 2
+            gather_plan = planner.choose_gather_plan(slow, sent)
+            seconds += planner.gather_seconds(slow, gather_plan, sent)
+            sent_bytes.update(gather_plan.gathered_bytes(sent))
+            collectives += len(gather_plan.stages)
+            if payload is None:  # into one message, and out of it
+                copies += round((1 + self.num_slow) * block / size)
+                calls += operators
+            else:
+                # Both encoding a block and decoding one takes half of the codec's time for it.
+                seconds += self.num_slow * block / 2 / profile.codec_bytes_per_second
+                copies += 1
+                calls += operators // 2 + codec_operators * len(gathered) // 4
+        return Message(seconds, sent_bytes, size if collectives else 0, collectives, copies, calls)
