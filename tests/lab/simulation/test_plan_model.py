@@ -23,9 +23,10 @@ from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, Ulysse
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
+from xfuser_cocodiff.lab.simulation.exchange import HEADS, KV
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
-from xfuser_cocodiff.lab.simulation.step_time import HEADS, KV, estimate_step, possible_splits, rank_splits
+from xfuser_cocodiff.lab.simulation.step_time import estimate_step, possible_splits, rank_splits
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
 FAST = 1e12
@@ -280,6 +281,11 @@ def test_command_prints_and_writes_the_record(tmp_path: Path, capsys: pytest.Cap
     printed, written = capsys.readouterr().out, json.loads(record.read_text())
     assert written["flags"] in printed
     assert written["stock"]["step_seconds"] > written["splits"][0]["step_seconds"]
+    _, paper, balanced, fast = written["modes"]
+    assert balanced["exchange"] == {"node": "kv", "gpu": "heads"} and "node kv, gpu heads" in printed
+    assert f"exchange in balanced, fast: {balanced['exchange_reason']}" in printed
+    assert "2 places: a gather sends 2 times" in fast["exchange_reason"]
+    assert f"exchange in paper: {paper['exchange_reason']}" in printed
     assert [row["mode"] for row in written["modes"]] == ["exact", "paper", "balanced", "fast"]
     best = written["splits"][0]
     assert best["speedup"] == pytest.approx(written["stock"]["step_seconds"] / best["step_seconds"])
@@ -307,6 +313,29 @@ def test_profile_gives_communication_and_with_tflops_step_times(
     # Copies at 1e11 bytes per second dominate the pointwise kernels.
     flops_seconds = step_flops(WORKLOADS["flux.2-dev"], 1024) / 8 / 1e14
     assert flops_seconds < rows[0]["compute_seconds"] < 10 * flops_seconds
+
+
+@pytest.mark.parametrize(
+    ("topology", "exchange", "reason"),
+    [
+        # Of N places, all-to-alls of four tensors send 4 (N - 1) / N of the bytes of K, a gather of two 2 (N - 1).
+        ("2x4", {"node": "kv", "gpu": "heads"}, "kv along node, 2 places: a gather sends 2 times"),
+        ("3x4", {"node": "heads", "gpu": "heads"}, "heads along node, 3 places: a gather sends 4 times"),
+        ("1x4", {"gpu": "heads"}, ""),
+    ],
+)
+def test_plans_of_message_sizes_name_the_exchange_of_lossy_modes(
+    topology: str, exchange: dict[str, str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, record = tmp_path / "profile.json", tmp_path / "plan.json"
+    links = dataclasses.replace(profile(topology, 1e6, 1e11), codec_bytes_per_second=1e10)
+    file.write_text(json.dumps({"profile": links.to_json()}))
+    assert cli.main(["plan", "--profile", str(file), "--sizes", "1MB", "--json", str(record)]) == 0
+    written, printed = json.loads(record.read_text()), capsys.readouterr().out
+    assert written["exchange"] == exchange
+    assert written["exchange_reason"].startswith(reason)
+    assert ("exchange in lossy modes" in printed) == bool(reason)
+    assert written["slow_axes"] == (["node"] if reason else [])
 
 
 MODEL = "--model flux1 --resolution 1024"

@@ -383,6 +383,9 @@ def test_rows_have_the_keys_of_the_record(tmp_path: Path, capsys: pytest.Capture
         assert (stock["mode"], stock["speedup"]) == (STOCK, 1)
         assert [row["speedup"] for row in modes] == [stock["step_seconds"] / row["step_seconds"] for row in modes]
     assert "12 x 1" in capsys.readouterr().out
+    exchanges = {(row["cluster"], row["nodes"], row["mode"]): row["exchange"] for row in rows}
+    assert exchanges["ethernet", 2, "fast"] == {"node": "kv", "gpu": "heads"}
+    assert exchanges["aurora", 2, "stock"] == {"gpu": "heads", "tile": "heads"}  # beside a ring across nodes
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.kv_gather import KvGather
 from xfuser_cocodiff.lab.simulation.layer_time import Gather, Message, Schedule
 from xfuser_cocodiff.lab.simulation.layers import BYTES_PER_VALUE
@@ -89,6 +90,13 @@ class LayerCommunication:
         if is_outermost and planner.gathers_kv(self._num_slots, self._scenario.workload.heads_per_kv_head):
             return KvGather(self._scenario, self.group, self._slow_axes)
         return None
+
+    def exchange_reason(self, gathered_axes: Sequence[str]) -> str:
+        """Return why the layer gathers K and V along these axes, or along none."""
+        if self._schedule is None:
+            return exchange.lossless_reason(gathered_axes)
+        grouping, has_ring = self._scenario.workload.heads_per_kv_head, self._split.ring > 1
+        return exchange.lossy_reason(self.group, self._slow_axes, grouping, self._mode, has_ring)
 
     def _tensor_bytes(self, name: str) -> int:
         """Return the bytes per rank of one of q, k, v and o, including zero-padded heads."""

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from xfuser_cocodiff.engine.settings.options import MULTI_NODE_MODE
 from xfuser_cocodiff.engine.topology import planner
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.reporting import host
+from xfuser_cocodiff.lab.simulation import exchange
 
 _NUM_ALTERNATIVES = 3
 
@@ -26,7 +28,28 @@ def forecast(profile: Profile, sizes: Sequence[int]) -> dict[str, Any]:
             seconds = planner.all_to_all_seconds(profile, plan, size)
             row = {"bytes_per_rank": size, "plan": str(plan), "predicted_seconds": seconds, "chosen": plan == chosen}
             rows.append(row)
-    return {**host.header(), "topology": str(profile.topology), "profile": profile.to_json(), "rows": rows}
+    return {
+        **host.header(),
+        "topology": str(profile.topology),
+        "profile": profile.to_json(),
+        "slow_axes": list(profile.slow_axes),
+        "exchange": _exchange(profile),
+        "exchange_reason": exchange.lossy_reason(
+            profile.topology, profile.slow_axes, 1, MULTI_NODE_MODE, has_ring=False
+        ),
+        "rows": rows,
+    }
+
+
+def _exchange(profile: Profile) -> dict[str, str]:
+    """Return how coded attention with as many heads of K and V as of Q crosses each axis, without a ring."""
+    topology, slow = profile.topology, profile.slow_axes
+    gathers = planner.gathers_kv(planner.num_ranks_along(topology, slow), 1) and planner.has_outermost(topology, slow)
+    return exchange.by_axis(topology, slow if gathers else ())
+
+
+def _exchange_reason(profile: Profile) -> str:
+    return exchange.lossy_reason(profile.topology, profile.slow_axes, 1, MULTI_NODE_MODE, has_ring=False)
 
 
 def show(record: dict[str, Any]) -> None:
@@ -41,3 +64,5 @@ def show(record: dict[str, Any]) -> None:
         predicted = f"{1000 * row['predicted_seconds']:.3f}"
         table.add_row(f"{row['bytes_per_rank']:,}", row["plan"], predicted, "chosen" if row["chosen"] else "")
     Console(highlight=False, markup=False).print(f"topology {record['topology']}", table)
+    if record["exchange_reason"]:
+        print(f"exchange in lossy modes, unless K and V have fewer heads than Q: {record['exchange_reason']}")

@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.accelerator.accelerators import UNKNOWN, Accelerator
 from xfuser_cocodiff.lab.reporting import host
 from xfuser_cocodiff.lab.reporting.formatting import format_bytes, format_percent, format_seconds
+from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.machines import ALIASES as CLUSTER_ALIASES
 from xfuser_cocodiff.lab.simulation.machines import MACHINES, Machine, machine_named
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -220,11 +221,12 @@ def show(record: dict[str, Any]) -> None:
             f"{format_seconds(stock['step_seconds'])}; all-to-alls {format_seconds(stock['a2a_seconds'])} "
             f"({format_percent(stock['share'])}), ring {format_seconds(stock['ring_seconds'])}"
         )
-    sent = ("all-to-all bytes", "ring bytes")
+    sent = ("exchange", "bytes", "ring bytes")
     print("\nsplits, fastest first (bytes and seconds per rank and step):")
     console.print(_table(record["splits"], ("Ulysses x Ring", "placement", "Ulysses group", "mode", *sent)))
     print("\nmodes with the fastest split:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
+    console.print(*_exchange_lines(record), sep="\n")
     if not record["modes"][-1]["reference_bytes"]:
         console.print(
             "no axis is slow for this device: all modes are lossless; --cocodiff_slow_axes names axes to compress"
@@ -242,6 +244,15 @@ def _divisibility_lines(record: dict[str, Any]) -> list[str]:
     return lines + ([f"problem: {record['problem']}"] if record["problem"] else [])
 
 
+def _exchange_lines(record: dict[str, Any]) -> list[str]:
+    """Return why K and V are gathered along slow axes or not, once for all modes with the same reason."""
+    modes_by_reason: dict[str, list[str]] = {}
+    for row in record["modes"]:
+        if row["exchange_reason"]:
+            modes_by_reason.setdefault(row["exchange_reason"], []).append(row["mode"])
+    return [f"exchange in {', '.join(names)}: {reason}" for reason, names in modes_by_reason.items()]
+
+
 def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
     from rich.table import Table
 
@@ -254,7 +265,8 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
             "placement": row["placement"] if row["ring"] > 1 and row["ulysses"] > 1 else "",
             "Ulysses group": row["topology"],
             "mode": row["mode"],
-            "all-to-all bytes": _format_axes(row["sent_bytes"]),
+            "exchange": exchange.describe(row["exchange"]),
+            "bytes": _format_axes(row["sent_bytes"]),
             "ring bytes": _format_axes(row["ring_bytes"]),
             "references": f"{row['reference_bytes'] / GIB:.2f} GiB",
             "8-bit references": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",

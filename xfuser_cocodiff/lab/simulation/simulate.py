@@ -6,6 +6,7 @@ from typing import Any
 
 from xfuser_cocodiff.engine.settings.options import MODES as PLUGIN_MODES
 from xfuser_cocodiff.lab.reporting.formatting import format_percent, format_seconds
+from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.machines import ALIASES, MACHINES, Machine, machine_named
 from xfuser_cocodiff.lab.simulation.plan_model import check_choice, check_count
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -78,6 +79,8 @@ def _mode_rows(scenario: Scenario, modes: Sequence[str]) -> Iterable[dict[str, A
             "ring_degree": best.ring,
             "placement": best.placement,
             "mode": mode,
+            "exchange": best.exchange,
+            "exchange_reason": best.exchange_reason,
             "share": stock.a2a_seconds / stock.step_seconds,
             "step_seconds": best.step_seconds,
             "speedup": stock.step_seconds / best.step_seconds,
@@ -108,20 +111,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table, left_aligned = Table(box=None), ("cluster", "model", "mode")
-    columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "stock comm.")
+    table, left_aligned = Table(box=None), ("cluster", "model", "mode", "gathers K, V")
+    columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "gathers K, V", "stock comm.")
     for column in (*columns, "compute", "all-to-all", "ring", "host", "step time", "speedup"):
         table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("cluster", "nodes", "model", "resolution", "batch", "mode")),
-            *(f"{row['degree']} x {row['ring_degree']}", format_percent(row["share"])),
+            f"{row['degree']} x {row['ring_degree']}",
+            *("+".join(exchange.gathered(row["exchange"])), format_percent(row["share"])),
             *(format_seconds(row[f"{part}_seconds"]) for part in ("compute", "a2a", "ring", "host", "step")),
             f"{row['speedup']:.2f}x",
         )
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
     notes = (
         "predicted, not measured; speedup over stock's fastest split",
+        "gathers K, V: axes along which K and V are gathered, and heads not resharded",
         "stock comm.: communication share of stock's step, all-to-alls only",
     )
     console.print(table, *notes, sep="\n")

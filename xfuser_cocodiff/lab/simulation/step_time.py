@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 from xfuser_cocodiff.engine.settings.config import default_mode
 from xfuser_cocodiff.engine.settings.ring_placement import OUTER, PLACEMENTS, UlyssesRingSplit
+from xfuser_cocodiff.lab.simulation import exchange
 from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.layer_time import INSTANT, Computation, compute, layer_time
 from xfuser_cocodiff.lab.simulation.layers import LayerKind
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
 from xfuser_cocodiff.lab.simulation.sharding import ulysses_degrees
-
-HEADS, KV = "heads", "kv"
-"""How attention crosses an axis: by all-to-alls that reshard heads, or by an all-gather of K and V."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,9 @@ class StepEstimate:
     mode: str
     """Mode of the plugin, or `stock`."""
     exchange: dict[str, str]
-    """How attention crosses each axis of a Ulysses group: HEADS or KV; that of most layers."""
+    """How attention of most layers crosses each axis of a Ulysses group: exchange.HEADS or exchange.KV."""
+    exchange_reason: str
+    """Why that is so along the slow axes; empty where nothing speaks for a gather."""
     sent_bytes: dict[str, float]
     """Bytes that all-to-alls, and gathers of K and V beside them, send along each axis."""
     ring_bytes: dict[str, float]
@@ -121,13 +121,15 @@ def estimate_step(scenario: Scenario, split: UlyssesRingSplit, mode: str) -> Ste
             host_seconds += weight * time.host
             step_seconds += weight * time.seconds
     is_known = scenario.accelerator is not None
+    gathered = costs.gather.axes if costs.gather and gathering > scenario.layer_calls / 2 else ()
     return StepEstimate(
         ulysses=split.ulysses,
         ring=split.ring,
         placement=split.placement,
         topology=str(costs.group),
         mode=mode,
-        exchange=_exchange(costs, gathering > scenario.layer_calls / 2),
+        exchange=exchange.by_axis(costs.group, gathered),
+        exchange_reason=costs.exchange_reason(gathered),
         sent_bytes=dict(sent_bytes),
         ring_bytes=dict(ring_bytes),
         reference_bytes=costs.reference_bytes.full * scenario.layer_calls,
@@ -146,12 +148,6 @@ def _computations(scenario: Scenario, costs: LayerCommunication, kind: LayerKind
     if costs.gather:
         by_exchange[True] = compute(scenario, kind, costs.gather.padded_heads, ring, costs.gather.num_slow)
     return by_exchange
-
-
-def _exchange(costs: LayerCommunication, gathers_kv: bool) -> dict[str, str]:
-    """Return how attention crosses each axis with several ranks."""
-    gathered = costs.gather.axes if costs.gather and gathers_kv else ()
-    return {axis.name: KV if axis.name in gathered else HEADS for axis in costs.group.axes if axis.size > 1}
 
 
 def _add_weighted(total: defaultdict[str, float], by_axis: Mapping[str, float], weight: float) -> None:

@@ -1,0 +1,72 @@
+"""Names how attention crosses the axes of a Ulysses group, and why, in words."""
+
+from collections.abc import Sequence
+
+from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.topology import Topology
+
+HEADS, KV = "heads", "kv"
+"""How attention crosses an axis: by all-to-alls that reshard heads, or by an all-gather of K and V."""
+
+
+def by_axis(group: Topology, gathered_axes: Sequence[str]) -> dict[str, str]:
+    """Return how attention crosses each axis with several ranks.
+
+    Args:
+        group: topology of the Ulysses group.
+        gathered_axes: names of the axes along which K and V are gathered.
+    """
+    return {axis.name: KV if axis.name in gathered_axes else HEADS for axis in group.axes if axis.size > 1}
+
+
+def describe(exchange: dict[str, str]) -> str:
+    """Return the exchange of each axis in one short cell, such as 'node kv, gpu heads'."""
+    return ", ".join(f"{axis} {how}" for axis, how in exchange.items())
+
+
+def gathered(exchange: dict[str, str]) -> list[str]:
+    """Return the names of the axes along which K and V are gathered."""
+    return [axis for axis, how in exchange.items() if how == KV]
+
+
+def lossy_reason(group: Topology, slow_axes: Sequence[str], heads_per_kv_head: int, mode: str, has_ring: bool) -> str:
+    """Return why a lossy mode gathers K and V along the slow axes or does not; empty where none has several ranks.
+
+    Args:
+        group: topology of the Ulysses group.
+        slow_axes: names of its slow axes.
+        heads_per_kv_head: heads of Q for each head of K and V.
+        mode: mode of the plugin.
+        has_ring: whether there is a ring beside the group.
+    """
+    places = planner.num_ranks_along(group, slow_axes)
+    if places == 1:
+        return ""
+    along = f"along {' and '.join(slow_axes)}"
+    if mode == PAPER:
+        return f"heads {along}: mode {PAPER!r} does not gather K and V"
+    if has_ring:
+        return f"heads {along}: beside a ring, K and V are not gathered"
+    if not planner.has_outermost(group, slow_axes):
+        return f"heads {along}: K and V are gathered along the outermost axes only"
+    sizes = byte_ratios(places, heads_per_kv_head)
+    if planner.gathers_kv(places, heads_per_kv_head):
+        return f"kv {along}, {places} places: {sizes}, and Q and O stay exact"
+    return f"heads {along}, {places} places: {sizes}"
+
+
+def lossless_reason(gathered_axes: Sequence[str]) -> str:
+    """Return why a lossless mode gathers K and V; empty where it does not."""
+    if not gathered_axes:
+        return ""
+    along = f"along {' and '.join(gathered_axes)}"
+    return f"kv {along}: predicted to be faster in mode {EXACT!r}, which checks at the start that bits are the same"
+
+
+def byte_ratios(places: int, heads_per_kv_head: int) -> str:
+    """Return the bytes of both exchanges in those of K on a rank; see :func:`planner.gathers_kv`."""
+    gather, all_to_alls = 2 * (places - 1), (2 * heads_per_kv_head + 2) * (places - 1) / places
+    return (
+        f"a gather sends {gather} times the bytes of a rank's K, all-to-alls of Q, K, V and O {all_to_alls:.3g} times"
+    )
