@@ -28,7 +28,7 @@ _RANDOM = {
     "uniform_",
 }
 """Operations whose results equal no others."""
-Rule = Literal["copy", "cat", "heads", "filled", "new", "computed"]
+Rule = Literal["copy", "cat", "filled", "new", "computed"]
 """How the sources of a result follow from those of the inputs."""
 
 
@@ -201,17 +201,13 @@ class CallCache:
         provenance = self._provenance
         sources = [provenance.sources(tensor) for tensor in tensors]
         for write in writes:
-            provenance.write(outputs[write.target], self._follow(write, key, tensors, sources))
+            provenance.write(outputs[write.target], self._follow(write, key, sources))
 
-    def _follow(
-        self, write: Written, key: Hashable, tensors: Sequence[torch.Tensor], sources: Sequence[Sources]
-    ) -> Sources:
+    def _follow(self, write: Written, key: Hashable, sources: Sequence[Sources]) -> Sources:
         if write.rule == "copy":
             return sources[write.source]
         if write.rule == "cat":
             return concatenated(sources)
-        if write.rule == "heads":
-            return self._provenance.heads(*tensors[:3])
         if write.rule == "filled":
             return self._provenance.number(key)
         if write.rule == "new":
@@ -252,8 +248,6 @@ def _write_of(func: Any, index: int, has_inputs: bool) -> Written:
         return Written(index, "copy", 1)
     if name == "cat":
         return Written(index, "cat")
-    if op_cost.is_attention(func) and index == 0:
-        return Written(index, "heads")
     if name in _FILLING:
         return Written(index, "filled")
     return Written(index, "computed" if has_inputs and name not in _RANDOM else "new")

@@ -33,22 +33,6 @@ class Provenance:
         everything = self._everything(tensor)
         return everything if is_whole(tensor) else self.number("part", everything, *_place(tensor))
 
-    def heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sources:
-        """Return the sources of attention, head by head: a head does not depend on those that are computed with it.
-
-        Args:
-            query: shape (B, H, S, D).
-            key: K, likewise.
-            value: V, likewise.
-        """
-        tensors = query, key, value
-        parts = [(self._everything(tensor), _place(tensor, skipped_dim=1)[1]) for tensor in tensors]
-        heads = [(tensor.storage_offset(), tensor.shape[1], tensor.stride(1)) for tensor in tensors]
-        return concatenated(
-            self.number("attention", *parts, *(offset + head % count * stride for offset, count, stride in heads))
-            for head in range(query.shape[1])
-        )
-
     def write(self, tensor: torch.Tensor, sources: Sources) -> None:
         """Set the sources of a tensor that an operation has written."""
         if not is_whole(tensor):
@@ -79,15 +63,10 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return tensor.storage_offset() == 0 and sizes * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
-def _place(tensor: torch.Tensor, skipped_dim: int | None = None) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Return which values of its storage a tensor consists of, whatever the order of its dims: offset and dims."""
     dims: list[tuple[int, int]] = []
-    strides = [
-        (stride, size)
-        for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True))
-        if dim != skipped_dim
-    ]
-    for stride, size in sorted(strides):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 or size == 1:
             continue
         if dims and stride == dims[-1][0] * dims[-1][1]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,12 +30,12 @@ from xfuser_cocodiff.lab.accelerator.program import Program
 from xfuser_cocodiff.lab.accelerator.triton_stand_ins import TritonKernels
 from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.kernel_assumptions import independent_heads_and_queries
 from xfuser_cocodiff.lab.cluster_bench.rules import Rule
 from xfuser_cocodiff.lab.cluster_bench.sent_tensors import name_by_label, name_by_order
 from xfuser_cocodiff.lab.cluster_bench.variants import Variant
 from xfuser_cocodiff.lab.full_size import transformer as full_size
 from xfuser_cocodiff.lab.full_size.transformer import FullSizeTransformer
-from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.integration import activation
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
@@ -259,20 +258,11 @@ def _profile_of(profile: Profile, topology: Topology) -> Profile:
 
 @contextmanager
 def _in_use(session: Session) -> Iterator[None]:
-    """Return a context in which xDiT runs with a session, and after which its hooks are gone.
-
-    Gathered K and V are assumed to give stock's bits, as with kernels that compute rows of queries independently:
-    without values, only equal computations can be recognized.
-    """
+    """Return a context in which xDiT runs with a session, and after which its hooks are gone."""
     bare_runtime.use_session(session)
     try:
-        with mock.patch.object(eager_attention, "compare_gathered", _assume_equal):
+        with independent_heads_and_queries():
             yield
     finally:
         session.close()
         bare_runtime.use_session(Session())
-
-
-def _assume_equal(*arguments: Any) -> dict[int, bool]:
-    """Return that attention to gathered K and V is bit-identical with all numbers of head groups, the last argument."""
-    return dict.fromkeys(arguments[-1], True)
