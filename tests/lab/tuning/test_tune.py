@@ -32,9 +32,9 @@ class SyntheticTrials:
     exact_fraction = 1.0
     layers = LAYERS
 
-    def __init__(self, lost_db: float = 0.0) -> None:
+    def __init__(self, lost_db: float = 0.0, sent: str = LETTERS) -> None:
         self.runs: list[str] = []
-        self._lost_db = lost_db
+        self._lost_db, self._sent = lost_db, sent
 
     def run_mode(self, mode: str, held_out: bool = False, schedule: str | None = None) -> BitTrial:
         bits = float(schedule.rpartition("=")[2]) if schedule else 2
@@ -54,7 +54,7 @@ class SyntheticTrials:
         error, fractions = 1e-12, [1.0 if first is None else 8.1 / 16]
         for step in range(1, STEPS):
             sizes = []
-            for (index, layer), letter in itertools.product(enumerate(LAYERS), LETTERS):
+            for (index, layer), letter in itertools.product(enumerate(LAYERS), self._sent):
                 bits = bits_at(layer, letter, step / (STEPS - 1))
                 error += (
                     LAYER_WEIGHTS[index] * TENSOR_WEIGHTS[letter] * self._weight(step) * error_at(bits) / total_weight
@@ -100,6 +100,17 @@ def test_psnr_target_is_met_despite_wrong_predictions(lost_db: float) -> None:
 def test_unimportant_values_are_not_sent_with_few_bytes() -> None:
     bits = make_tuner(SyntheticTrials()).tune(TuningTarget(bytes_fraction=0.06)).allocation.layers
     assert bits["blocks.0"]["q"][2] == NOT_SENT < bits["blocks.4"]["k"][0]
+
+
+def test_tensors_that_are_not_sent_get_bits_for_runs_that_send_them() -> None:
+    """Where K and V are gathered, only they are sent; a file is valid for runs that send Q and O too."""
+    result = make_tuner(SyntheticTrials(sent="kv")).tune(TuningTarget(bytes_fraction=0.12))
+    assert 0.1 < result.bytes_fraction <= 0.12 + 1e-9
+    layers = result.allocation.layers.values()
+    assert {of["q"] for of in layers} == {(1.6,) * 4} and {of["o"] for of in layers} == {(2.7,) * 4}
+    assert len({bits for of in layers for letter in "kv" for bits in of[letter]}) > 1
+    with pytest.raises(ValueError, match=r"--psnr 140 was not reached: 90\.0 dB"):
+        make_tuner(SyntheticTrials(30.0, sent="kv")).tune(TuningTarget(psnr_db=140))
 
 
 def test_unreachable_targets_raise() -> None:

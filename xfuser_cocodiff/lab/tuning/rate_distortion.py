@@ -104,6 +104,13 @@ class RateDistortion:
         bits_per_value = sum(self.value_fractions[unit] * self.sent_bits(bits) for unit, bits in allocation.items())
         return bits_per_value / EXACT_BITS
 
+    def sent_tensors(self, least_fraction: float) -> set[str]:
+        """Return the letters of the tensors that have more than a fraction of the values on slow axes."""
+        fractions = dict.fromkeys(self.tensor_errors, 0.0)
+        for unit, fraction in self.value_fractions.items():
+            fractions[unit.tensor] += fraction
+        return {letter for letter, fraction in fractions.items() if fraction > least_fraction}
+
     def sent_bits(self, bits: Bits) -> float:
         """Return the bits per value that are sent, metadata included."""
         if bits is None or bits == NOT_SENT:

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
@@ -33,6 +33,8 @@ TUNED = "tuned"
 """Name of the tuned schedule in a table beside modes."""
 _TOLERANCE_DB = 0.3
 """Largest distance to a PSNR target at which it counts as met."""
+_LEAST_FRACTION = 0.01
+"""Fraction of all values above which a tensor counts as sent; metadata of lossless values takes less than that."""
 _MAX_TRIES = 3
 MAX_RUNS = 1 + 5 + len(LETTERS) + MAX_PHASES + MAX_GROUPS + _MAX_TRIES
 """Largest number of runs before the held-out runs."""
@@ -108,7 +110,7 @@ class Tuner:
         self._trials, self._model, self._steps, self._report = trials, model, steps, report
         self._starts = phase_starts(steps)
         self._probe_bits: float = 2.7 if steps <= FEW_STEPS else 1.6
-        self._predictor = modes.BALANCED_FEW.predictor if steps <= FEW_STEPS else modes.BALANCED.predictor
+        self._mode = modes.BALANCED_FEW if steps <= FEW_STEPS else modes.BALANCED
 
     def tune(self, target: TuningTarget) -> TuningResult:
         """Search for the allocation that meets a target.
@@ -125,12 +127,12 @@ class Tuner:
         for _ in range(_MAX_TRIES):
             units = model.allocate(**self._limits(target, correction, first_step))
             predicted = _to_psnr_db(model.predict_error(units))
-            allocation = self._to_bit_allocation(units)
+            allocation = self._to_bit_allocation(units, model.sent_tensors(_LEAST_FRACTION))
             tuned = self._trials.run_allocation(f"try {_checksum(allocation)}", allocation)
             fraction = (first_step + (self._steps - 1) * model.bytes_fraction(units)) / self._steps
             self._report(f"{fraction:.3f} of lossless bytes, {tuned.mean_psnr_db:.1f} dB (predicted {predicted:.1f})")
             missing = 0.0 if target.psnr_db is None else target.psnr_db - tuned.mean_psnr_db
-            is_exact = set(units.values()) == {None}
+            is_exact = {bits for unit, bits in units.items() if model.value_fractions[unit] > 0} == {None}
             if target.psnr_db is None or -2 * _TOLERANCE_DB <= missing <= 0 or is_exact:
                 break
             correction += missing + _TOLERANCE_DB
@@ -235,20 +237,30 @@ class Tuner:
             }
             for layer in self._trials.layers
         }
-        allocation = BitAllocation(self._starts, by_layer, first, self._predictor, self._steps)
+        allocation = BitAllocation(self._starts, by_layer, first, self._mode.predictor, self._steps)
         return self._trials.run_allocation(name, allocation)
 
-    def _to_bit_allocation(self, units: Allocation) -> BitAllocation:
-        """Convert bits by unit to bits by layer, tensor and phase."""
+    def _to_bit_allocation(self, units: Allocation, sent: Collection[str]) -> BitAllocation:
+        """Convert bits by unit to bits by layer, tensor and phase.
+
+        Args:
+            units: bits by unit.
+            sent: letters of the tensors that the trials sent. The others, such as Q and O where K and V are gathered,
+                get the bits of `balanced`, for runs that send them.
+        """
+        of_mode = self._mode.codecs(1, self._steps)
         bits = {
             layer: {
-                letter: tuple(units[AllocationUnit(index, letter, phase)] for phase in range(len(self._starts)))
+                letter: tuple(
+                    units[AllocationUnit(index, letter, phase)] if letter in sent else of_mode[letter].bits
+                    for phase in range(len(self._starts))
+                )
                 for letter in LETTERS
             }
             for index, group in enumerate(self._groups)
             for layer in group
         }
-        return BitAllocation(self._starts, bits, FIRST_STEP_BITS, self._predictor, self._steps, self._model)
+        return BitAllocation(self._starts, bits, FIRST_STEP_BITS, self._mode.predictor, self._steps, self._model)
 
     def _run_held_out(self, allocation: BitAllocation) -> dict[str, BitTrial]:
         name = f"tuned {_checksum(allocation)}"
