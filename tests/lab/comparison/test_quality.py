@@ -170,7 +170,7 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
         assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
     quality.show(record)
     lines = capsys.readouterr().out.splitlines()[1:]
-    texts = {"kv": "K/V gather", "heads": "by heads", "ring": "ring"}
+    texts = {"kv": "gathered K and V", "heads": "by heads", "ring": "ring"}
     for exchanges, line in zip(expected, lines, strict=False):
         assert f"  {', '.join(texts[each] for each in exchanges)}  " in line
     quality.draw(record, tmp_path / "plot.png")

@@ -60,8 +60,8 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
 EXCHANGES = {
     (): "not coded",
     (single_rank.HEADS,): "by heads",
-    (single_rank.KV,): "K/V gather",
-    (single_rank.HEADS, single_rank.KV): "by heads, K/V gather",
+    (single_rank.KV,): "gathered K and V",
+    (single_rank.HEADS, single_rank.KV): "by heads, gathered K and V",
     (single_rank.RING,): "ring",
 }
 """Texts of the exchanges along slow axes."""
