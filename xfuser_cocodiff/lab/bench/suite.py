@@ -57,6 +57,8 @@ _TRAINED = (
 )
 """Without a tuning cache, so that every launch is a first run."""
 _RING_CODES = "balanced,fast,balanced@bits=1.6;bits_o=1.6,balanced@bits=1;bits_o=1"
+_BY_HEADS = "--a2a hierarchical"
+"""Q, K, V and O in all-to-alls by heads, where lossy modes gather K and V by default."""
 _PAPER_MODELS = "sd35,flux1,qwen-image,flux2"
 _CLUSTERS = {
     **{
@@ -94,6 +96,14 @@ RUNS = (
         for model in (PICTURES, VIDEOS)
         for steps in (50, 20, 8, 4)
     ),
+    *(
+        BenchRun(
+            f"quality-by-heads-{model}-{steps}",
+            f"quality --model {model} --steps {steps} --mode balanced,fast {_BY_HEADS} --no_inpainting",
+        )
+        for model in (PICTURES, VIDEOS)
+        for steps in (50, 20, 8, 4)
+    ),
     BenchRun(
         "resolution",
         "bench model --shape high-resolution --scale 1.1,0.48 --mode exact,balanced,fast",
@@ -118,7 +128,7 @@ RUNS = (
         BenchRun(
             f"quality-{name}", f"quality --model {PICTURES} --mode {_RING_CODES} --virtual {virtual} --no_inpainting"
         )
-        for name, virtual in (("in-a-ring", "ring:2x2"), ("beside-rings", "2x2"))
+        for name, virtual in (("in-a-ring", "ring:2x2"), ("beside-rings", f"2x2 {_BY_HEADS}"))
     ),
     BenchRun(
         "compiled", f"{_LOW} --compile --scale 4,2,1 --mode exact,balanced", "--preset ethernet --topology node=2,gpu=2"
