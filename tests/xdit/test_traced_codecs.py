@@ -9,8 +9,12 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
-from tests.xdit.session.test_session import config_of
+from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
+from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("hub")
 
@@ -53,35 +57,78 @@ def run_eager_and_compiled(rank: int, world_size: int, model: str, how: str) -> 
     }
 
 
-def run_two_layers(rank: int) -> tuple[list[tuple], list[tuple], bool]:
-    """Return figures of a double and a single block, eager and compiled, and whether compiled runs are reproducible."""
-    group, transformer, step = start(rank, depth=2)
-    given, session = inputs_of(transformer, step), use_config(group, config_of("balanced"))
+class TwoLayers:
+    """Runs of a double and a single block on one rank, which record the messages of gathered K and V.
 
-    def run() -> tuple[list[torch.Tensor], list[tuple]]:
-        results = []
-        session.runs.begin(STEPS)
-        for number in range(STEPS):
-            results.append(transformer(**given | {"hidden_states": given["hidden_states"] * (1 + 0.2 * number)})[0])
-            session.runs.end_step()
-        reports = session.runtime.reports
+    Args:
+        rank: number of the rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.group, self.transformer, step = start(rank, depth=2)
+        self._given, self.gathered = inputs_of(self.transformer, step), []
+
+    @torch.no_grad()
+    def run(self, session: Session) -> list[torch.Tensor]:
+        """Return the outputs of a declared run."""
+        results, gather = [], kv_gather.start
+        self.gathered.clear()
+        noting = lambda *given: self.gathered.append(given[2].tensors) or gather(*given)  # noqa: E731
+        with mock.patch.object(kv_gather, "start", noting):
+            session.runs.begin(STEPS)
+            for number in range(STEPS):
+                hidden_states = self._given["hidden_states"] * (1 + 0.2 * number)
+                results.append(self.transformer(**self._given | {"hidden_states": hidden_states})[0])
+                session.runs.end_step()
+        return results
+
+    def coded(self, session: Session) -> tuple[list[torch.Tensor], list[tuple]]:
+        """Return the outputs of a declared run, and bytes and errors by step."""
+        results, reports = self.run(session), session.runtime.reports
         return results, [(report.sent_bytes, report.exact_bytes, report.errors) for report in reports]
 
-    with torch.no_grad():
-        run()  # in which layers are detected
-        _, eager = run()
-        transformer.compile(backend="aot_eager")
-        (first, compiled), (second, _) = run(), run()
-    return eager, compiled, all(map(torch.equal, first, second))
+
+def run_two_layers(rank: int, plan: Plan) -> tuple[list[tuple], list[tuple], bool, tuple[list[str], list[str]]]:
+    """Return figures, eager and compiled, whether compiled runs are reproducible, and the gathers of each."""
+    layers = TwoLayers(rank)
+    session = use_config(layers.group, config_of("balanced", plan=plan))
+    layers.run(session)  # in which layers are detected
+    _, eager = layers.coded(session)
+    gathers = list(layers.gathered)
+    layers.transformer.compile(backend="aot_eager")
+    (first, compiled), (second, _) = layers.coded(session), layers.coded(session)
+    return eager, compiled, all(map(torch.equal, first, second)), (gathers, list(layers.gathered))
 
 
-def test_two_compiled_layers_equal_eager_mode() -> None:
-    for eager, compiled, is_reproducible in ranks.run(run_two_layers, 2):
+@pytest.mark.parametrize("plan", [Plan.flat(GATHERED.topology), GATHERED], ids=str)
+def test_two_compiled_layers_equal_eager_mode(plan: Plan) -> None:
+    for eager, compiled, is_reproducible, gathers in ranks.run(run_two_layers, 2, plan):
+        assert gathers == (2 * STEPS * ["v", "qk"] if plan.gathers_kv else [],) * 2
         assert len(eager) == len(compiled) == STEPS and is_reproducible
         assert max(sent / exact for sent, exact, _ in compiled[1:]) < 0.5
         for expected, step in zip(eager, compiled, strict=True):
             assert step[:2] == pytest.approx(expected[:2], rel=1e-2)
             assert step[2] == pytest.approx(expected[2], rel=0.1, abs=1e-3)
+
+
+def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:
+    """Return whether a compiled transformer gives stock's bits with a plan that gathers, and the gathers."""
+    layers = TwoLayers(rank)
+    stock = Session()
+    bare_runtime.use_session(stock)
+    layers.transformer.compile(backend="aot_eager")
+    expected = layers.run(stock)
+    torch.compiler.reset()
+    session = use_config(layers.group, config_of("exact", plan=GATHERED))
+    found = layers.run(session)
+    assert session.traffic.calls
+    return all(map(torch.equal, found, expected)), layers.gathered
+
+
+def test_exact_mode_keeps_heads_in_graphs() -> None:
+    """Graphs are traced before a rehearsal could compare bits."""
+    for is_stocks, gathered in ranks.run(run_compiled_exactly, 2):
+        assert is_stocks and not gathered
 
 
 TOPOLOGIES = {2: "node=2", 4: "2x2"}

@@ -11,7 +11,7 @@ import torch
 
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
-from tests.xdit.session.test_session import config_of
+from tests.xdit.session.test_session import GATHERED, config_of
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.xdit.session import session as session_module
 
@@ -19,24 +19,36 @@ STEPS = 4
 
 
 class Runs:
-    """Runs of a FLUX.1 transformer with the plugin, and the layers whose V went first."""
+    """Runs of a FLUX.1 transformer with the plugin, and the layers whose V went first.
 
-    def __init__(self, rank: int, mode: str) -> None:
+    Args:
+        rank: number of the rank.
+        mode: mode of the plugin.
+        options: other options of the config.
+    """
+
+    def __init__(self, rank: int, mode: str, **options: object) -> None:
         group, self.transformer, step = start(rank, depth=3)
         self.other = copy.deepcopy(self.transformer)
         self.given = inputs_of(self.transformer, step)
-        self.session = use_config(group, config_of(mode))
+        self.session = use_config(group, config_of(mode, **options))
         self.sent: list[str] = []
+        self.gathered: list[bool] = []
+        """Whether each V that went first was gathered."""
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
         send, results = session_module.start_inputs, []
         self.sent.clear()
+        self.gathered.clear()
         if declared:
             self.session.runs.begin(STEPS)
-        noting = lambda names, tensors, mesh, layer, *args, **options: (  # noqa: E731
-            self.sent.append(layer) or send(names, tensors, mesh, layer, *args, **options)
-        )
+
+        def noting(names: str, tensors: list, mesh: object, layer: str, *args: object, **options: object) -> object:
+            self.sent.append(layer)
+            self.gathered.append(options["gather"] is not None)
+            return send(names, tensors, mesh, layer, *args, **options)
+
         with mock.patch.object(session_module, "start_inputs", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
@@ -60,8 +72,8 @@ class Runs:
         return stack
 
 
-def interrupted(rank: int, mode: str, declared: bool) -> None:
-    runs = Runs(rank, mode)
+def interrupted(rank: int, mode: str, declared: bool, gathers_kv: bool) -> None:
+    runs = Runs(rank, mode, **({"plan": GATHERED} if gathers_kv else {}))
     runs.run(declared)  # in which layers are discovered and verified
     fresh, sent = runs.run(declared), list(runs.sent)
     layers = ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"]
@@ -73,13 +85,15 @@ def interrupted(rank: int, mode: str, declared: bool) -> None:
             found = runs.run(declared, transformer)
             # The first call of another transformer is not wrapped yet.
             assert count == 0 or runs.sent == sent
+            assert set(runs.gathered) == {gathers_kv}
             assert all(torch.equal(*pair) for pair in zip(found, fresh, strict=True))
         assert runs.session.layers.current is None
 
 
+@pytest.mark.parametrize("gathers_kv", [False, True])
 @pytest.mark.parametrize(("mode", "declared"), [("balanced", True), ("exact", False)])
-def test_an_interrupt_in_attention_leaves_no_state(mode: str, declared: bool) -> None:
-    ranks.run(interrupted, 2, mode, declared)
+def test_an_interrupt_in_attention_leaves_no_state(mode: str, declared: bool, gathers_kv: bool) -> None:
+    ranks.run(interrupted, 2, mode, declared, gathers_kv)
 
 
 @torch.no_grad()

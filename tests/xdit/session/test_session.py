@@ -14,6 +14,8 @@ from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 STEPS = 4
+GATHERED = Plan.parse("hierarchical:node=kv", Topology.parse("node=2", 2))
+"""Plan that gathers K and V."""
 
 
 def config_of(mode: str, **options: object) -> CocoDiffConfig:
@@ -23,7 +25,7 @@ def config_of(mode: str, **options: object) -> CocoDiffConfig:
 
 
 def run_side_by_side(rank: int) -> None:
-    """Compare alternating steps of three sessions with the same runs alone."""
+    """Compare alternating steps of sessions with the same runs alone."""
     group, transformer, step = start(rank, depth=3)
     index = [0]  # index of the step, by which the inputs change
     transformer.register_forward_pre_hook(
@@ -31,6 +33,7 @@ def run_side_by_side(rank: int) -> None:
         with_kwargs=True,
     )
     configs = [config_of("balanced"), config_of("exact", kernels="torch"), config_of("balanced", schedule="bits=8")]
+    configs += [config_of(mode, plan=GATHERED) for mode in ("balanced", "exact")]
 
     def run(sessions: list) -> list[list[torch.Tensor]]:
         found = [[] for _ in sessions]
@@ -54,7 +57,9 @@ def run_side_by_side(rank: int) -> None:
         assert all(torch.equal(*pair) for pair in zip(together, single, strict=True))
         assert dict(session.traffic.sent_bytes) == sent
         assert session.layers.signatures and all(signature.ready for signature in session.layers.signatures)
-    encoded, exact, finer = (results for results, _ in alone)
+    encoded, exact, finer, gathered, exact_gathered = (results for results, _ in alone)
+    assert all(map(torch.equal, exact, exact_gathered))
+    assert not torch.equal(encoded[-1], gathered[-1])
     assert torch.equal(encoded[0], finer[0])  # both begin with the same keyframe
     assert not any(torch.equal(encoded[-1], other[-1]) for other in (exact, finer))
 
