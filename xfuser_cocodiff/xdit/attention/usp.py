@@ -27,6 +27,9 @@ from xfuser_cocodiff.xdit.session import usp_versions
 from xfuser_cocodiff.xdit.session.graph_order import add_send_pass
 from xfuser_cocodiff.xdit.session.session import Session, active
 
+_SPARSE = "SPAR", "VSA", "BLOCK"
+"""Parts of the names of xDiT's backends that select keys by blocks of the whole sequence's queries."""
+
 
 def patches() -> list[Patch]:
     """Return the patch of USP; none if the installed USP is unknown."""
@@ -225,10 +228,15 @@ def _eager_attention(
 
 
 def _can_gather(arguments: _USPArguments) -> bool:
-    """Return whether attention may have fewer queries than keys: no mask depends on the number of a query."""
+    """Return whether attention may have fewer queries than keys: neither a mask nor the selection of keys in sparse
+    attention depends on the number of a query."""
+    from xfuser.core.distributed import get_runtime_state
+
     mask = (arguments.attention_kwargs or {}).get("attn_mask")
     has_rows = isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[-2] > 1
-    return not arguments.is_causal and not has_rows
+    backend = get_runtime_state().attention_backend if arguments.backend is None else arguments.backend
+    is_sparse = any(word in str(backend).upper() for word in _SPARSE)
+    return not (arguments.is_causal or has_rows or is_sparse)
 
 
 def _inputs(

@@ -1,0 +1,252 @@
+"""USP with gathered K and V in a layer, on real ranks, against attention on one rank and stock: heads and tokens that
+are not divisible, grouped heads, text, masks and backends."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests import ranks
+from tests.quick import slow_but
+from xfuser_cocodiff.engine.attention import kv_gather
+from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
+from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching import bare_runtime
+from xfuser_cocodiff.xdit.session import startup
+from xfuser_cocodiff.xdit.session.session import Session
+
+TOKENS, TEXT, DIM, STEPS = 24, 10, 8, 4
+"""With so many tokens, attention with text has whole blocks of 32 queries, and its bits do not depend on their number:
+PyTorch's attention on CPUs rounds the rest of a block by its size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of USP."""
+
+    heads: int = 8
+    kv_heads: int = 8
+    joint: str | None = None
+    """Strategy by which replicated text is joined."""
+    mask: tuple[int, ...] | None = None
+    """Shape of a mask, whose last size is the number of keys."""
+    padding: int = 0
+    """Number of zero-padded tokens."""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Other arguments of USP."""
+    backend: str | None = None
+    """Backend that the call names; attention is computed by PyTorch's all the same."""
+    topology: str = "2x2"
+    gathers: bool = True
+    """Whether K and V can be gathered."""
+
+
+class Attention(nn.Module):
+    """Attention over USP."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {}
+        self.to_q = nn.Linear(16, case.heads * DIM)
+        self.to_k, self.to_v = nn.Linear(16, case.kv_heads * DIM), nn.Linear(16, case.kv_heads * DIM)
+
+    def project(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Return Q, K and V, (B, H, S, D)."""
+        modules = self.to_q, self.to_k, self.to_v
+        return [module(hidden_states).unflatten(-1, (-1, DIM)).transpose(1, 2) for module in modules]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        from xfuser.model_executor.layers import usp
+
+        value = self.project(hidden_states)
+        return usp.USP(*value, **self.options)
+
+
+class Block(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.attn = Attention(case)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.attn(hidden_states)
+
+
+class Transformer(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(case)])
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](hidden_states)
+
+
+def whole(seed: int, *shape: int) -> torch.Tensor:
+    """Return noise, the same on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    """Return the arguments of USP besides Q, K and V."""
+    options = dict(case.options)
+    if case.joint:
+        heads = {"joint_query": case.heads, "joint_key": case.kv_heads, "joint_value": case.kv_heads}
+        options |= {name: whole(9 + index, 2, heads[name], TEXT, DIM) for index, name in enumerate(heads)}
+        options["joint_strategy"] = case.joint
+    if case.heads > case.kv_heads:
+        options["kv_head_repeat"] = case.heads // case.kv_heads
+    if case.mask:
+        options["attention_kwargs"] = {"attn_mask": whole(7, *case.mask) < 1}
+    return options
+
+
+def reference(case: Case, attention: Attention, hidden_states: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Return what a rank must get, by attention on the whole tensors."""
+    tensors, options = attention.project(hidden_states), attention.options
+    if case.joint:
+        text = [options[name] for name in ("joint_query", "joint_key", "joint_value")]
+        pairs = zip(tensors, text, strict=True)
+        tensors = [torch.cat(pair if case.joint == "rear" else pair[::-1], 2) for pair in pairs]
+    query, *kv = tensors
+    key, value = (
+        each[:, :, : each.shape[2] - case.padding].repeat_interleave(case.heads // case.kv_heads, 1) for each in kv
+    )
+    mask = options.get("attention_kwargs", {}).get("attn_mask")
+    is_causal = options.get("is_causal", False)
+    output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+    if not case.joint:
+        return output.chunk(world, 2)[rank]
+    if case.joint == "front":
+        return torch.cat([output[:, :, :TEXT], output[:, :, TEXT:].chunk(world, 2)[rank]], 2)
+    return torch.cat([output[:, :, :TOKENS].chunk(world, 2)[rank], output[:, :, TOKENS:]], 2)
+
+
+class Run:
+    """Steps of one layer on one rank.
+
+    Args:
+        rank: number of the rank.
+        case: the call of USP.
+    """
+
+    def __init__(self, rank: int, case: Case) -> None:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # not used: the ranks have a store already
+        self.group = bare_runtime.start()
+        bare_runtime.init_runtime_state(8, TEXT)
+        torch.manual_seed(0)
+        self.case, self.transformer = case, Transformer(case)
+        self.attention = self.transformer.blocks[0].attn
+        self.attention.options = arguments_of(case)
+        if case.backend:
+            self._name_backend(case.backend)
+        world = self.group.size()
+        self.inputs = [whole(step, 2, TOKENS, 16) for step in range(STEPS)]
+        self.expected = [reference(case, self.attention, each, rank, world) for each in self.inputs]
+        self.shards = [each.chunk(world, 1)[rank] for each in self.inputs]
+        self.gathered: list[list[int]] = []
+        """Heads of the tensors that were gathered, by message."""
+
+    def _name_backend(self, name: str) -> None:
+        """Let the call name a backend, which runs on no CPU."""
+        from xfuser.core.distributed.attention_backend import AttentionBackendType
+        from xfuser.model_executor.layers import usp
+
+        self.attention.options["backend"] = AttentionBackendType[name]
+        function = usp._get_attention_function(backend=AttentionBackendType.SDPA)
+        usp._get_attention_function = lambda backend=None: function
+
+    def session(self, mode: str, plan: str | None) -> Session:
+        """Return a session, and run with it from now on."""
+        topology = Topology.parse(self.case.topology, self.group.size())
+        slow_axes = () if mode == "exact" else ("node",)
+        config = CocoDiffConfig(
+            topology=topology,
+            mode=mode,
+            schedule=None if mode == "exact" else "bits=8,bits_o=8",
+            plan=plan and Plan.parse(plan, topology),
+            slow_axes=slow_axes,
+            overlap=Overlap(v_first=True),
+        )
+        session = startup.create_session(self.group, config)
+        bare_runtime.use_session(session)
+        session.padding = self.case.padding
+        return session
+
+    @torch.no_grad()
+    def steps(self, session: Session) -> list[torch.Tensor]:
+        """Return the outputs of a declared run."""
+        self.gathered.clear()
+        start, outputs = kv_gather.start, []
+        noting = lambda tensors, *given: (  # noqa: E731
+            self.gathered.append([tensor.shape[1] for tensor in tensors]) or start(tensors, *given)
+        )
+        with mock.patch.object(kv_gather, "start", noting):
+            session.runs.begin(STEPS)
+            for shard in self.shards:
+                outputs.append(self.transformer(shard))
+                session.runs.end_step()
+        return outputs
+
+    def error(self, outputs: list[torch.Tensor]) -> float:
+        """Return the maximum difference from attention on one rank."""
+        pairs = zip(outputs, self.expected, strict=True)
+        return max((output - expected).abs().max().item() for output, expected in pairs)
+
+
+def run_both(rank: int, case: Case) -> dict[str, tuple[float, list[list[int]], bool]]:
+    """Return for exact with a plan and for balanced by its rule: the error, heads in gathered messages, and whether
+    all outputs equal those of all-to-alls by heads."""
+    run, found = Run(rank, case), {}
+    by_heads = run.steps(run.session("exact", "hierarchical"))
+    assert not run.gathered
+    forced = "hierarchical:node=kv" if case.topology == "node=2" else "hierarchical:gpu,node=kv"
+    for mode, plan in (("exact", forced), ("balanced", None)):
+        session = run.session(mode, plan)
+        run.steps(session)  # in which the layer is detected and verified
+        outputs = run.steps(session)
+        same = all(map(torch.equal, outputs, by_heads))
+        found[mode] = run.error(outputs), list(run.gathered), same
+    return found
+
+
+CASES = {
+    "divisible": Case(),
+    "six heads on four ranks": Case(6, 6),
+    "three heads": Case(3, 3),
+    "grouped heads": Case(12, 4),
+    "three grouped heads": Case(6, 3),
+    "text in front": Case(joint="front"),
+    "text behind, six heads": Case(6, 6, joint="rear"),
+    "mask of keys": Case(mask=(2, 1, 1, TOKENS)),
+    "padded tokens": Case(padding=3),
+    "padded tokens, six heads": Case(6, 6, padding=3),
+    "mask by queries": Case(mask=(TOKENS, TOKENS), gathers=False),
+    "causal": Case(options={"is_causal": True}, gathers=False),
+    "dense backend": Case(backend="FLASH_3"),
+    "sparse backend": Case(backend="FLEX_BLOCK_ATTN", gathers=False),
+    "sparse backend, by its second name": Case(backend="AITER_SPARSE_SAGE", gathers=False),
+    "two ranks": Case(3, 3, topology="node=2"),
+    "two ranks, text behind": Case(3, 3, joint="rear", topology="node=2"),
+}
+QUICK = ["six heads on four ranks", "text behind, six heads", "mask by queries", "sparse backend", "two ranks"]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+def test_gathered_attention_equals_attention_on_one_rank(name: str) -> None:
+    case = CASES[name]
+    world = Topology.parse(case.topology).size
+    fast = world // 2
+    padded = -(-case.kv_heads // fast) * fast
+    for found in ranks.run(run_both, world, case):
+        for mode, (error, gathered, is_same) in found.items():
+            assert error < (1e-6 if mode == "exact" else 0.05), mode
+            assert is_same == (mode == "exact"), mode
+            assert bool(gathered) == case.gathers, mode
+            # V first, then Q and K, with no more heads than the fast ranks need.
+            messages = [[padded], [padded * case.heads // case.kv_heads, padded]] * STEPS
+            assert gathered == (messages if case.gathers else []), mode
