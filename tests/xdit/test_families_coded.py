@@ -99,11 +99,15 @@ class Coding:
 
     def run(self, mode: str | None, schedule: str | None, exchange: str = BY_HEADS) -> torch.Tensor:
         """Return the latents of a mode with changes to its schedule, and note the layers that gather K and V."""
+        how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": exchange, "v_first": "on"}
+        return self.denoise(**how, mode=mode, schedule=schedule)
+
+    def denoise(self, **options: str | None) -> torch.Tensor:
+        """Return the latents with options of the plugin, and note the layers that gather K and V."""
         from tests.small_transformers import use
         from xfuser_cocodiff.xdit.session.session import active
 
-        how = {"topology": "node=2,gpu=2", "slow_axes": "node", "a2a": exchange, "v_first": "on"}
-        use(self.small, DEGREE, **how, mode=mode, schedule=schedule)
+        use(self.small, DEGREE, **options)
         session = active()
         self.runtime = session.runtime
         session.runs.begin(STEPS)
@@ -175,6 +179,28 @@ ONE_TRANSFORMER = [model for model in CASES if CODED[model].keyframes == (0,)]
 )
 def test_every_layer_is_coded(model: str) -> None:
     check_bits(model, ranks.run(run_bits, DEGREE, model))
+
+
+PLAIN = {"2x2": ("Wan", "Lumina2"), "node=4": ("Lumina2",)}
+"""Models whose layers gather K and V, by topology: along two places all do, along four those with three heads of Q for
+each head of K and V."""
+
+
+def run_plainly(rank: int, model: str) -> "list[tuple[set[str], list[StepReport], float]]":
+    """Return for each topology the layers that gather K and V, the reports, and the PSNR to stock in dB."""
+    coding, found = Coding(rank, model), []
+    for topology in PLAIN:
+        latents = coding.denoise(topology=topology, mode="balanced")
+        found.append((coding.gathered - {UNKNOWN}, coding.runtime.reports, decibels(latents, coding.stock)))
+    return found
+
+
+@pytest.mark.parametrize("model", ["Wan", "Lumina2"])
+def test_plain_options_gather_where_the_rule_says_so(model: str) -> None:
+    for on_rank in ranks.run(run_plainly, DEGREE, model):
+        for (topology, models), (gathered, reports, psnr) in zip(PLAIN.items(), on_rank, strict=True):
+            assert gathered == (set(reports[0].errors) if model in models else set()), topology
+            assert len(reports[0].errors) == CODED[model].layers and psnr > CODED[model].decibels
 
 
 FEATURES = [

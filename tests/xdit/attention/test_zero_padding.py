@@ -1,5 +1,7 @@
 """Zero-padded heads and tokens: against attention and whole pipelines on one rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,6 +10,7 @@ from tests import ranks
 from tests.quick import slow, slow_but
 from tests.xdit.attention.test_ring import ring_options, start
 from tests.xdit.test_approximation import LossyRun, decibels
+from xfuser_cocodiff.xdit.attention import zero_padding
 from xfuser_cocodiff.xdit.session.session import active
 
 
@@ -83,6 +86,19 @@ def test_padded_picture_equals_one_rank(world: int, ring: int, size: int, flags:
     for latents, coded in ranks.run(pipeline, world, world, ring, size, flags):
         assert decibels(latents, alone) > 90
         assert coded is None or 20 < coded < 60
+
+
+def lines_of_start(rank: int) -> list[str]:
+    """Return the INFO lines on heads when eight of them start on three ranks."""
+    lines: list[str] = []
+    with mock.patch.object(zero_padding, "info_once", lines.append):
+        start(rank, {"use_cocodiff": True, "cocodiff_topology": "3x1", "cocodiff_mode": "exact"}, 3, 1)
+    return lines
+
+
+def test_line_tells_which_messages_are_padded() -> None:
+    [line] = ranks.run(lines_of_start, 3)[0]
+    assert "8 heads are not divisible by 3 ranks" in line and "send 9 heads" in line and "gather K and V" in line
 
 
 def error_of_stock(rank: int) -> str:

@@ -61,7 +61,10 @@ def _allow_any_heads(original: Callable) -> Callable:
             original(self, pipeline, parallel_config)
             return
         most = -(-heads // degree)
-        info_once(f"{heads} heads are not divisible by {degree} ranks: zero-padded to {most * degree}")
+        info_once(
+            f"{heads} heads are not divisible by {degree} ranks: all-to-alls over all of them send {most * degree} "
+            "heads, zero-padded; layers that gather K and V divide their heads over fewer ranks"
+        )
 
     return _check_model_and_parallel_config
 
