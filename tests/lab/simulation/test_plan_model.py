@@ -211,8 +211,9 @@ SMALL = {
 
 def traffic_and_references(
     rank: int, model: str, mode: str, text: int, split: UlyssesRingSplit, whole: Topology, exchange: str
-) -> tuple[dict[str, int], int]:
-    """Return the bytes that a rank sends in a run along each axis, and the bytes of its link references."""
+) -> tuple[dict[str, int], int, dict[str, str]]:
+    """Return the bytes that a rank sends in a run along each axis, those of its link references, and the exchange."""
+    from xfuser_cocodiff.xdit.session import exchanges
     from xfuser_cocodiff.xdit.session.session import active
 
     degrees = ["--ulysses_degree", str(split.ulysses), "--ring_degree", str(split.ring)]
@@ -231,7 +232,7 @@ def traffic_and_references(
     active().traffic.reset()
     run()
     reference_bytes = run.runtime.reports[-1].reference_bytes if run.runtime else 0
-    return dict(active().traffic.sent_bytes), reference_bytes
+    return dict(active().traffic.sent_bytes), reference_bytes, exchanges.of_run(active())
 
 
 @pytest.mark.usefixtures("hub")
@@ -266,9 +267,10 @@ def test_estimates_equal_traffic_and_references_of_real_ranks(
     else:
         expected = Counter(estimate.sent_bytes) + Counter(estimate.ring_bytes)
     arguments = model, mode, text, split, topology, exchange
-    for sent, reference_bytes in ranks.run(traffic_and_references, topology.size, *arguments):
+    for sent, reference_bytes, recorded in ranks.run(traffic_and_references, topology.size, *arguments):
         assert sent == {axis: pytest.approx(STEPS * size) for axis, size in expected.items()}
         assert reference_bytes == estimate.reference_bytes
+        assert recorded == estimate.exchange
 
 
 # The command.

@@ -23,6 +23,9 @@ DIRECT = "*"
 GATHER = "=kv"
 """Mark of the axes along which K and V are gathered."""
 
+HEADS, KV = "heads", "kv"
+"""How attention crosses an axis: by all-to-alls that reshard heads, or by an all-gather of K and V."""
+
 Stage = tuple[int, ...]
 """Adjacent axes that one all-to-all crosses, by number, ascending."""
 

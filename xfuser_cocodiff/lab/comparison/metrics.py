@@ -17,7 +17,7 @@ class VariantResult:
     """Folder of the last launch, with its latents and picture."""
 
     settings: dict[str, Any]
-    """Degree, topology and device, as rank 0 recorded them."""
+    """Degree, topology, exchange of each axis and device, as rank 0 recorded them."""
 
     repeats: list[record.Repeat]
 
@@ -65,6 +65,8 @@ def compute_metrics(variant: VariantResult, stock: VariantResult, out: Path) -> 
     seconds = variant.step_seconds
     return {
         "topology": variant.settings["topology"],
+        "slow_axes": variant.settings.get("slow_axes", []),
+        "exchange": variant.settings.get("exchange", {}),
         "device": variant.settings["device"],
         "step_seconds": seconds,
         "step_seconds_spread": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},

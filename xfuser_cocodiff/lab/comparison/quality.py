@@ -18,6 +18,7 @@ from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks, VirtualRing
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT, MODES
+from xfuser_cocodiff.engine.topology import plans
 from xfuser_cocodiff.lab.comparison import baselines, fidelity, inpainting
 from xfuser_cocodiff.lab.comparison.charts import draw_contact_sheet
 from xfuser_cocodiff.lab.models import captions, slices
@@ -59,9 +60,9 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
 """By series, modes and changes to their schedules. Modes exchange as users get it, unless a series replaces that."""
 EXCHANGES = {
     (): "not coded",
-    (single_rank.HEADS,): "by heads",
-    (single_rank.KV,): "gathered K and V",
-    (single_rank.HEADS, single_rank.KV): "by heads, gathered K and V",
+    (plans.HEADS,): "by heads",
+    (plans.KV,): "gathered K and V",
+    (plans.HEADS, plans.KV): "by heads, gathered K and V",
     (single_rank.RING,): "ring",
 }
 """Texts of the exchanges along slow axes."""
@@ -270,7 +271,7 @@ def measure(
 def _repeats_default(case: CodecCase, rows: Sequence[dict[str, Any]]) -> bool:
     """Return whether a case by heads would repeat the same bits of an earlier row, whose default was by heads too."""
     uniform = [row["exchanges"] for row in rows if row["series"] == UNIFORM]
-    return case.series == HEADS and bool(uniform) and all(each == [single_rank.HEADS] for each in uniform)
+    return case.series == HEADS and bool(uniform) and all(each == [plans.HEADS] for each in uniform)
 
 
 def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:

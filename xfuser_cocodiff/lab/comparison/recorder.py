@@ -3,6 +3,7 @@
 Each rank writes rank{r}.json after every run:
 
     {"rank", "degree", "topology" (null if the plugin is inactive), "device", "runs": [run, ...],
+     "slow_axes": [axis, ...], "exchange": {axis: "heads", "kv" or "heads, kv" if layers differ} of the last run,
      "layers": {class of attention modules: [whether its V can be sent first, or why not]}}
     run = {"total_steps", "steps": [step, ...], "peak_memory_bytes", "latents_sha256",
            "coded_fraction": bytes sent on slow axes over those without compression; null in exact mode,
@@ -39,6 +40,7 @@ from xfuser_cocodiff.lab.comparison.tracer import Tracer
 from xfuser_cocodiff.xdit.patching.log import warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.run_tracking import stock_traffic
+from xfuser_cocodiff.xdit.session import exchanges
 from xfuser_cocodiff.xdit.session.session import Session, active
 
 
@@ -192,6 +194,8 @@ def _session_settings() -> dict[str, Any]:
         "degree": stock_traffic.ulysses_degree(),
         "topology": str(mesh.topology) if mesh else None,
         "device": _device(),
+        "slow_axes": exchanges.slow_axes_of_run(active()),
+        "exchange": exchanges.of_run(active()),
         "layers": active().layers.signatures.report(),
     }
 

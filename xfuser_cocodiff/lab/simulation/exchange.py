@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.engine.topology.topology import Topology
-
-HEADS, KV = "heads", "kv"
-"""How attention crosses an axis: by all-to-alls that reshard heads, or by an all-gather of K and V."""
 
 
 def by_axis(group: Topology, gathered_axes: Sequence[str]) -> dict[str, str]:

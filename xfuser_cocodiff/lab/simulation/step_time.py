@@ -33,7 +33,7 @@ class StepEstimate:
     mode: str
     """Mode of the plugin, or `stock`."""
     exchange: dict[str, str]
-    """How attention of most layers crosses each axis of a Ulysses group: exchange.HEADS or exchange.KV."""
+    """How attention of most layers crosses each axis of a Ulysses group: plans.HEADS or plans.KV."""
     exchange_reason: str
     """Why that is so along the slow axes; empty where nothing speaks for a gather."""
     sent_bytes: dict[str, float]

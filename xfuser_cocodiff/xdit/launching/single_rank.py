@@ -9,10 +9,11 @@ import torch.distributed as dist
 from xfuser_cocodiff.engine.compression.runtime import StepReport
 from xfuser_cocodiff.engine.compression.virtual_ranks import VirtualRanks
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
+from xfuser_cocodiff.engine.topology.plans import HEADS, KV
 from xfuser_cocodiff.xdit.session.session import active
 
-HEADS, KV, RING = "heads", "kv", "ring"
-"""Exchanges along slow axes: all-to-alls of Q, K, V and O by heads, an all-gather of K and V, or a ring of them."""
+RING = "ring"
+"""Exchange of K and V along slow axes by a ring, beside those of :mod:`plans`."""
 
 
 class SingleRankPipeline:

@@ -23,7 +23,7 @@ from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.patching.log import begin_session, info_once, warn_always, warn_once
 from xfuser_cocodiff.xdit.patching.patch import Patch
 from xfuser_cocodiff.xdit.platforms.platform import compute_device
-from xfuser_cocodiff.xdit.session import host_description, ring_groups, usp_versions
+from xfuser_cocodiff.xdit.session import exchanges, host_description, ring_groups, usp_versions
 from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active, all_reduce
 
 _NO_SLOW_AXIS = (
@@ -136,7 +136,11 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
         warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
         return None
     name = "a virtual ring" if config.virtual_ring else "virtual ranks"
-    _warn_lossy(config, f"{', '.join(slow)} ({name} {config.virtual})")
+    axes, gathers = ", ".join(slow), virtual.gather_layout is not None
+    how = "" if config.virtual_ring else f", {exchanges.announced(config, axes, virtual.num_slow, gathers)}"
+    _warn_lossy(config, f"{axes} ({name} {config.virtual}){how}")
+    if not config.virtual_ring and (ignored := exchanges.ignored_gather(config, axes, gathers)):
+        warn_once(ignored)
     return _new_runtime(config, None, list, virtual)
 
 
@@ -284,9 +288,13 @@ def _runtime_of(session: Session) -> CodecRuntime | None:
         session.lossless_reason = (_NO_AXIS_IS_SLOW if is_measured else _NO_SLOW_AXIS).format(topology, config.mode)
         (info_once if is_measured else warn_once)(session.lossless_reason)
         return None
-    slow = [_slow_axes(partition, config.topology)] if partition else []
+    slow_axes, may_gather = _slow_axes(partition, config.topology) if partition else "", session.gather is not None
+    if partition and (ignored := exchanges.ignored_gather(config, slow_axes, may_gather)):
+        warn_once(ignored)
+    slow = [slow_axes] if partition else []
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
-    _warn_lossy(config, f"{' and '.join(slow)} (topology {topology})")
+    how = f", {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
+    _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
     return _new_runtime(config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition)
 
 
