@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tests.engine.kernels.case import DEVICE
+from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.lab.bench import kernels as bench
 from xfuser_cocodiff.lab.simulation.workloads import WORKLOADS
 
@@ -39,3 +41,24 @@ class Once:
     def blocked_autorange(self, min_run_time: float) -> object:
         self.call()
         return type("Measurement", (), {"median": 1e-3})
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_coded_layers_send_encoded_kv_between_nodes(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered, gather = [], bench._NoCommunication.start_gather
+
+    def start_gather(self: object, block: torch.Tensor, plan: Plan, number: int) -> object:
+        gathered.append((plan.labels[number], block.nbytes))
+        return gather(self, block, plan, number)
+
+    monkeypatch.setattr(bench._NoCommunication, "start_gather", start_gather)
+    for mode in ("exact", "balanced"):
+        gathered.clear()
+        bench._layer_all_to_alls(SMALL, 32, degree, DEVICE, mode)()
+        if mode == "exact":
+            assert gathered == []
+            continue
+        (first, keyframe), (later, encoded) = gathered
+        values = 2 * 8 * 32 * 16  # of K and V: 8 heads, 32 tokens, head dim 16
+        assert (first, later) == ("node", "node")
+        assert encoded < 0.35 * 2 * values < 2 * values <= keyframe  # two bits and scales; values themselves at first

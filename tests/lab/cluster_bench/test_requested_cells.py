@@ -2,6 +2,9 @@
 
 import pytest
 
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.lab.bench.variant import parse_mode
 from xfuser_cocodiff.lab.cluster_bench import requested_cells
 from xfuser_cocodiff.lab.cluster_bench.requested_cells import RequestedCell
 
@@ -138,3 +141,14 @@ def test_text_that_xdit_cannot_shard_is_shortened() -> None:
 def test_many_ranks_can_be_predicted() -> None:
     [requested] = parse(nodes="4", predicts=True)
     assert requested.cell.topology.size == 48
+
+
+@pytest.mark.parametrize("mode", ["balanced", "exact"])
+def test_a_semicolon_in_a_plan_stands_for_a_comma(mode: str) -> None:
+    name = f"{mode}/hierarchical:gpu;node=kv"
+    config = parse_mode(name, Topology.parse("2x8"), UlyssesRingSplit(16, 1))
+    assert (str(config.plan), config.mode) == ("hierarchical:gpu,node=kv", mode)
+    by_heads = parse_mode(f"{mode}/hierarchical", Topology.parse("2x8"), UlyssesRingSplit(16, 1))
+    assert not by_heads.plan.gathers_kv
+    with pytest.raises(ValueError, match="must gather K and V along the outermost axis, node"):
+        parse_mode(f"{mode}/hierarchical:node;gpu=kv", Topology.parse("2x8"), UlyssesRingSplit(16, 1))

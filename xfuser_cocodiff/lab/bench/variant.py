@@ -108,7 +108,12 @@ def parse_mode(mode: str, topology: Topology, split: UlyssesRingSplit, device_ty
     try:
         if unknown := options.keys() - _OPTIONS:
             raise ValueError(f"{min(unknown)!r} is not valid after @; valid are {'=, '.join(sorted(_OPTIONS))}=")
-        values = {"use_cocodiff": True, "cocodiff_mode": name, "cocodiff_a2a": plan or None, "cocodiff_cache": OFF}
+        values = {
+            "use_cocodiff": True,
+            "cocodiff_mode": name,
+            "cocodiff_a2a": plan.replace(";", ",") or None,
+            "cocodiff_cache": OFF,
+        }
         values |= {f"cocodiff_{key}": value.replace(";", ",") for key, value in options.items()}
         ranks = SequenceRanks(split.ulysses, split.ulysses_topology(topology), split.ring, topology)
         return resolve(values, {}, ranks, device_type)
