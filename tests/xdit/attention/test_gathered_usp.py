@@ -17,6 +17,7 @@ from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig, Overlap
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.attention import eager_attention
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session import startup
 from xfuser_cocodiff.xdit.session.session import Session
@@ -150,6 +151,8 @@ class Run:
         self.shards = [each.chunk(world, 1)[rank] for each in self.inputs]
         self.gathered: list[list[int]] = []
         """Heads of the tensors that were gathered, by message."""
+        self.lines: list[str] = []
+        """INFO lines of the last run."""
 
     def _name_backend(self, name: str) -> None:
         """Let the call name a backend, which runs on no CPU."""
@@ -181,11 +184,13 @@ class Run:
     def steps(self, session: Session) -> list[torch.Tensor]:
         """Return the outputs of a declared run."""
         self.gathered.clear()
+        self.lines.clear()
         start, outputs = kv_gather.start, []
         noting = lambda tensors, *given: (  # noqa: E731
             self.gathered.append([tensor.shape[1] for tensor in tensors]) or start(tensors, *given)
         )
-        with mock.patch.object(kv_gather, "start", noting):
+        log = mock.patch.object(eager_attention, "info_once", self.lines.append)
+        with mock.patch.object(kv_gather, "start", noting), log:
             session.runs.begin(STEPS)
             for shard in self.shards:
                 outputs.append(self.transformer(shard))
@@ -208,6 +213,8 @@ def run_both(rank: int, case: Case) -> dict[str, tuple[float, list[list[int]], b
     for mode, plan in (("exact", forced), ("balanced", None)):
         session = run.session(mode, plan)
         run.steps(session)  # in which the layer is detected and verified
+        # Only where a plan asks for a gather.
+        assert ["not gathered" in line for line in run.lines] == [True] * (plan is not None and not case.gathers)
         outputs = run.steps(session)
         same = all(map(torch.equal, outputs, by_heads))
         found[mode] = run.error(outputs), list(run.gathered), same
@@ -250,3 +257,30 @@ def test_gathered_attention_equals_attention_on_one_rank(name: str) -> None:
             # V first, then Q and K, with no more heads than the fast ranks need.
             messages = [[padded], [padded * case.heads // case.kv_heads, padded]] * STEPS
             assert gathered == (messages if case.gathers else []), mode
+
+
+def mask_from_third_step(rank: int) -> list[tuple[str, bool, float, int]]:
+    """Return for each mode whether outputs equal those of all-to-alls by heads, the error, and the steps that gather,
+    where attention has a mask by queries from the third step on."""
+    case, found = Case(topology="node=2"), []
+    run = Run(rank, case)
+    run.transformer.register_forward_pre_hook(lambda *_: run.attention.options.update(options.pop()))
+    mask = {"attention_kwargs": {"attn_mask": whole(7, TOKENS, TOKENS) < 1}}
+    steps = [{"attention_kwargs": None}] * 2 + [mask] * (STEPS - 2)
+    options = steps[::-1]
+    by_heads = run.steps(run.session("exact", "hierarchical"))
+    for mode in ("exact", "balanced"):
+        session = run.session(mode, "hierarchical:node=kv")
+        options = [{"attention_kwargs": None}] * STEPS
+        run.steps(session)  # in which the layer is detected and verified
+        options = steps[::-1]
+        outputs = run.steps(session)
+        error = max((output - each).abs().max().item() for output, each in zip(outputs, by_heads, strict=True))
+        found.append((mode, all(map(torch.equal, outputs, by_heads)), error, len(run.gathered)))
+    return found
+
+
+def test_mask_by_queries_that_comes_later_leads_to_heads() -> None:
+    for exact, balanced in ranks.run(mask_from_third_step, 2):
+        assert exact == ("exact", True, 0.0, 2 * 2 + 2)  # V of a later step has left when its mask is seen
+        assert balanced[2] < 0.05 and balanced[3] == exact[3]

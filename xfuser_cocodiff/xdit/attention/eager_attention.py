@@ -16,11 +16,11 @@ from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
-from xfuser_cocodiff.engine.topology.plans import HIERARCHICAL
 from xfuser_cocodiff.xdit.attention.gather_check import compare_gathered, gather_is_tried
 from xfuser_cocodiff.xdit.attention.head_group_choice import HeadGroupCheck, head_groups_to_check
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.layers.layer_signature import LayerSignature
+from xfuser_cocodiff.xdit.patching.log import info_once
 from xfuser_cocodiff.xdit.session.session import Session
 
 
@@ -92,11 +92,10 @@ def scheduled_attention(
     layer_codecs = session.layer_codecs(place, sizes, gathers_kv)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
-    if gathers_now and not can_gather:
-        raise RuntimeError(
-            f"{name}: attention has a mask by queries, which it did not have before, and K and V cannot be gathered; "
-            f"run with --cocodiff_a2a {HIERARCHICAL}"
-        )
+    if gathers_now and not can_gather:  # since this call, attention has a mask by queries: it is lossless, by heads
+        if in_flight:
+            in_flight.drain()
+        in_flight, layer_codecs, gathers_now = None, None, False
     gather = session.gather if gathers_now else None
     inputs = encoded if gathers_now == gathers_kv else inputs_for(gather)
     attend = inputs.attend_with(session.ring_codecs(place, sizes) if session.ring else None, name)
@@ -109,6 +108,11 @@ def scheduled_attention(
             *inputs.tensors, check, session.mesh, 1, name, in_flight, layer_codecs, gather=gather
         )
         same_gathered = {}
+        if session.config and session.config.plan and session.config.plan.gathers_kv and not can_gather:
+            info_once(
+                f"{signature.name}: K and V are not gathered, since attention needs all queries (causal, masked by "
+                "queries, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"
+            )
         if can_gather and session.gather and session.runtime is None:
             same_gathered = _rehearse_gather(
                 session, signature, name, inputs, inputs_for(session.gather), output, numbers
