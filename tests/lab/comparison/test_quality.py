@@ -141,7 +141,7 @@ EXCHANGE_CASES = [
     quality.CodecCase("balanced", "bits=4,bits_o=4", True, quality.HEADS),
     quality.CodecCase("balanced", "exact=transformer_blocks.0", True, "a lossless layer"),
     quality.CodecCase("paper", None, False, "paper"),
-    quality.CodecCase("balanced", None, True, quality.COMPACTFUSION),
+    quality.CodecCase("balanced", "bits=4,bits_o=4", True, quality.COMPACTFUSION),
 ]
 EXCHANGES = {
     ("2x2", "auto"): [("kv",), ("heads",), ("heads", "kv"), ("heads",), ("ring",)],
@@ -168,6 +168,9 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
     if expected[:2] == [("kv",), ("heads",)]:
         gathered, by_heads = (row["psnr_db_mean"] for row in record["rows"][:2])
         assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
+    if expected[-1] == ("ring",):
+        gathered, ring = record["rows"][0], record["rows"][-1]
+        assert all(gathered[name] == ring[name] for name in ("psnr_db", "bytes_slow_fraction")), "docs/ring.md says so"
     quality.show(record)
     lines = capsys.readouterr().out.splitlines()[1:]
     texts = {"kv": "gathered K and V", "heads": "by heads", "ring": "ring"}
