@@ -1,0 +1,28 @@
+"""Recorded steps of the plugin against the simulator, in both exchanges across nodes."""
+
+import pytest
+
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.lab.cluster_bench import cell_rows
+from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
+from xfuser_cocodiff.lab.cluster_bench.recording import record_split
+from xfuser_cocodiff.lab.cluster_bench.variants import Variant
+from xfuser_cocodiff.lab.simulation.machines import machine_named
+from xfuser_cocodiff.lab.simulation.step_time import estimate_step
+from xfuser_cocodiff.xdit.launching import transformer_wrappers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "name"), [("balanced", "kv"), ("paper", "heads")])
+def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name: str) -> None:
+    """The recorder runs the plugin itself, on an emulated accelerator."""
+    cell = Cell(machine_named("ethernet-25"), 2, "flux.2-dev", 1024)
+    variant = Variant(mode, UlyssesRingSplit(16, 1), mode=mode)
+    transformer_wrappers.preload(cell.model)
+    recorded = record_split(cell, variant.split, [variant])
+    (known,) = cell_rows.recorded_variants(cell, recorded, [variant])
+    row, estimate = cell_rows.predicted_row(known, QualityRecord()), estimate_step(cell.scenario, variant.split, mode)
+    assert estimate.exchange == {"node": name, "gpu": "heads"}
+    assert row["bytes_per_link"] == {axis: pytest.approx(size, rel=0.01) for axis, size in estimate.sent_bytes.items()}
+    assert row["predicted_seconds"] == pytest.approx(estimate.step_seconds, rel=0.05)
