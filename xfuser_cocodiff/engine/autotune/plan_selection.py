@@ -113,6 +113,7 @@ def set_up_comm(
     if config.mode != EXACT:
         slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
+    if setup.partition:
         setup.gather = setup.partition if _may_gather(config, setup.partition) else None
     elif gathered_axes := _lossless_gathered_axes(config, profile, device):
         setup.gather = _partition(group, config, device, setup.mesh, profile, gathered_axes)
@@ -122,9 +123,9 @@ def set_up_comm(
     return setup
 
 
-def _may_gather(config: CocoDiffConfig, partition: AxisPartition | None) -> bool:
+def _may_gather(config: CocoDiffConfig, partition: AxisPartition) -> bool:
     """Return whether coded layers may gather K and V along the slow axes, by the settings."""
-    if partition is None or not partition.has_outermost_slow or config.mode == PAPER:  # the paper has no gather
+    if not partition.has_outermost_slow or config.mode == PAPER:  # the paper has no gather
         return False
     return config.plan is None or config.plan.gathered_axes == partition.slow_axis_names
 

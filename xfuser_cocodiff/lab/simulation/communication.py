@@ -73,7 +73,12 @@ class LayerCommunication:
     @property
     def is_coded_gather(self) -> bool:
         """Whether the layer always gathers K and V, encoded."""
-        return self.gather is not None and self._mode != EXACT
+        return self.gather is not None and self._is_coded
+
+    @property
+    def _is_coded(self) -> bool:
+        """Whether all-to-alls or gathers of the layer are encoded; a lossy mode without slow axes is lossless."""
+        return self._schedule is not None and self._num_slots > 1
 
     def _gather(self) -> KvGather | None:
         """Return the gather of K and V, which has no ring beside it.
@@ -81,15 +86,15 @@ class LayerCommunication:
         A lossy mode gathers along the slow axes by the planner's rule; the paper's has no gather. A lossless layer may
         do so along the outermost axis.
         """
-        if self._is_stock or self._split.ring > 1 or self._mode == PAPER or self.group.size == 1:
+        if self._is_stock or self._split.ring > 1 or self.group.size == 1:
             return None
-        if self._mode == EXACT:
+        if not self._is_coded:
             moving = tuple(axis.name for axis in self.group.axes if axis.size > 1)
             gather = KvGather(self._scenario, self.group, moving[:1])
             by_heads = [self._tensor_bytes(name) for name in "qkv"]
             profile = self._scenario.link_profile(self.group, self._tensor_bytes("q"))
             return gather if gather.is_tried(profile, by_heads) else None
-        is_outermost = planner.has_outermost(self.group, self._slow_axes)
+        is_outermost = self._mode != PAPER and planner.has_outermost(self.group, self._slow_axes)
         if is_outermost and planner.gathers_kv(self._num_slots, self._scenario.workload.heads_per_kv_head):
             return KvGather(self._scenario, self.group, self._slow_axes)
         return None
@@ -110,7 +115,7 @@ class LayerCommunication:
         """Memory of the link references of the layer."""
         if self._schedule is None:
             return ReferenceBytes(0, 0)
-        if self.gather:
+        if self.gather and self._is_coded:
             return self.gather.reference_bytes(self._schedule)
         num_values = {name: self._tensor_bytes(name) // BYTES_PER_VALUE for name in "qkvo"}
         head_dim = self._scenario.workload.head_dim
@@ -119,7 +124,7 @@ class LayerCommunication:
 
     def payloads(self) -> list[Payloads]:
         """Return the encoded bytes of each step of a run."""
-        if self.gather and self._schedule:
+        if self.gather and self._schedule and self._is_coded:
             return [Payloads(None, None, size, None) for size in self.gather.payloads(self._schedule, _DTYPE)]
         num_links = self._split.ulysses if self._single_stage else self._num_slots
         groups, shard = self._split.ulysses // num_links, self._scenario.shard
