@@ -12,7 +12,7 @@ import torch
 
 from xfuser_cocodiff.engine.compression import modes
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
-from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
+from xfuser_cocodiff.engine.settings.options import PAPER
 from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
 from xfuser_cocodiff.engine.topology import head_groups, planner
 from xfuser_cocodiff.engine.topology.plans import Plan
