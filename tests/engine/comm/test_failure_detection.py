@@ -30,6 +30,12 @@ ABSENT = 0
 ENDS = {signal.SIGKILL: "dies", signal.SIGSTOP: "stops"}
 
 
+@pytest.fixture(autouse=True)
+def no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without the stage of a collective that failed in an earlier test of this process."""
+    monkeypatch.setattr(failure_detection, "_stages", {})
+
+
 def make_work(rank: int, name: str) -> Callable[[], object]:
     """Return a function in which all ranks communicate: an all-to-all by a plan, a probe, a survey, or xDiT's own."""
     failure_detection.RESPONSE_SECONDS = 2.5
