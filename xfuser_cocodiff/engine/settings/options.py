@@ -75,7 +75,7 @@ OPTIONS = (
         "COCODIFF_A2A",
         None,
         f"Plan of the all-to-all: {plans.NOTATION}, or {AUTO!r} (default): the planner chooses one for each message "
-        "size.",
+        f"size. In lossy modes a plan without {plans.GATHER} sends Q, K, V and O by heads.",
     ),
     Option(
         "cocodiff_profile",

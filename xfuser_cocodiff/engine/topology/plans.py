@@ -31,7 +31,7 @@ Stage = tuple[int, ...]
 
 NOTATION = (
     f"{FLAT!r}, {HIERARCHICAL!r}, or stages in their order such as '{HIERARCHICAL}:tile+gpu,node{DIRECT}' "
-    f"({DIRECT}: direct sends; {GATHER} behind the last stage: K and V are gathered along the outermost axes)"
+    f"({DIRECT}: direct sends; {GATHER} after the last stage: K and V are gathered along the outermost axes)"
 )
 
 

@@ -76,7 +76,7 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int, n
 
 
 class Message(NamedTuple):
-    """One all-to-all of a layer; with gathered K and V, one along the fast axes and the all-gather behind it."""
+    """One all-to-all of a layer; with gathered K and V, one along the fast axes and the all-gather after it."""
 
     seconds: float
     """Seconds until it has arrived, without the copies around it."""
