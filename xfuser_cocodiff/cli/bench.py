@@ -90,8 +90,8 @@ def _add_model(subjects: Any) -> None:
     parser.add_argument(
         "--mode",
         default="exact",
-        help="list of MODE[/PLAN][@v_first=on|off][@head_groups=N], separated by commas; in a PLAN ; "
-        "stands for , (%(default)s)",
+        help="list of MODE[/PLAN][@v_first=on|off][@head_groups=N], separated by commas; a PLAN has semicolons for "
+        "its commas, as in 'balanced/hierarchical:gpu;node=kv' (%(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="interleaved steps of each variant (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the transformer, as --use_torch_compile does")
