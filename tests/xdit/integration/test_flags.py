@@ -350,7 +350,8 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {},
             "node=2",
             [
-                "lossy: mode 'fast' compresses communication on node (topology node=2), K and V are gathered",
+                "lossy: mode 'fast' compresses communication on node (topology node=2): K and V gathered along node, "
+                "Q and O lossless;",
                 "--cocodiff_mode exact",
             ],
         ),
@@ -359,14 +360,14 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {"cocodiff_topology": "2x2", "cocodiff_mode": "fast", "cocodiff_a2a": "hierarchical"},
             {},
             "node=2,gpu=2",
-            ["on node (topology node=2,gpu=2), all-to-alls by heads;"],
+            ["on node (topology node=2,gpu=2): all-to-alls by heads;"],
         ),
         (
             3,
             {"cocodiff_topology": "node=3", "cocodiff_mode": "fast"},
             {},
             "node=3",
-            ["all-to-alls by heads, or K and V gathered along node where their heads are at most 1/2 of Q's;"],
+            [": all-to-alls by heads; K and V gathered only in layers with 2 or more Q heads for each K/V head;"],
         ),
         (
             4,
@@ -381,7 +382,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             [
                 "hierarchical:gpu,node=kv has no effect: the slow axes of mode 'fast' are node, gpu",
                 "a plan whose last stage is node+gpu=kv",
-                "(topology node=2,gpu=2), all-to-alls by heads;",
+                "(topology node=2,gpu=2): all-to-alls by heads;",
             ],
         ),
         (
@@ -396,7 +397,7 @@ LOSSLESS, NO_SLOW_AXIS = "lossless: bit-identical to stock", "mode 'fast' has no
             {"cocodiff_virtual": "4x2", "cocodiff_mode": "fast", "cocodiff_a2a": "hierarchical:gpu,node=kv"},
             {},
             "stock",
-            ["communication on node (virtual ranks node=4,gpu=2), K and V are gathered along node;"],
+            ["communication on node (virtual ranks node=4,gpu=2): K and V gathered along node, Q and O lossless;"],
         ),
         (2, {"cocodiff_mode": "fast"}, {}, "flat", ["no slow axis in the topology flat", NO_SLOW_AXIS]),
         (

@@ -12,16 +12,15 @@ def announced(config: CocoDiffConfig, slow_axes: str, num_slow: int, may_gather:
     Args:
         config: the options.
         slow_axes: names of the slow axes.
-        num_slow: positions on them.
+        num_slow: coordinates on them.
         may_gather: whether coded layers may gather K and V.
     """
     if not may_gather:
         return "all-to-alls by heads"
-    if config.plan or num_slow == 2:  # by the planner's rule, two places gather whatever the heads are
-        return f"K and V are gathered along {slow_axes}"
+    if config.plan or num_slow == 2:  # by the planner's rule, two coordinates gather whatever the heads are
+        return f"K and V gathered along {slow_axes}, Q and O lossless"
     return (
-        f"all-to-alls by heads, or K and V gathered along {slow_axes} where their heads are at most 1/{num_slow - 1} "
-        "of Q's"
+        f"all-to-alls by heads; K and V gathered only in layers with {num_slow - 1} or more Q heads for each K/V head"
     )
 
 

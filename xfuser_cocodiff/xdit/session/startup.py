@@ -137,7 +137,7 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
         return None
     name = "a virtual ring" if config.virtual_ring else "virtual ranks"
     axes, gathers = ", ".join(slow), virtual.gather_layout is not None
-    how = "" if config.virtual_ring else f", {exchanges.announced(config, axes, virtual.num_slow, gathers)}"
+    how = "" if config.virtual_ring else f": {exchanges.announced(config, axes, virtual.num_slow, gathers)}"
     _warn_lossy(config, f"{axes} ({name} {config.virtual}){how}")
     if not config.virtual_ring and (ignored := exchanges.ignored_gather(config, axes, gathers)):
         warn_once(ignored)
@@ -293,7 +293,7 @@ def _runtime_of(session: Session) -> CodecRuntime | None:
         warn_once(ignored)
     slow = [slow_axes] if partition else []
     slow += [f"{_slow_axes(ring_partition, ring.mesh.topology)} of the ring"] if ring_partition else []
-    how = f", {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
+    how = f": {exchanges.announced(config, slow_axes, partition.num_slow, may_gather)}" if partition else ""
     _warn_lossy(config, f"{' and '.join(slow)} (topology {topology}){how}")
     return _new_runtime(config, partition, functools.partial(session.all_reduce, operation="max"), None, ring_partition)
 
