@@ -62,8 +62,8 @@ def _allow_any_heads(original: Callable) -> Callable:
             return
         most = -(-heads // degree)
         info_once(
-            f"{heads} heads are not divisible by {degree} ranks: all-to-alls over all of them send {most * degree} "
-            "heads, zero-padded; layers that gather K and V divide their heads over fewer ranks"
+            f"{heads} heads are not divisible by {degree} ranks: zero-padded to {most * degree} in all-to-alls by "
+            "heads; less or no padding in layers that gather K and V"
         )
 
     return _check_model_and_parallel_config
