@@ -232,7 +232,7 @@ CASES = {
     "mask of keys": Case(mask=(2, 1, 1, TOKENS)),
     "padded tokens": Case(padding=3),
     "padded tokens, six heads": Case(6, 6, padding=3),
-    "mask by queries": Case(mask=(TOKENS, TOKENS), gathers=False),
+    "per-query mask": Case(mask=(TOKENS, TOKENS), gathers=False),
     "causal": Case(options={"is_causal": True}, gathers=False),
     "dense backend": Case(backend="FLASH_3"),
     "sparse backend": Case(backend="FLEX_BLOCK_ATTN", gathers=False),
@@ -240,7 +240,7 @@ CASES = {
     "two ranks": Case(3, 3, topology="node=2"),
     "two ranks, text behind": Case(3, 3, joint="rear", topology="node=2"),
 }
-QUICK = ["six heads on four ranks", "text behind, six heads", "mask by queries", "sparse backend", "two ranks"]
+QUICK = ["six heads on four ranks", "text behind, six heads", "per-query mask", "sparse backend", "two ranks"]
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
@@ -261,7 +261,7 @@ def test_gathered_attention_equals_attention_on_one_rank(name: str) -> None:
 
 def mask_from_third_step(rank: int) -> list[tuple[str, bool, float, int]]:
     """Return for each mode whether outputs equal those of all-to-alls by heads, the error, and the steps that gather,
-    where attention has a mask by queries from the third step on."""
+    where attention has a mask that differs between queries from the third step on."""
     case, found = Case(topology="node=2"), []
     run = Run(rank, case)
     run.transformer.register_forward_pre_hook(lambda *_: run.attention.options.update(options.pop()))
@@ -280,7 +280,7 @@ def mask_from_third_step(rank: int) -> list[tuple[str, bool, float, int]]:
     return found
 
 
-def test_mask_by_queries_that_comes_later_leads_to_heads() -> None:
+def test_mask_that_differs_between_queries_later_leads_to_heads() -> None:
     for exact, balanced in ranks.run(mask_from_third_step, 2):
         assert exact == ("exact", True, 0.0, 2 * 2 + 2)  # V of a later step has left when its mask is seen
         assert balanced[2] < 0.05 and balanced[3] == exact[3]

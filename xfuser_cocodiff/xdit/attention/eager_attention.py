@@ -92,7 +92,7 @@ def scheduled_attention(
     layer_codecs = session.layer_codecs(place, sizes, gathers_kv)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
-    if gathers_now and not can_gather:  # since this call, attention has a mask by queries: it is lossless, by heads
+    if gathers_now and not can_gather:  # since this call, the mask differs between queries: lossless, by heads
         if in_flight:
             in_flight.drain()
         in_flight, layer_codecs, gathers_now = None, None, False
@@ -110,8 +110,8 @@ def scheduled_attention(
         same_gathered = {}
         if session.config and session.config.plan and session.config.plan.gathers_kv and not can_gather:
             info_once(
-                f"{signature.name}: K and V are not gathered, since attention needs all queries (causal, masked by "
-                "queries, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"
+                f"{signature.name}: K and V are not gathered, since attention needs all queries (causal, a "
+                "per-query mask, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"
             )
         if can_gather and session.gather and session.runtime is None:
             same_gathered = _rehearse_gather(
