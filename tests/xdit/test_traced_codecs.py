@@ -126,7 +126,7 @@ def run_compiled_exactly(rank: int) -> tuple[bool, list[str]]:
 
 
 def test_exact_mode_keeps_heads_in_graphs() -> None:
-    """Graphs are traced before a rehearsal could compare bits."""
+    """Graphs are traced before a check could compare bits."""
     for is_stocks, gathered in ranks.run(run_compiled_exactly, 2):
         assert is_stocks and not gathered
 

@@ -1,4 +1,4 @@
-"""Rehearsal of gathered K and V in the exact mode, on real ranks: other bits on any rank lead to heads on all ranks."""
+"""The check of gathered K and V in exact mode, on real ranks: other bits on any rank lead to heads on all ranks."""
 
 import contextlib
 from collections.abc import Callable

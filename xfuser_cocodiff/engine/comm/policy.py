@@ -26,7 +26,7 @@ class PlanPolicy:
     and both numbers. None where they are not tried: on CPUs, and where the links are unknown."""
     gathers_kv: Callable[[Sequence[int], Sequence[int]], bool] | None = None
     """Whether it is worth timing to gather K and V along the outermost axes, given the sizes of Q, K and V in bytes as
-    they are sent by heads, and as they are sent then. None where it is not tried."""
+    they are sent by heads, and with gathered K and V. None where it is not tried."""
     choose_gather: Callable[[int], Plan | None] = lambda block_bytes: None
     """Plan of an all-gather, given the block size in bytes; None stands for the default of the mesh."""
     graph_early_bytes: int | None = 0

@@ -84,12 +84,12 @@ def scheduled_attention(
         O, shape (B, H, S/P, D).
     """
     layer = session.layers.current
-    signature, place = layer.call.signature if layer else None, layer or session.layers.running_layer()
+    signature, running = layer.call.signature if layer else None, layer or session.layers.running_layer()
     encoded = inputs_for(session.gather if gathers_kv else None)
     sizes = LayerSizes.of(*encoded.tensors)
     if signature:
         signature.sizes, signature.gathers_kv = sizes, gathers_kv
-    layer_codecs = session.layer_codecs(place, sizes, gathers_kv)
+    layer_codecs = session.layer_codecs(running, sizes, gathers_kv)
     name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
     gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
     if gathers_now and not can_gather:  # since this call, the mask differs between queries: lossless, by heads
@@ -98,7 +98,7 @@ def scheduled_attention(
         in_flight, layer_codecs, gathers_now = None, None, False
     gather = session.gather if gathers_now else None
     inputs = encoded if gathers_now == gathers_kv else inputs_for(gather)
-    attend = inputs.attend_with(session.ring_codecs(place, sizes) if session.ring else None, name)
+    attend = inputs.attend_with(session.ring_codecs(running, sizes) if session.ring else None, name)
     if session.mesh.topology.size == 1:
         return attend(*inputs.tensors, ALL_HEADS)
     if signature and signature.candidates is None and (signature.ready or signature.refusal):
@@ -114,9 +114,7 @@ def scheduled_attention(
                 "per-query mask, sparse, or xDiT's long-context attention); all-to-alls by heads run instead"
             )
         if can_gather and session.gather and session.runtime is None:
-            same_gathered = _rehearse_gather(
-                session, signature, name, inputs, inputs_for(session.gather), output, numbers
-            )
+            same_gathered = _check_gather(session, signature, name, inputs, inputs_for(session.gather), output, numbers)
         choose_schedules(signature, session, *inputs.tensors, check.is_same, same_gathered)
         return output
     beside = layer.call.compute_deferred if layer and layer.call.deferred else None
@@ -124,7 +122,7 @@ def scheduled_attention(
     return ulysses_attention(*inputs.tensors, attend, mesh, groups, name, in_flight, layer_codecs, beside, gather)
 
 
-def _rehearse_gather(
+def _check_gather(
     session: Session,
     signature: LayerSignature,
     name: str,
@@ -133,8 +131,10 @@ def _rehearse_gather(
     output: torch.Tensor,
     numbers: Sequence[int],
 ) -> dict[int, bool]:
-    """Return whether attention with gathered K and V is bit-identical, by number of head groups; empty where it is not
-    tried.
+    """Check that attention with gathered K and V is bit-identical to all-to-alls by heads.
+
+    Returns:
+        The answer of this rank by number of head groups; empty where it is not tried.
 
     Args:
         session: active session.

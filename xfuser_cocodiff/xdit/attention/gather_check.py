@@ -1,7 +1,7 @@
-"""Rehearsal of attention with gathered K and V in a lossless mode: whether its bits are those of all-to-alls by heads.
+"""The check in a lossless mode that attention with gathered K and V is bit-identical to all-to-alls by heads.
 
-Rows of queries do not see each other, so most kernels give the same bits for a part of them; but a kernel may divide
-its work by their number.
+The output of one query does not depend on other queries, so most kernels give the same bits for a part of them; but a
+kernel may divide its work by their number.
 """
 
 from collections.abc import Sequence
@@ -56,9 +56,9 @@ def compare_gathered(
     Args:
         session: active session.
         name: name of the layer in traces.
-        tensors: Q, K and V as they are sent then, shape (B, H, S/P, D) each.
+        tensors: Q, K and V as they are sent with gathered K and V, shape (B, H, S/P, D) each.
         attend: attention of a head group.
-        output: O of all-to-alls by heads, (B, H, S/P, D), perhaps with zero-padded heads behind those of Q.
+        output: O of all-to-alls by heads, (B, H, S/P, D), perhaps with zero-padded heads after those of Q.
         groups: numbers of head groups; the same on all ranks.
     """
     query, key, value = tensors
