@@ -142,7 +142,7 @@ class LayerCommunication:
         """Return the encoded bytes of some tensors for each step; None where they are not encoded.
 
         Args:
-            num_slots: number of positions on slow axes; nothing is encoded for one.
+            num_slots: number of coordinates on slow axes; nothing is encoded for one.
             names: names of the tensors, letters of "qkvo".
             groups: groups of tokens that a link carries.
             tokens: tokens per group of each tensor.

@@ -38,8 +38,8 @@ def lossy_reason(group: Topology, slow_axes: Sequence[str], heads_per_kv_head: i
         mode: mode of the plugin.
         has_ring: whether there is a ring beside the group.
     """
-    places = planner.num_ranks_along(group, slow_axes)
-    if places == 1:
+    num_slow = planner.num_ranks_along(group, slow_axes)
+    if num_slow == 1:
         return ""
     along = f"along {' and '.join(slow_axes)}"
     if mode == PAPER:
@@ -48,10 +48,10 @@ def lossy_reason(group: Topology, slow_axes: Sequence[str], heads_per_kv_head: i
         return f"heads {along}: beside a ring, K and V are not gathered"
     if not planner.has_outermost(group, slow_axes):
         return f"heads {along}: K and V are gathered along the outermost axes only"
-    sizes = byte_ratios(places, heads_per_kv_head)
-    if planner.gathers_kv(places, heads_per_kv_head):
-        return f"kv {along}, {places} places: {sizes}, and Q and O stay exact"
-    return f"heads {along}, {places} places: {sizes}"
+    sizes = byte_ratios(num_slow, heads_per_kv_head)
+    if planner.gathers_kv(num_slow, heads_per_kv_head):
+        return f"kv {along}, {num_slow} coordinates: {sizes}, and Q and O stay exact"
+    return f"heads {along}, {num_slow} coordinates: {sizes}"
 
 
 def lossless_reason(gathered_axes: Sequence[str]) -> str:
@@ -62,9 +62,9 @@ def lossless_reason(gathered_axes: Sequence[str]) -> str:
     return f"kv {along}: predicted to be faster in mode {EXACT!r}, which checks at the start that bits are the same"
 
 
-def byte_ratios(places: int, heads_per_kv_head: int) -> str:
+def byte_ratios(num_slow: int, heads_per_kv_head: int) -> str:
     """Return the bytes of both exchanges in those of K on a rank; see :func:`planner.gathers_kv`."""
-    gather, all_to_alls = 2 * (places - 1), (2 * heads_per_kv_head + 2) * (places - 1) / places
+    gather, all_to_alls = 2 * (num_slow - 1), (2 * heads_per_kv_head + 2) * (num_slow - 1) / num_slow
     return (
         f"a gather sends {gather} times the bytes of a rank's K, all-to-alls of Q, K, V and O {all_to_alls:.3g} times"
     )

@@ -48,10 +48,6 @@ def _exchange(profile: Profile) -> dict[str, str]:
     return exchange.by_axis(topology, slow if gathers else ())
 
 
-def _exchange_reason(profile: Profile) -> str:
-    return exchange.lossy_reason(profile.topology, profile.slow_axes, 1, MULTI_NODE_MODE, has_ring=False)
-
-
 def show(record: dict[str, Any]) -> None:
     """Print the plans of each size, the chosen one first."""
     from rich.console import Console
@@ -65,4 +61,4 @@ def show(record: dict[str, Any]) -> None:
         table.add_row(f"{row['bytes_per_rank']:,}", row["plan"], predicted, "chosen" if row["chosen"] else "")
     Console(highlight=False, markup=False).print(f"topology {record['topology']}", table)
     if record["exchange_reason"]:
-        print(f"exchange in lossy modes, unless K and V have fewer heads than Q: {record['exchange_reason']}")
+        print(f"exchange in modes balanced and fast, for as many K/V heads as Q heads: {record['exchange_reason']}")

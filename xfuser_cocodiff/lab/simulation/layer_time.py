@@ -54,7 +54,7 @@ def compute(scenario: Scenario, kind: LayerKind, padded_heads: int, ring: int, n
         kind: kind of the layer.
         padded_heads: heads of all ranks, including zero-padded ones.
         ring: ring degree.
-        num_gathered: places whose K and V a rank gathers.
+        num_gathered: coordinates whose K and V a rank gathers.
     """
     workload, shard, accelerator = scenario.workload, scenario.shard, scenario.accelerator or INSTANT
     counts = scenario.token_counts

@@ -221,8 +221,8 @@ def show(record: dict[str, Any]) -> None:
             f"{format_seconds(stock['step_seconds'])}; all-to-alls {format_seconds(stock['a2a_seconds'])} "
             f"({format_percent(stock['share'])}), ring {format_seconds(stock['ring_seconds'])}"
         )
-    sent = ("exchange", "bytes", "ring bytes")
-    print("\nsplits, fastest first (bytes and seconds per rank and step):")
+    sent = ("exchange", "Ulysses bytes", "ring bytes")
+    print("\nsplits, fastest first (bytes and seconds per rank and step; Ulysses: all-to-alls and gathers of K and V):")
     console.print(_table(record["splits"], ("Ulysses x Ring", "placement", "Ulysses group", "mode", *sent)))
     print("\nmodes with the fastest split:")
     console.print(_table(record["modes"], ("mode", *sent, "references", "8-bit references")))
@@ -256,7 +256,7 @@ def _exchange_lines(record: dict[str, Any]) -> list[str]:
 def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
     from rich.table import Table
 
-    table, times = Table(box=None), ("all-to-all", "ring", "step time", "speedup")
+    table, times = Table(box=None), ("Ulysses", "ring", "step time", "speedup")
     for column in (*columns, *times):
         table.add_column(column, justify="right" if column in times else "left", no_wrap=True)
     for row in rows:
@@ -266,7 +266,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Any:
             "Ulysses group": row["topology"],
             "mode": row["mode"],
             "exchange": exchange.describe(row["exchange"]),
-            "bytes": _format_axes(row["sent_bytes"]),
+            "Ulysses bytes": _format_axes(row["sent_bytes"]),
             "ring bytes": _format_axes(row["ring_bytes"]),
             "references": f"{row['reference_bytes'] / GIB:.2f} GiB",
             "8-bit references": f"{row['compact_reference_bytes'] / GIB:.2f} GiB",

@@ -113,7 +113,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
     table, left_aligned = Table(box=None), ("cluster", "model", "mode", "gathers K, V")
     columns = ("cluster", "nodes", "model", "px", "batch", "mode", "Ulysses x Ring", "gathers K, V", "stock comm.")
-    for column in (*columns, "compute", "all-to-all", "ring", "host", "step time", "speedup"):
+    for column in (*columns, "compute", "Ulysses", "ring", "host", "step time", "speedup"):
         table.add_column(column, justify="left" if column in left_aligned else "right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -127,6 +127,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     notes = (
         "predicted, not measured; speedup over stock's fastest split",
         "gathers K, V: axes along which K and V are gathered, and heads not resharded",
+        "Ulysses: all-to-alls and gathers of K and V",
         "stock comm.: communication share of stock's step, all-to-alls only",
     )
     console.print(table, *notes, sep="\n")
