@@ -182,8 +182,8 @@ def test_every_layer_is_coded(model: str) -> None:
 
 
 PLAIN = {"2x2": ("Wan", "Lumina2"), "node=4": ("Lumina2",)}
-"""Models whose layers gather K and V, by topology: along two places all do, along four those with three heads of Q for
-each head of K and V."""
+"""Models whose layers gather K and V, by topology: along two coordinates all do, along four those with three heads of Q
+for each head of K and V."""
 
 
 def run_plainly(rank: int, model: str) -> "list[tuple[set[str], list[StepReport], float]]":

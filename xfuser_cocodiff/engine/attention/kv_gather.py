@@ -1,8 +1,7 @@
-"""Q, K and V on their way to attention where K and V are gathered along slow axes.
+"""All-to-alls of Q, K and V along the fast axes, then an all-gather of K and V along the slow ones.
 
-Q, K and V are resharded from sequence to heads along the fast axes only. Then K and V go on along the slow axes, which
-neither Q nor O crosses. A rank attends, with its heads of the fast axes, from the queries of its own place on the slow
-axes to all keys. The sequence is divided over the slow axes first, so keys arrive in their order.
+Neither Q nor O crosses the slow axes. A rank attends, with its heads of the fast axes, from the queries of its own slow
+coordinate to all keys. The sequence is divided over the slow axes first, so keys arrive in their order.
 
 Sizes in shapes: S coordinates on slow axes, F on fast axes; B batch, H heads, T tokens of a rank, D head dim; h heads
 of a head group on a rank.

@@ -28,7 +28,7 @@ gathered."""
 
 
 class AttentionAllToAlls:
-    """The all-to-alls of one attention call.
+    """The communication of one attention call: all-to-alls, and with `gather` an all-gather of K and V.
 
     After an error, call :meth:`drain`: peers still wait for the messages of this rank.
 
@@ -39,8 +39,8 @@ class AttentionAllToAlls:
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
         has_own_storage: whether Q, K and V need a storage each.
-        gather: slow axes along which K and V are gathered, and fast ones, which the other all-to-alls are limited to;
-            None where all tensors are resharded along all axes.
+        gather: partition whose slow side is the axes along which K and V are gathered; all-to-alls are limited to its
+            fast side. None where all tensors are resharded along all axes.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class AttentionAllToAlls:
         )
 
     def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Wait for Q, K and V of a head group and return them, (B, h, S, D) each; Q of its own place if gathered."""
+        """Wait for Q, K and V of a head group and return them, (B, h, S, D) each.
+
+        Where K and V are gathered, Q has the tokens of this rank's slow coordinate only.
+        """
         # V is decoded first: the tokens that its codec selected apply to Q and K too.
         early = self._early_value.wait() if self._early_value and index == 0 else []
         query, key, value = [*self._inputs[index].wait(), *early]
@@ -146,7 +149,8 @@ def start_inputs(
     has_own_storage: bool = False,
     gather: AxisPartition | None = None,
 ) -> Handle[list[torch.Tensor]]:
-    """Start some of Q, K and V of a head group on their way to attention, in one message.
+    """Start to communicate some of Q, K and V of a head group: an all-to-all along all axes, or with `gather` one along
+    the fast axes and an all-gather of K and V along the slow ones.
 
     Args:
         names: a letter for each tensor.
@@ -157,7 +161,7 @@ def start_inputs(
         layer_codecs: codecs for slow axes; lossless when not given.
         is_blocking: whether the caller waits right away and computes nothing meanwhile.
         has_own_storage: whether each result needs a storage of its own.
-        gather: slow axes along which K and V are gathered, and fast ones; None to reshard along all axes.
+        gather: partition whose slow side is the axes along which K and V are gathered; None to reshard along all axes.
     """
     label = Label(names, layer)
     if gather:
@@ -197,8 +201,8 @@ def ulysses_attention(
         early_value: handle of V, or of its first head group, if it is in flight already.
         layer_codecs: codecs for slow axes; lossless when not given.
         overlapped: computation to run while Q, K and V are in flight.
-        gather: slow axes along which K and V are gathered, and fast ones, by which heads are then divided; None to
-            reshard along all axes.
+        gather: partition whose slow side is the axes along which K and V are gathered; heads are then divided over
+            its fast side. None to reshard along all axes.
 
     Returns:
         O, shape (B, H, S/P, D).

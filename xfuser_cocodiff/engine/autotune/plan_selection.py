@@ -69,8 +69,8 @@ class CommSetup:
     flat_mesh: Mesh | None = None
     """The same mesh with flat collectives, as in stock xDiT; None if the settings name a plan or no links are known."""
     gather: AxisPartition | None = None
-    """Axes along which K and V may be gathered, as slow ones, and the others; None where they never are. In a lossy
-    mode it is :attr:`partition`."""
+    """Partition whose slow side is the axes along which K and V may be gathered; None where they never are. In a lossy
+    mode it is :attr:`partition`; in `exact` these axes need not be slow."""
 
 
 def set_up_comm(

@@ -55,7 +55,7 @@ class VirtualRanks:
 
     @property
     def gather_layout(self) -> AxisLayout | None:
-        """Axes along which layers may gather K and V, as slow ones, and the others; None where they may not."""
+        """Layout whose slow side is the axes along which layers may gather K and V; None where they may not."""
         may_gather = self.may_gather and not self.is_ring and self._layout.has_outermost_slow
         return self._layout if may_gather else None
 
@@ -145,8 +145,8 @@ class VirtualRanks:
         """Return attention as all virtual ranks would compute it together where K and V are gathered; see
         :meth:`attend`.
 
-        Queries of a place on the slow axes attend to K and V of all ranks: unchanged from that place, and coded from
-        all others. For replicated tokens, O is that of the ranks at the first slow coordinate.
+        Queries of a slow coordinate attend to K and V of all ranks: unchanged from that coordinate, and coded from all
+        others. For replicated tokens, O is that of the ranks at the first slow coordinate.
         """
         query, *exact = tensors
         coded = [

@@ -179,12 +179,12 @@ def _seconds(stages: Sequence[CommStage]) -> float:
 def gathers_kv(num_slow: int, heads_per_kv_head: int) -> bool:
     """Return whether a coded layer gathers K and V along the slow axes instead of resharding by heads along them.
 
-    Of a tensor with b bytes on a rank, an all-to-all over S places sends (S - 1) / S b, an all-gather (S - 1) b. With
-    r heads of Q for each head of K and V, the all-to-alls of Q, K, V and O send (2 r + 2) (S - 1) / S of the bytes of
-    K, the gather of K and V 2 (S - 1) of them: no more where S <= 1 + r. Q and O are exact then.
+    Of a tensor with b bytes on a rank, an all-to-all over N coordinates sends (N - 1) / N b, an all-gather (N - 1) b.
+    With r heads of Q for each head of K and V, the all-to-alls of Q, K, V and O send (2 r + 2) (N - 1) / N of the bytes
+    of K, the gather of K and V 2 (N - 1) of them: no more where N <= 1 + r. Q and O are exact then.
 
     Args:
-        num_slow: positions on all slow axes together.
+        num_slow: coordinates on all slow axes together, N.
         heads_per_kv_head: heads of Q for each head of K and V.
     """
     return 1 < num_slow <= 1 + heads_per_kv_head
@@ -214,7 +214,7 @@ def gather_pays(
 
 
 def num_ranks_along(topology: Topology, axes: Sequence[str]) -> int:
-    """Return the number of positions on the named axes."""
+    """Return the number of coordinates on the named axes."""
     return math.prod(axis.size for axis in topology.axes if axis.name in axes)
 
 

@@ -57,7 +57,7 @@ SWEEP: dict[str, list[tuple[str, str | None]]] = {
         ("paper", f"refresh={refresh},score={score}") for refresh in (0, 10) for score in ("change", "drift", "random")
     ],
 }
-"""By series, modes and changes to their schedules. Modes exchange as users get it, unless a series replaces that."""
+"""By series, modes and changes to their schedules. Modes use their default exchange, unless a series replaces it."""
 EXCHANGES = {
     (): "not coded",
     (plans.HEADS,): "by heads",

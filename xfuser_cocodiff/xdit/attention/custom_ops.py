@@ -5,7 +5,8 @@ and a ticket, a tensor that each operator passes to the next, keep them in one o
 attention call is in flight at a time. An operator takes tensors that were sent before once more, to keep them alive
 until then and to tell the shape of its result.
 
-Sizes in shapes: P ranks, B batch, H heads, S sequence, D head dim.
+Sizes in shapes: P ranks over which heads are divided, G coordinates along which K and V are gathered (1 where they are
+not), B batch, H heads, S sequence, D head dim.
 """
 
 from collections.abc import Callable
@@ -40,15 +41,15 @@ def attention(
     """Compute Ulysses attention in a compiled graph.
 
     Args:
-        query: shape (B, H, S/P, D).
+        query: shape (B, H, S/(P G), D).
         key: as `query`, possibly with fewer heads.
         value: as `key`.
         attend: attention of a head group.
-        num_ranks: number of ranks that divide the heads.
-        num_gathered: number of places along which K and V are gathered; 1 where they are not.
+        num_ranks: number of ranks P over which heads are divided.
+        num_gathered: number of coordinates G along which K and V are gathered; 1 where they are not.
 
     Returns:
-        O, shape (B, H, S/P, D).
+        O, shape (B, H, S/(P G), D).
     """
     ops = torch.ops.cocodiff
     ticket = ops.send_value(value, traced_path(), num_gathered)
@@ -130,8 +131,7 @@ def _heads_like(
     num_ranks: int,
     num_gathered: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors (B, H/P, S, D) for Q, K and V (B, H, S/P, D); Q has the tokens of its place where they are
-    gathered."""
+    """Return tensors for Q (B, H/P, S/G, D), and K and V (B, H/P, S, D), of a rank's Q, K and V (B, H, S/(P G), D)."""
     ranks = num_ranks, num_ranks * num_gathered, num_ranks * num_gathered
     sizes = ((each, *each.shape, count) for each, count in zip((query, key, value), ranks, strict=True))
     return tuple(

@@ -229,7 +229,7 @@ def _eager_attention(
 
 def _can_gather(arguments: _USPArguments) -> bool:
     """Return whether attention may have fewer queries than keys: neither a mask nor the selection of keys in sparse
-    attention depends on the number of a query."""
+    attention depends on the index of a query."""
     from xfuser.core.distributed import get_runtime_state
 
     mask = (arguments.attention_kwargs or {}).get("attn_mask")

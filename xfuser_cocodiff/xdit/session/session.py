@@ -116,7 +116,8 @@ class Session:
 
     @property
     def gather(self) -> AxisPartition | None:
-        """Axes along which layers may gather K and V; None where all axes reshard by heads, and beside a ring."""
+        """Partition whose slow side is the axes along which layers may gather K and V; None where all axes reshard by
+        heads, and beside a ring."""
         return self.comm_setup.gather if self.comm_setup and self.ring is None else None
 
     def gathers_kv(self, query_heads: int, kv_heads: int) -> bool:
