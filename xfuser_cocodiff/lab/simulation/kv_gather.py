@@ -30,7 +30,7 @@ class KvGather:
     def __init__(self, scenario: Scenario, group: Topology, axes: tuple[str, ...]) -> None:
         self._scenario, self._group, self.axes = scenario, group, axes
         self.num_slow = planner.num_ranks_along(group, axes)
-        """Places whose K and V a rank gathers."""
+        """Coordinates whose K and V a rank gathers."""
         self.num_fast = group.size // self.num_slow
         """Ranks over which heads are divided."""
         self.heads = -(-scenario.workload.heads // self.num_fast)
