@@ -13,6 +13,7 @@ from tests.xdit.session.test_session import GATHERED, config_of
 from tests.xdit.test_approximation import STEPS, LossyRun, decibels
 from xfuser_cocodiff.engine.attention import kv_gather
 from xfuser_cocodiff.engine.topology.plans import Plan
+from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.xdit.launching import bare_runtime
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -129,6 +130,27 @@ def test_exact_mode_keeps_heads_in_graphs() -> None:
     """Graphs are traced before a check could compare bits."""
     for is_stocks, gathered in ranks.run(run_compiled_exactly, 2):
         assert is_stocks and not gathered
+
+
+def graphs_of_first_run(rank: int, plan: str) -> tuple[int, int, float]:
+    """Return the graphs and graph breaks of a pipeline that is compiled before its first call, and its PSNR."""
+    from torch._dynamo.utils import counters
+
+    run = LossyRun(rank, 4, "FLUX.1-dev")
+    stock = run()
+    run.use_mode("balanced", "2x2", plan=Plan.parse(plan, Topology.parse("2x2")))
+    compile_transformer(run, "whole")
+    counters.clear()
+    latents = run()
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), decibels(latents, stock)
+
+
+@pytest.mark.slow
+def test_gathers_break_no_graph_that_is_compiled_first() -> None:
+    plans = "hierarchical", "hierarchical:gpu,node=kv"
+    for by_heads, gathered in zip(*(ranks.run(graphs_of_first_run, 4, plan) for plan in plans), strict=True):
+        assert gathered[:2] == by_heads[:2]
+        assert gathered[2] > by_heads[2] > 30
 
 
 TOPOLOGIES = {2: "node=2", 4: "2x2"}

@@ -23,6 +23,7 @@ from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks, Ulysse
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.simulation import plan_model, sharding
+from xfuser_cocodiff.lab.simulation.communication import LayerCommunication
 from xfuser_cocodiff.lab.simulation.exchange import HEADS, KV
 from xfuser_cocodiff.lab.simulation.machines import MACHINES
 from xfuser_cocodiff.lab.simulation.scenario import STOCK, Scenario
@@ -182,6 +183,15 @@ def test_traffic_includes_zero_padded_heads() -> None:
     assert by_heads.reference_bytes > 57 * 2 * 4 * 288 * 32 * 128 * 2 / 2  # at both ends
     gathered = estimate_step(make_scenario(cluster="ethernet"), UlyssesRingSplit(16, 1), "exact")
     assert gathered.sent_bytes["node"] == pytest.approx(lossless * 24 / 32)
+
+
+def test_grouped_heads_are_zero_padded_together() -> None:
+    """12 heads of Q in groups of 3, one for each of 4 heads of K and V, which are zero-padded to 8 ranks."""
+    scenario = make_scenario(cluster="ethernet")
+    workload = dataclasses.replace(scenario.workload, heads=12, heads_per_kv_head=3)
+    layer = LayerCommunication(dataclasses.replace(scenario, workload=workload), UlyssesRingSplit(16, 1), "balanced")
+    assert layer.gather.heads == 3 and layer.gather.padded_heads == 24
+    assert layer.padded_heads == 48
 
 
 def test_traffic_on_measured_slow_axes_is_compressed() -> None:

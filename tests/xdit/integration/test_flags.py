@@ -450,6 +450,21 @@ def test_compiled_ring_is_logged_as_lossless() -> None:
     assert ["ring attention is xDiT's own, and lossless" in line for line in said].count(True) == 2
 
 
+def may_gather(rank: int, ring: int, engine: dict) -> bool:
+    """Return whether layers may gather K and V."""
+    from xfuser_cocodiff.xdit.session.session import active
+
+    values = {"ulysses_degree": 4 // ring, "ring_degree": ring, "cocodiff_topology": "2x2"}
+    state_after(rank, {**values, "cocodiff_mode": "balanced", "cocodiff_slow_axes": "node,gpu"}, engine)
+    return active().gather is not None
+
+
+@pytest.mark.parametrize("engine", [{}, {"use_torch_compile": True}], ids=str)
+@pytest.mark.parametrize("ring", [1, 2])
+def test_k_and_v_are_not_gathered_beside_a_ring(ring: int, engine: dict) -> None:
+    assert ranks.run(may_gather, 4, ring, engine) == [ring == 1] * 4
+
+
 def test_mesh_with_data_cfg_and_ring_parallelism() -> None:
     for values in (
         {"ulysses_degree": 2, "data_parallel_degree": 2},

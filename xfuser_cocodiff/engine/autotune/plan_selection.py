@@ -80,6 +80,7 @@ def set_up_comm(
     cache: TuningCache | None = None,
     max_over_all: Callable[[list[float]], list[float]] = list,
     parent: Mesh | None = None,
+    may_gather: bool = True,
 ) -> CommSetup:
     """Set up the communication of a group: its mesh, the plans of its messages, and its slow axes.
 
@@ -94,10 +95,11 @@ def set_up_comm(
         max_over_all: elementwise maximum over all ranks of the run. A measured axis is slow if it is slow for any rank:
             with a ring there are several Ulysses groups, which must compress the same axes.
         parent: mesh whose comm stream and traffic statistics the new mesh shares.
+        may_gather: whether layers may gather K and V along some axes; not in a ring, nor beside one.
     """
     if config.plan:
         check_plan_on_device(config.plan, device, "--cocodiff_a2a")
-    mesh = _new_mesh(config, device, group, config.topology, [config.plan] if config.plan else None)
+    mesh = _new_mesh(config, device, group, config.topology, _plans_of(config))
     if parent:
         mesh = mesh.as_part_of(parent, "+".join(axis.name for axis in reversed(config.topology.axes)))
     setup = CommSetup(mesh, None, cache or TuningCache({}), config.synchronous)
@@ -113,6 +115,8 @@ def set_up_comm(
     if config.mode != EXACT:
         slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
+    if not may_gather:
+        return setup
     if setup.partition:
         setup.gather = setup.partition if _may_gather(config, setup.partition) else None
     elif gathered_axes := _lossless_gathered_axes(config, profile, device):
@@ -121,6 +125,14 @@ def set_up_comm(
             pays_off = functools.partial(planner.gather_pays, profile, gathered_axes)
             setup.mesh = replace(setup.mesh, policy=replace(setup.mesh.policy, gathers_kv=pays_off))
     return setup
+
+
+def _plans_of(config: CocoDiffConfig) -> list[Plan] | None:
+    """Return the plans for which a mesh needs process groups: all if none is named, else the named one, and an
+    all-gather if K and V are gathered, perhaps along all axes."""
+    if config.plan is None:
+        return None
+    return [config.plan, *([Plan.hierarchical_gather(config.topology)] if config.plan.gathers_kv else [])]
 
 
 def _may_gather(config: CocoDiffConfig, partition: AxisPartition) -> bool:

@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 5
+_SCHEMA = 6
 
 
 @dataclass
@@ -54,8 +54,8 @@ class TuningCache:
                 raise ValueError(f"its schema is {values['schema']}, not {_SCHEMA}")
             profile = values["profile"] and Profile.from_json(values["profile"])
             schedules = {
-                signature: OverlapSchedule(bool(v_first), int(groups), *map(bool, rest))
-                for signature, (v_first, groups, *rest) in values["schedules"].items()
+                signature: OverlapSchedule(bool(v_first), int(groups), bool(overlaps_mlp), bool(flat), bool(gathers_kv))
+                for signature, (v_first, groups, overlaps_mlp, flat, gathers_kv) in values["schedules"].items()
             }
             return cls(dict(values["machine"]), profile, schedules)
         except (AttributeError, KeyError, TypeError) as error:

@@ -7,7 +7,7 @@ another; B batch.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,16 @@ class AxisLayout:
     shape: tuple[int, ...]
     """Sizes of all axes."""
 
-    @functools.cached_property
-    def num_slow(self) -> int:
-        """Number of coordinates on the slow axes, S."""
-        return math.prod(self.shape[index] for index in self.slow_indices)
+    num_slow: int = field(init=False, repr=False, compare=False)
+    """Number of coordinates on the slow axes, S."""
+    num_fast: int = field(init=False, repr=False, compare=False)
+    """Number of coordinates on the fast axes, F."""
 
-    @functools.cached_property
-    def num_fast(self) -> int:
-        """Number of coordinates on the fast axes, F."""
-        return math.prod(self.shape) // self.num_slow
+    def __post_init__(self) -> None:
+        # Computed once: graphs that are traced read them, and the lock of a cached property would break the trace.
+        num_slow = math.prod(self.shape[index] for index in self.slow_indices)
+        object.__setattr__(self, "num_slow", num_slow)
+        object.__setattr__(self, "num_fast", math.prod(self.shape) // num_slow)
 
     @functools.cached_property
     def _order(self) -> list[int]:
@@ -44,7 +45,9 @@ class AxisLayout:
     @property
     def has_outermost_slow(self) -> bool:
         """Whether the slow axes are the outermost ones, so that each of their coordinates holds adjacent tokens."""
-        return self.slow_indices == tuple(range(len(self.slow_indices)))
+        moving = [index for index, size in enumerate(self.shape) if size > 1]
+        slow = [index for index in moving if index in self.slow_indices]
+        return slow == moving[: len(slow)]
 
     @functools.cached_property
     def ranks_by_slow_index(self) -> list[list[int]]:
@@ -99,6 +102,8 @@ class AxisPartition(AxisLayout):
     """Rank of this process in the mesh of all axes."""
     is_single_stage: Callable[[int], bool] = lambda message_bytes: False
     """Whether messages of some bytes take one stage rather than several, see :mod:`coded_all_to_all`."""
+    fast_index: int = field(init=False, repr=False, compare=False)
+    """Coordinate of this rank on the fast axes."""
 
     @classmethod
     def over(
@@ -146,10 +151,14 @@ class AxisPartition(AxisLayout):
         """Names of the slow axes, outermost first."""
         return tuple(axis.name for axis in self.slow.topology.axes if axis.size > 1)
 
-    @functools.cached_property
-    def fast_index(self) -> int:
-        """Coordinate of this rank on the fast axes."""
-        return self.ranks_by_slow_index[self.slow_index].index(self.rank)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fast_index, rank, stride = 0, self.rank, 1
+        for index in reversed(range(len(self.shape))):
+            rank, coordinate = divmod(rank, self.shape[index])
+            if index not in self.slow_indices:
+                fast_index, stride = fast_index + stride * coordinate, stride * self.shape[index]
+        object.__setattr__(self, "fast_index", fast_index)
 
     @functools.cached_property
     def remote_indices(self) -> list[int]:

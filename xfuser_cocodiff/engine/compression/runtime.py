@@ -227,6 +227,15 @@ class CodecRuntime:
             found[state.layer] = max(error, found.get(state.layer, 0.0))
         return found, not_finite
 
+    def drop_layer(self, key: Hashable, branch: int) -> None:
+        """Drop the references of a layer in a branch, whose next call begins with a keyframe.
+
+        Args:
+            key: key of the layer.
+            branch: number of the transformer's call within the step.
+        """
+        self._states.pop((key, branch), None)
+
     def layer_codecs(
         self,
         layer: str,

@@ -53,7 +53,8 @@ class LayerCommunication:
 
     def __init__(self, scenario: Scenario, split: UlyssesRingSplit, mode: str) -> None:
         self._scenario, self._split, self._mode, self._is_stock = scenario, split, mode, mode == STOCK
-        self._heads = -(-scenario.workload.heads // split.ulysses)
+        grouping = scenario.workload.heads_per_kv_head
+        self._heads = -(-scenario.workload.heads // grouping // split.ulysses) * grouping
         """Heads of a rank, including zero-padded heads."""
         self.padded_heads = self._heads * split.ulysses
         """Heads of all ranks, including zero-padded heads."""

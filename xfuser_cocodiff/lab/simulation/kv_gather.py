@@ -33,7 +33,8 @@ class KvGather:
         """Coordinates whose K and V a rank gathers."""
         self.num_fast = group.size // self.num_slow
         """Ranks over which heads are divided."""
-        self.heads = -(-scenario.workload.heads // self.num_fast)
+        grouping = scenario.workload.heads_per_kv_head
+        self.heads = -(-scenario.workload.heads // grouping // self.num_fast) * grouping
         """Heads of a rank, including zero-padded heads."""
         self.padded_heads = self.heads * self.num_fast
         """Heads of all ranks, including zero-padded heads."""

@@ -18,12 +18,14 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.attention.ulysses import Attend, AttentionAllToAlls, output_like
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes
 from xfuser_cocodiff.xdit.attention.schedule_choice import choose_schedules
 from xfuser_cocodiff.xdit.attention.tracing import traced_path
 from xfuser_cocodiff.xdit.layers.layer_call import TracedCall
+from xfuser_cocodiff.xdit.layers.root_module import BaseLayer
 from xfuser_cocodiff.xdit.patching.log import warn_once
-from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, active
+from xfuser_cocodiff.xdit.session.session import HEAD_GROUPS_IGNORED, Session, active
 
 _LIBRARY = torch.library.Library("cocodiff", "DEF")
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -78,9 +80,16 @@ def _send_value(value: torch.Tensor, path: str, num_gathered: int) -> torch.Tens
     all_to_alls = AttentionAllToAlls(mesh, layer=name, has_own_storage=True, gather=gather)
     session.begin_traced_call(TracedCall(schedule, signature, layer=layer, all_to_alls=all_to_alls))
     if schedule.v_first:
-        all_to_alls.layer_codecs = session.layer_codecs(layer, signature.sizes, gather is not None)
+        all_to_alls.layer_codecs = _codecs(session, layer, signature.sizes, all_to_alls.gathers_kv)
         all_to_alls.start_value(value)
     return _new_ticket()
+
+
+def _codecs(session: Session, layer: BaseLayer | None, sizes: LayerSizes, gathers_kv: bool) -> LayerCodecs | None:
+    """Return the codecs of a call; None where its link references are those of the other exchange, as after an eager
+    call that could not gather."""
+    codecs = session.layer_codecs(layer, sizes, gathers_kv)
+    return codecs if codecs and codecs.gathers_kv == gathers_kv else None
 
 
 def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -91,7 +100,7 @@ def _send_query_key(ticket: torch.Tensor, query: torch.Tensor, key: torch.Tensor
         call.signature.sizes = sizes
         if call.signature.candidates is None:
             choose_schedules(call.signature, session, query, key, value)
-    call.all_to_alls.layer_codecs = session.layer_codecs(call.layer, sizes, call.all_to_alls.gathers_kv)
+    call.all_to_alls.layer_codecs = _codecs(session, call.layer, sizes, call.all_to_alls.gathers_kv)
     call.all_to_alls.start_inputs(query, key, value)
     return _new_ticket()
 

@@ -85,19 +85,25 @@ def scheduled_attention(
     """
     layer = session.layers.current
     signature, running = layer.call.signature if layer else None, layer or session.layers.running_layer()
-    encoded = inputs_for(session.gather if gathers_kv else None)
-    sizes = LayerSizes.of(*encoded.tensors)
+    name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
+    must_stop_gathering = session.runtime is None and schedule.gathers_kv and not can_gather
+    if must_stop_gathering:
+        schedule, signature.candidates = schedule._replace(gathers_kv=False), None  # chosen anew, by heads
+    expects_gather = gathers_kv or schedule.gathers_kv
+    inputs = inputs_for(session.gather if expects_gather else None)
+    sizes = LayerSizes.of(*inputs.tensors)
     if signature:
         signature.sizes, signature.gathers_kv = sizes, gathers_kv
     layer_codecs = session.layer_codecs(running, sizes, gathers_kv)
-    name, schedule = (layer.name, layer.call.schedule) if layer else ("", OverlapSchedule())
+    if layer_codecs and layer_codecs.gathers_kv and not can_gather:
+        must_stop_gathering, layer_codecs = True, session.layer_codecs_by_heads(running, sizes)
+    if must_stop_gathering and in_flight:
+        in_flight.drain()
+        in_flight = None
     gathers_now = layer_codecs.gathers_kv if layer_codecs else schedule.gathers_kv
-    if gathers_now and not can_gather:  # since this call, the mask differs between queries: lossless, by heads
-        if in_flight:
-            in_flight.drain()
-        in_flight, layer_codecs, gathers_now = None, None, False
     gather = session.gather if gathers_now else None
-    inputs = encoded if gathers_now == gathers_kv else inputs_for(gather)
+    if gathers_now != expects_gather:
+        inputs = inputs_for(gather)
     attend = inputs.attend_with(session.ring_codecs(running, sizes) if session.ring else None, name)
     if session.mesh.topology.size == 1:
         return attend(*inputs.tensors, ALL_HEADS)

@@ -65,7 +65,8 @@ def choose_schedules(
     if is_same_gathered and session.config.plan:
         schedules = _with_gather(signature, schedules, gathered)
     elif len(schedules) > 1:
-        schedules += [overlapped._replace(groups=number, gathers_kv=True) for number in gathered]
+        numbers = [number for number in gathered if number == groups or not session.overlap.head_groups]
+        schedules += [overlapped._replace(groups=number, gathers_kv=True) for number in numbers]
     signature.candidates = ScheduleCandidates(schedules)
 
 
@@ -79,9 +80,11 @@ def _with_gather(
         schedules: schedules of all-to-alls by heads.
         gathered: numbers of head groups with which attention to gathered K and V is bit-identical.
     """
-    usable = [each._replace(flat=False, gathers_kv=True) for each in schedules if each.groups in gathered]
-    if usable:
-        return usable
+    if gathered:
+        return [
+            each._replace(groups=each.groups if each.groups in gathered else 1, flat=False, gathers_kv=True)
+            for each in schedules
+        ]
     info_once(
         f"{signature.name}: K and V are not gathered, since attention of a part of the queries is not bit-identical; "
         "all-to-alls by heads run instead"

@@ -29,6 +29,11 @@ from xfuser_cocodiff.xdit.session.session import Session, active
 
 _SPARSE = "SPAR", "VSA", "BLOCK"
 """Parts of the names of xDiT's backends that select keys by blocks of the whole sequence's queries."""
+_UNQUANTIZED = (
+    *("SDPA", "SDPA_MATH", "SDPA_EFFICIENT", "SDPA_FLASH", "FLASH", "CUDNN", "FLASH_3", "FLASH_4"),
+    *("AITER", "AITER_BF16", "AITER_FLYDSL", "NPU"),
+)
+"""xDiT's backends that compute with the values as they are, and attend to all keys."""
 
 
 def patches() -> list[Patch]:
@@ -97,7 +102,7 @@ def _compiled_attention(
     if mesh.topology.size == 1 or not add_send_pass():
         (query, key, value), arguments = _padded(query, key, value, arguments, mesh.topology.size)
         return original(query, key, value, **vars(arguments))
-    gathers_kv = _can_gather(arguments) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+    gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
     inputs = _inputs(query, key, value, arguments, session, session.gather if gathers_kv else None)
     query, key, value = inputs.tensors
     attend = inputs.attend_with(None, "")
@@ -129,7 +134,7 @@ def _virtual_attention(
     elif layer and not arguments.joint_strategy:
         layer.count_call()
         parts = segments(layer.root.transformer, layer.root.shapes, query.shape[2])
-        gathers_kv = _can_gather(arguments) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
+        gathers_kv = _can_gather(arguments, session) and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
         fraction = virtual.shard_fraction(query.shape, parts, gathers_kv)
         sizes = LayerSizes.of(query, key, value, fraction=fraction)
         layer_codecs = session.layer_codecs(layer, sizes, gathers_kv)
@@ -220,23 +225,25 @@ def _eager_attention(
         O, shape (B, H, S/P, D).
     """
     can_split_heads = not _keeps_kv(arguments.attn_layer)  # all heads of the layer at once
-    can_gather = can_split_heads and _can_gather(arguments)
+    can_gather = can_split_heads and _can_gather(arguments, session)
     gathers_kv = can_gather and session.gathers_kv(query.shape[HEADS], key.shape[HEADS])
     ring = None if arguments.is_causal else session.ring
     inputs_for = functools.partial(_inputs, query, key, value, arguments, session, ring=ring)
     return scheduled_attention(inputs_for, in_flight, session, can_split_heads, gathers_kv, can_gather)
 
 
-def _can_gather(arguments: _USPArguments) -> bool:
+def _can_gather(arguments: _USPArguments, session: Session) -> bool:
     """Return whether attention may have fewer queries than keys: neither a mask nor the selection of keys in sparse
-    attention depends on the index of a query."""
+    attention depends on the index of a query. In a lossless mode, only backends that do not quantize may: they would
+    scale the queries together."""
     from xfuser.core.distributed import get_runtime_state
 
     mask = (arguments.attention_kwargs or {}).get("attn_mask")
-    has_rows = isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[-2] > 1
+    is_general = mask is not None and not (isinstance(mask, torch.Tensor) and set(mask.shape[-3:-1]) <= {1})
     backend = get_runtime_state().attention_backend if arguments.backend is None else arguments.backend
-    is_sparse = any(word in str(backend).upper() for word in _SPARSE)
-    return not (arguments.is_causal or has_rows or is_sparse)
+    name = getattr(backend, "name", str(backend)).upper()
+    is_unsuited = any(word in name for word in _SPARSE) or (session.runtime is None and name not in _UNQUANTIZED)
+    return not (arguments.is_causal or is_general or is_unsuited)
 
 
 def _inputs(

@@ -118,7 +118,7 @@ class Session:
     def gather(self) -> AxisPartition | None:
         """Partition whose slow side is the axes along which layers may gather K and V; None where all axes reshard by
         heads, and beside a ring."""
-        return self.comm_setup.gather if self.comm_setup and self.ring is None else None
+        return self.comm_setup.gather if self.comm_setup else None
 
     def gathers_kv(self, query_heads: int, kv_heads: int) -> bool:
         """Return whether coded layers gather K and V along the slow axes: where a plan says so, else by the planner's
@@ -277,6 +277,13 @@ class Session:
         if call is not None:  # the first call of a layer is not wrapped yet
             call.layer_codecs = codecs
         return codecs
+
+    def layer_codecs_by_heads(self, layer: BaseLayer, sizes: LayerSizes) -> LayerCodecs | None:
+        """Return the codecs of a layer that has gathered K and V and cannot any more; see :meth:`layer_codecs`."""
+        self.runtime.drop_layer(id(layer), layer.branch)
+        if layer.call is not None:
+            layer.call.layer_codecs = None
+        return self.layer_codecs(layer, sizes)
 
     def ring_codecs(self, layer: BaseLayer | None, sizes: LayerSizes) -> LayerCodecs | None:
         """Return the codecs of a layer's ring in this call; see :meth:`layer_codecs`."""

@@ -130,7 +130,8 @@ def _virtual_runtime(config: CocoDiffConfig) -> CodecRuntime | None:
         warn_once(f"--cocodiff_virtual has no effect with --cocodiff_mode {EXACT}; choose another mode")
         return None
     slow = config.profile.slow_axes if config.slow_axes == MEASURED_SLOW_AXES else config.slow_axes
-    may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == set(slow))
+    moving = {axis.name for axis in config.virtual.axes if axis.size > 1}
+    may_gather = config.mode != PAPER and (config.plan is None or set(config.plan.gathered_axes) == moving & set(slow))
     virtual = (VirtualRing if config.virtual_ring else VirtualRanks)(config.virtual, tuple(slow), may_gather)
     if virtual.num_slow == 1:
         warn_once(_NO_SLOW_AXIS.format(config.virtual, config.mode))
@@ -182,6 +183,11 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool) ->
         ring_group = None
     if (config.overlap.head_groups or 1) > 1 and is_compiled:
         warn_once(HEAD_GROUPS_IGNORED)
+    if is_compiled and config.mode == EXACT and config.plan and config.plan.gathers_kv:
+        info_once(
+            f"--cocodiff_a2a {config.plan}: mode {EXACT!r} does not gather K and V in compiled graphs; all-to-alls by "
+            "heads run instead"
+        )
     if parallel.pp_degree > 1 and config.mode != EXACT:
         lossless_reason = (
             f"mode {config.mode!r} has no effect with PipeFusion: the run is lossless; leave out "
@@ -189,7 +195,9 @@ def _start_parallel(parallel: Any, config: CocoDiffConfig, is_compiled: bool) ->
         )
         warn_once(lossless_reason)
         config = replace(config, mode=EXACT)
-    session = create_session(group, config, ring_group=ring_group)
+    # Beside a ring, also one of xDiT's own, and in PipeFusion, K and V are not gathered.
+    may_gather = parallel.ring_degree == 1 and parallel.pp_degree == 1
+    session = create_session(group, config, ring_group=ring_group, may_gather=may_gather)
     session.uses_stock_usp = uses_stock_usp
     session.lossless_reason = lossless_reason or session.lossless_reason
     return session
@@ -209,6 +217,7 @@ def create_session(
     config: CocoDiffConfig,
     cache: TuningCache | None = None,
     ring_group: dist.ProcessGroup | None = None,
+    may_gather: bool = True,
 ) -> Session:
     """Return a session for the ranks of a Ulysses group, and of a ring. All of them must call this.
 
@@ -217,9 +226,10 @@ def create_session(
         config: the options.
         cache: tuning results; when not given, they are loaded from the folder that the options name.
         ring_group: the ring, if there is one.
+        may_gather: whether layers may gather K and V along some axes; without effect beside a ring.
     """
     kernels.use(config.kernels)  # the probe measures the codec's throughput with them
-    setup = _set_up(group, config, cache)
+    setup = _set_up(group, config, cache, may_gather=may_gather and ring_group is None)
     ring_setup = _set_up_ring(ring_group, config, setup) if ring_group else None
     session = Session(
         config,
@@ -239,6 +249,7 @@ def _set_up(
     config: CocoDiffConfig,
     cache: TuningCache | None,
     ulysses_mesh: Mesh | None = None,
+    may_gather: bool = False,
 ) -> CommSetup:
     """Return mesh, plans and tuning cache of a group.
 
@@ -247,11 +258,12 @@ def _set_up(
         config: the options, with the topology of the group.
         cache: tuning results; loaded when not given.
         ulysses_mesh: of the Ulysses group beside a ring, whose comm stream both share.
+        may_gather: whether layers may gather K and V along some axes.
     """
     if cache is None:
         cache = _load_cache(group, config, config.topology, host_description.RING if ulysses_mesh else {})
     largest = functools.partial(all_reduce, operation="max", timeout=config.timeout)
-    return set_up_comm(group, config, compute_device(), cache, largest, ulysses_mesh)
+    return set_up_comm(group, config, compute_device(), cache, largest, ulysses_mesh, may_gather)
 
 
 def _set_up_ring(ring_group: dist.ProcessGroup, config: CocoDiffConfig, setup: CommSetup) -> CommSetup:
