@@ -288,7 +288,7 @@ class CodecRuntime:
         if not state.is_exact:
             return state
         # In eager mode, lossless layers use all-to-alls by heads.
-        sent_bytes = sizes.slow_axis_bytes(*self._places(False))
+        sent_bytes = sizes.slow_axis_bytes(*self._coordinates(False))
         state.stats.sent_bytes = state.stats.exact_bytes = sent_bytes
         return None
 
@@ -336,7 +336,7 @@ class CodecRuntime:
         layout = self.virtual_ranks if is_virtual else self._ring_partition
         return layout.num_slow if layout else 1
 
-    def _places(self, gathers_kv: bool) -> tuple[int, int]:
+    def _coordinates(self, gathers_kv: bool) -> tuple[int, int]:
         """Return the coordinates on slow axes of a layer's all-to-alls, and on those along which it gathers K and V."""
         return (1, self._num_slow) if gathers_kv else (self._num_slow, self._ring_num_slow)
 
@@ -348,7 +348,7 @@ class CodecRuntime:
         if transformer not in self._transformers:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
-        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._places(gathers_kv))
+        planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv))
         is_exact = self.schedule.is_lossless_layer(layer)
         if not is_exact and not self._fits_budget(planned_bytes):
             self._convert_to_int8()
