@@ -240,7 +240,6 @@ CASES = {
     "causal": Case(options={"is_causal": True}, gathers=False),
     "dense backend": Case(backend="FLASH_3"),
     "quantizing backend": Case(backend="SAGE", is_quantized=True),
-    "per-head mask of keys": Case(mask=(1, 8, 1, TOKENS), gathers=False),
     "sparse backend": Case(backend="FLEX_BLOCK_ATTN", gathers=False),
     "sparse backend, by its second name": Case(backend="AITER_SPARSE_SAGE", gathers=False),
     "two ranks": Case(3, 3, topology="node=2"),
