@@ -207,7 +207,7 @@ def test_virtual_ranks_are_as_close_to_stock_as_real_ones(model: str, plan: str)
     assert decibels(virtual[0], stock) > 120
     assert decibels(virtual[1], stock) == pytest.approx(decibels(latents, stock), abs=2)
     assert decibels(virtual[1], latents) > decibels(latents, stock) - 1.5  # independent errors would be 3 dB apart
-    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=3e-2)  # messages also have flags and padding
+    assert virtual[2] == pytest.approx(sum(sent for *_, sent in real), rel=4e-2)  # messages also have flags and padding
 
 
 def transformer(name: str, **config: object) -> torch.nn.Module:

@@ -208,28 +208,30 @@ def test_compiled_graphs_keep_memory_budget_and_maximum_error() -> None:
         assert sum(was_keyframe for _, was_keyframe in error) > 1 + sum(was_keyframe for _, was_keyframe in budget)
 
 
-def run_with_nan(rank: int) -> tuple[list[bool], bool]:
+def run_with_nan(rank: int, plan: Plan) -> tuple[list[bool], bool]:
     """Return whether each step of a run with NaN at its third was repeated, and whether the next run is sound."""
-    from xfuser_cocodiff.engine.attention import reshard
+    from xfuser_cocodiff.engine.attention import kv_gather, reshard
 
     run = LossyRun(rank, 2, "FLUX.1-dev")
-    run.use_mode("balanced", "node=2")
+    run.use_mode("balanced", "node=2", plan=plan)
     compile_transformer(run, "whole")
     healthy = run()
-    start, runtime = reshard.coded_all_to_all.start, run.runtime
+    sender, runtime = kv_gather if plan.gathers_kv else reshard.coded_all_to_all, run.runtime
+    start = sender.start
 
-    def with_nan(pieces: list, *given: Any) -> Any:
+    def with_nan(tensors: list, *given: Any) -> Any:
         if runtime.step == 2 and rank == 0:
-            pieces[0][(0,) * pieces[0].ndim] = float("nan")
-        return start(pieces, *given)
+            tensors[0][(0,) * tensors[0].ndim] = float("nan")
+        return start(tensors, *given)
 
-    with mock.patch.object(reshard.coded_all_to_all, "start", with_nan):
+    with mock.patch.object(sender, "start", with_nan):
         run()
     return [report.repeated > 0 for report in runtime.reports], torch.equal(run(), healthy)
 
 
 @pytest.mark.slow  # eager mode has a quick test
-def test_not_finite_values_are_repeated_and_affect_no_other_run() -> None:
-    for repeated, is_healthy in ranks.run(run_with_nan, 2):
+@pytest.mark.parametrize("plan", [Plan.flat(GATHERED.topology), GATHERED], ids=str)
+def test_not_finite_values_are_repeated_and_affect_no_other_run(plan: Plan) -> None:
+    for repeated, is_healthy in ranks.run(run_with_nan, 2, plan):
         assert repeated == [step >= 2 for step in range(len(repeated))]
         assert is_healthy
