@@ -72,9 +72,9 @@ def test_a_measured_row_has_all_keys_and_is_valid() -> None:
 def test_a_late_collective_is_compared_with_the_recorded_step() -> None:
     """What is late in a recorded block is late in all blocks that it stands for."""
     split, recorded_step = MeasuredSplit({}, 0.6, {}, {}), BEFORE + TRANSFER + AFTER
-    late = measured([STEP], STEP, late=0.03 * recorded_step)
+    late = measured([STEP], STEP, late=0.02 * recorded_step)
     row = cell_rows.measured_row(recorded("stock"), late, split, QualityRecord())
-    assert row["invalid_because"] == ["a collective started late by 3.0% of the step"]
+    assert row["invalid_because"] == ["a collective started late by 2.0% of the step"]
 
 
 def test_speedups_are_over_flat_stock_and_over_the_fastest_stock() -> None:

@@ -21,7 +21,7 @@ def test_a_sound_time_is_valid() -> None:
         ({"bytes_ratio": {"node": 1.03, "gpu": 1.0}}, "bytes counted on axis node differ by +3.0%"),
         ({"bytes_ratio": {"node": 1.0, "gpu": 0.0}}, "bytes counted on axis gpu differ by -100.0%"),
         ({"prediction_ratio": 1.12}, "prediction is off by +12.0%"),
-        ({"late_share": 0.03}, "a collective started late by 3.0% of the step"),
+        ({"late_share": 0.02}, "a collective started late by 2.0% of the step"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

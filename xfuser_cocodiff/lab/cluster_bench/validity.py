@@ -11,9 +11,8 @@ MAX_BYTES_ERROR = 0.02
 """Relative difference of counted bytes and those of the recorded collectives."""
 MAX_PREDICTION_ERROR = 0.1
 """Relative difference of predicted and measured step time."""
-MAX_LATE_SHARE = 0.02
-"""Longest time by which a collective starts late, as a share of the step. It must be less than the difference between D
-and 2 D, which shows delays of all collectives together: at 2 D they take half as large a share."""
+MAX_LATE_SHARE = 0.01
+"""Longest time by which a collective starts late, as a share of the step."""
 
 
 @dataclass(frozen=True)
