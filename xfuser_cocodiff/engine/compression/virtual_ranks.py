@@ -145,8 +145,8 @@ class VirtualRanks:
         """Return attention as all virtual ranks would compute it together where K and V are gathered; see
         :meth:`attend`.
 
-        Queries of a place on the slow axes attend to K and V of all ranks: unchanged from that place, and coded from
-        all others. Codecs that send some tokens only select them in each rank's block, as in a ring. For replicated
+        Queries of a slow coordinate attend to K and V of all ranks: unchanged from that coordinate, and coded from all
+        others. Codecs that send some tokens only select them in each rank's block, as in a ring. For replicated
         tokens, O is that of the ranks at the first slow coordinate.
         """
         query, *exact = tensors
