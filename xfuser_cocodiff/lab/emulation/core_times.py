@@ -1,4 +1,4 @@
-"""Idle share of this machine's cores over a period, from /proc/stat."""
+"""Share of a period in which this machine's cores were free for ranks, from /proc/stat."""
 
 import os
 import re
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CORE = re.compile(r"^cpu(\d+) (.*)$", re.MULTILINE)
-_IDLE, _WAITING, _GUEST = 3, 4, 8
-"""Columns of /proc/stat (man 5 proc): idle; waiting for input or output; the first of the guests, which are contained
-in other columns."""
+_NICED, _IDLE, _WAITING, _GUEST = 1, 3, 4, 8
+"""Columns of /proc/stat (man 5 proc): programs with a positive nice value, which any rank that wakes up preempts; idle;
+waiting for input or output; the first of the guests, which are contained in other columns."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class CoreTimes:
     """Times of each core since the machine started, in ticks of the kernel (10 ms)."""
 
     idle: dict[int, int]
-    """Idle time by core, waiting for input or output included."""
+    """Idle time by core; waiting for input or output and time of niced programs included."""
     total: dict[int, int]
     """Time by core; what a hypervisor gave to others counts as not idle."""
 
@@ -31,7 +31,7 @@ class CoreTimes:
         columns = {int(core): [int(ticks) for ticks in times.split()] for core, times in _CORE.findall(text)}
         own = {core: columns[core] for core in sorted(cores)}
         return cls(
-            {core: times[_IDLE] + times[_WAITING] for core, times in own.items()},
+            {core: times[_NICED] + times[_IDLE] + times[_WAITING] for core, times in own.items()},
             {core: sum(times[:_GUEST]) for core, times in own.items()},
         )
 
