@@ -24,10 +24,11 @@ from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
 from xfuser_cocodiff.engine.comm.traffic import Label
-from xfuser_cocodiff.engine.compression import codecs
+from xfuser_cocodiff.engine.compression import codecs, link_reference
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
 from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.kernels import quantize
 from xfuser_cocodiff.engine.topology.plans import Plan, Stage
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -38,7 +39,7 @@ TOPOLOGY = Topology.parse("2x2", 4)
 LAYERS = STEPS = 4
 PLANS = ("flat", "hierarchical")
 CODECS = {
-    "bits": Codec(bits=2, predictor=codecs.ADAPTIVE),
+    "bits": Codec(bits=2, predictor=ADAPTIVE),
     "drift": Codec(bits=2, token_fraction=0.5, predictor=0.5),
     "change": Codec(token_fraction=0.5, score="change"),
     "random": Codec(token_fraction=0.5, score="random"),
@@ -65,7 +66,7 @@ def make_tables() -> None:
     quantize._digits = lambda grid, _: digits[grid]
     quantize._int8_tables = lambda _: (maxima, scales, scales)
     codecs._shifts = lambda _: shifts
-    codecs._same_gain = lambda gain, links, _: gains[links]
+    link_reference._same_gain = lambda gain, links, _: gains[links]
 
 
 def group_of(stage: Stage, topology: Topology) -> SimpleNamespace:
@@ -319,8 +320,8 @@ SELECTION_LAUNCHES = 12
 def launches(rank: int, slow: str, v_first: bool, share: float) -> tuple[int, int]:
     """Return the launches of kernels and of other operations in a layer whose tensors are all coded."""
     codecs_of = {
-        **dict.fromkeys("qkv", Codec(2, share, predictor=codecs.ADAPTIVE)),
-        "o": Codec(1.6, predictor=codecs.ADAPTIVE),
+        **dict.fromkeys("qkv", Codec(2, share, predictor=ADAPTIVE)),
+        "o": Codec(1.6, predictor=ADAPTIVE),
     }
     with MockDevice() as mock_device, mock_device.by_triton():
         make_tables()

@@ -10,7 +10,7 @@ from tests import ranks
 from tests.engine.compression.test_runtime import SIZES, runtime
 from xfuser_cocodiff.engine.compression import bit_allocation
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
-from xfuser_cocodiff.engine.compression.codecs import ADAPTIVE
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule
 from xfuser_cocodiff.engine.settings.config import resolve
 from xfuser_cocodiff.engine.settings.ring_placement import SequenceRanks

@@ -7,7 +7,8 @@ import torch
 
 from tests.quick import pairwise, slow_but
 from xfuser_cocodiff.engine.compression import codecs
-from xfuser_cocodiff.engine.compression.codecs import ADAPTIVE, EXACT, Codec, LinkReference
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 

@@ -8,6 +8,7 @@ import torch
 from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.layer_codecs import LinkState
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import CodecSchedule, preset
 from xfuser_cocodiff.engine.compression.reference_memory import GIB, LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
@@ -29,7 +30,7 @@ def run_steps(link_states: dict, schedule: CodecSchedule, dtype: torch.dtype, is
     generator = torch.Generator().manual_seed(0)
     for name in "vqko":
         link_state = link_states.setdefault(
-            (name, ALL_HEADS), LinkState(codecs.LinkReference(is_int8), codecs.LinkReference(is_int8))
+            (name, ALL_HEADS), LinkState(LinkReference(is_int8), LinkReference(is_int8))
         )
         for step in range(steps):
             codec = schedule.codecs(step, 9)[name]

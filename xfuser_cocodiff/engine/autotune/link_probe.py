@@ -13,7 +13,8 @@ import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
 from xfuser_cocodiff.engine.comm.mesh import Mesh
-from xfuser_cocodiff.engine.compression.codecs import Codec, LinkReference, decode, encode
+from xfuser_cocodiff.engine.compression.codecs import Codec, decode, encode
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost

@@ -17,20 +17,17 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine import kernels
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
 from xfuser_cocodiff.engine.kernels import rows
-from xfuser_cocodiff.engine.kernels.quantize import GRIDS, from_int8, row_bytes, to_int8, tokens_per_row
-from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, GAIN_STEPS, ActiveTokens, Prediction
-from xfuser_cocodiff.engine.kernels.torch_kernels import energy, predict
+from xfuser_cocodiff.engine.kernels.quantize import GRIDS, row_bytes, tokens_per_row
+from xfuser_cocodiff.engine.kernels.rows import GAIN_BYTES, ActiveTokens, Prediction
+from xfuser_cocodiff.engine.kernels.torch_kernels import energy
 from xfuser_cocodiff.engine.topology import devices
 
 DRIFT, CHANGE, RANDOM = SCORES = ("drift", "change", "random")
 """Scores by which active tokens are selected: distance from the prediction, from the step before, or random."""
 TOKEN_DIM = 3
 """Dim of the tokens in values (L, G, H, T, D)."""
-ADAPTIVE = "auto"
-"""Predictor whose gain the sender estimates from the last change of the values."""
-_INITIAL_GAIN = GAIN_STEPS // 2
-"""Gain of the adaptive predictor before there is an estimate, in units of 1 / GAIN_STEPS."""
 SELECTING = "vo"
 """Tensors that select their own active tokens; Q and K use V's selection."""
 
@@ -117,80 +114,6 @@ class Codec:
 EXACT = Codec()
 
 
-class LinkReference:
-    """Predictor state of one tensor at one end of its links; the other ends hold the same, bit for bit.
-
-    Args:
-        is_int8: whether references are stored in int8, which both ends then use as their values.
-    """
-
-    def __init__(self, is_int8: bool = False) -> None:
-        self.is_int8 = is_int8
-        self._current: tuple[torch.Tensor, ...] = ()
-        self._previous: tuple[torch.Tensor, ...] = ()
-        self.gains: torch.Tensor | None = None
-        """Gains that the sender estimated last, uint8 (L), in units of 1 / GAIN_STEPS."""
-        self.last_values: torch.Tensor | None = None
-        """Values of the step before, if the sender scores tokens by CHANGE."""
-
-    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """Return whether there is a reference for values of this shape and type."""
-        return bool(self._current) and self._current[0].shape == tuple(shape) and self._dtype == dtype
-
-    def predict(self, predictor: float | str = 0.0) -> torch.Tensor:
-        """Return the values that both ends predict, (L, G, H, T, D)."""
-        return predict(self.prediction(predictor))
-
-    def prediction(self, predictor: float | str) -> Prediction:
-        """Return the inputs of the prediction for a codec's predictor."""
-        current = self._read(self._current)
-        previous = self._read(self._previous) if predictor and self._previous else None
-        return Prediction(current, previous, self._gains(predictor))
-
-    def _gains(self, predictor: float | str) -> torch.Tensor:
-        """Return the gain of each link, uint8 (L)."""
-        if predictor == ADAPTIVE and self.gains is not None:
-            return self.gains
-        current = self._current[0]
-        gain = _INITIAL_GAIN if predictor == ADAPTIVE else round(GAIN_STEPS * float(predictor))
-        return _same_gain(gain, len(current), current.device)
-
-    def advance(self, values: torch.Tensor, keeps_previous: bool) -> None:
-        """Replace the reference.
-
-        Args:
-            values: new reference, (L, G, H, T, D).
-            keeps_previous: whether to keep the one before, for extrapolation; it is dropped if its shape differs.
-        """
-        self._previous = self._current if keeps_previous and self.fits(values.shape, values.dtype) else ()
-        self._dtype = values.dtype
-        self._current = to_int8(values) if self.is_int8 else (values,)
-
-    def advance_unsent(self, codec: Codec) -> None:
-        """Advance to the prediction, for a codec that sends nothing."""
-        if codec.predictor in (0.0, ADAPTIVE):  # an adaptive gain is not known to the receiver
-            self._previous = self._current if codec.predictor else ()
-        else:
-            self.advance(self.predict(codec.predictor), keeps_previous=True)
-
-    def to_int8(self) -> None:
-        """Store references in int8 from now on."""
-        if not self.is_int8:
-            self._current, self._previous = (
-                to_int8(*stored) if stored else () for stored in (self._current, self._previous)
-            )
-            self.is_int8 = True
-
-    def _read(self, stored: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return from_int8(*stored).to(self._dtype) if self.is_int8 else stored[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        stored = (*self._current, *self._previous, *([] if self.last_values is None else [self.last_values]))
-        return sum(tensor.nbytes for tensor in stored)
-
-
 def select_tokens(
     values: torch.Tensor, reference: LinkReference, codec: Codec, seed: int, local_slots: range | None = None
 ) -> ActiveTokens:
@@ -254,7 +177,7 @@ def encode(
         The reconstruction error, or None if the codec is lossless.
     """
     if codec.sends_nothing:
-        reference.advance_unsent(codec)
+        reference.advance_unsent(codec.predictor)
         remote = rows.remote_slots(values, local_slots)
         return QuantError(energy(remote - reference.predict()), energy(remote))
     prediction = _prediction(codec, reference, values, local_slots)
@@ -290,7 +213,7 @@ def decode(
         local_slots: slots of this rank, which are skipped; None for none.
     """
     if codec.sends_nothing:
-        reference.advance_unsent(codec)
+        reference.advance_unsent(codec.predictor)
         rows.write_remote_slots(target, reference.predict(), local_slots)
         return
     prediction = _prediction(codec, reference, target, local_slots)
@@ -305,12 +228,6 @@ def _prediction(
     if codec.is_keyframe:
         return Prediction(like.new_zeros(rows.num_links(len(like), local_slots), *like.shape[1:]))
     return None if codec.is_exact else reference.prediction(codec.predictor)
-
-
-@functools.cache  # created once, since copying it to a device blocks the host
-def _same_gain(gain: int, links: int, device: torch.device) -> torch.Tensor:
-    """Return a gain for all links, uint8 (L)."""
-    return torch.full((links,), gain, dtype=torch.uint8, device=device)
 
 
 def pack_active(active: ActiveTokens, section: torch.Tensor, local_slots: range | None = None) -> None:

@@ -13,7 +13,8 @@ from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
-from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, LinkReference, QuantError
+from xfuser_cocodiff.engine.compression.codecs import EXACT, Codec, QuantError
+from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.kernels.rows import ActiveTokens
 
 

@@ -9,7 +9,6 @@ import torch
 from xfuser_cocodiff.engine.compression import bit_allocation
 from xfuser_cocodiff.engine.compression.bit_allocation import LETTERS, NOT_SENT, BitAllocation
 from xfuser_cocodiff.engine.compression.codecs import (
-    ADAPTIVE,
     CHANGE,
     DRIFT,
     EXACT,
@@ -20,6 +19,7 @@ from xfuser_cocodiff.engine.compression.codecs import (
     aligned,
     section_bytes,
 )
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE
 from xfuser_cocodiff.engine.kernels.quantize import GRIDS
 
 NOTATION = (
