@@ -10,10 +10,12 @@ from torch.nn import functional
 
 from tests import ranks
 from tests.quick import slow_but
-from xfuser_cocodiff.engine.attention.ulysses import start_inputs, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls, ulysses_attention
+from xfuser_cocodiff.engine.comm.comm_stream import Handle
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
+from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime, StepReport
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -47,6 +49,17 @@ def over(sizes: str, slow: tuple[str, ...]) -> tuple[Mesh, AxisPartition]:
     return mesh, AxisPartition.over(dist.group.WORLD, mesh, slow, Mesh.over)
 
 
+def start_v(
+    value: torch.Tensor,
+    mesh: Mesh,
+    gather: AxisPartition | None,
+    groups: int,
+    layer_codecs: LayerCodecs | None = None,
+) -> Handle:
+    """Start V before Q and K."""
+    return AttentionAllToAlls(mesh, groups, layer_codecs=layer_codecs, gather=gather).start_value(value)
+
+
 def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, int]:
     """Compare with whole tensors, and return the bytes of one call by axis."""
     mesh, partition = over(sizes, slow)
@@ -57,8 +70,7 @@ def compare_lossless(rank: int, sizes: str, slow: tuple[str, ...]) -> dict[str, 
             for groups in (1, 2) if partition.num_fast * 2 <= kv_heads else (1,):
                 for is_early in (False, True):
                     mesh.traffic.reset()
-                    first = HeadGroup(0, groups)
-                    early = start_inputs("v", [share(v)], mesh, "", first, None, gather=partition) if is_early else None
+                    early = start_v(share(v), mesh, partition, groups) if is_early else None
                     output = ulysses_attention(
                         share(q), share(k), share(v), attend, mesh, groups, early_value=early, gather=partition
                     )
@@ -96,7 +108,7 @@ def run_coded(
         if (step, rank) == broken:
             v[0, 0, 0, 0] = torch.inf
         mesh.traffic.reset()
-        early = start_inputs("v", [v], mesh, "", HeadGroup(), codecs, gather=gather)
+        early = start_v(v, mesh, gather, 1, codecs)
         output = ulysses_attention(q, k, v, attend, mesh, early_value=early, layer_codecs=codecs, gather=gather)
         errors.append(((output - exact).norm() / exact.norm()).item())
         planned = runtime.planned_reference_bytes
@@ -170,7 +182,7 @@ def fail_in_flight(rank: int, is_early: bool) -> None:
         raise ArithmeticError("in attention")
 
     for attention in (fail, attend, fail, attend):
-        early = start_inputs("v", [share(v)], mesh, "", HeadGroup(0, 2), None, gather=partition) if is_early else None
+        early = start_v(share(v), mesh, partition, 2) if is_early else None
         try:
             output = ulysses_attention(
                 share(q), share(k), share(v), attention, mesh, 2, early_value=early, gather=partition

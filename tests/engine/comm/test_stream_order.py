@@ -16,7 +16,7 @@ from tests import ranks
 from tests.mock_device import CALLER, HAS_BACKENDS, DisorderError, MockDevice, Stream, register_mock_device
 from tests.quick import covering, pairwise, slow_but
 from xfuser_cocodiff.engine.attention.reshard import start_seq_to_heads
-from xfuser_cocodiff.engine.attention.ulysses import start_inputs, ulysses_attention
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls, ulysses_attention
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import CommStream
 from xfuser_cocodiff.engine.comm.head_group import HeadGroup
@@ -114,8 +114,8 @@ def run(
     hidden = torch.randn(2, 8, 8, 16, device=device())
     for layer_codecs in codecs_of_layers:
         value = hidden * 3
-        first = HeadGroup(0, groups)
-        sent = start_inputs("v", [value], mesh, "", first, layer_codecs, gather=gather) if v_first else None
+        sending = AttentionAllToAlls(mesh, groups, layer_codecs=layer_codecs, gather=gather)
+        sent = sending.start_value(value) if v_first else None
         query, key = hidden + 1, hidden - 1
         hidden = ulysses_attention(query, key, value, attend, mesh, groups, "", sent, layer_codecs, None, gather)
 

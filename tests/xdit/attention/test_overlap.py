@@ -23,7 +23,6 @@ from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
 from xfuser_cocodiff.lab.bench import transformer as model
 from xfuser_cocodiff.xdit.launching import bare_runtime
-from xfuser_cocodiff.xdit.session import session as session_module
 from xfuser_cocodiff.xdit.session import startup as starting
 from xfuser_cocodiff.xdit.session.session import Session
 
@@ -73,13 +72,13 @@ def record_events(rank: int, v_first: bool) -> list[str]:
     for name, module in transformer.named_modules():
         if name.endswith((".to_q", ".add_q_proj")):
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
-    send = session_module.start_inputs
+    start_value = ulysses.AttentionAllToAlls.start_value
 
-    def recording(names: str, tensors: list, mesh: Mesh, layer: str, *part: object, **options: object) -> object:
-        events.append(f"{layer} sends {names}")
-        return send(names, tensors, mesh, layer, *part, **options)
+    def recording(all_to_alls: ulysses.AttentionAllToAlls, value: torch.Tensor) -> object:
+        events.append(f"{all_to_alls._layer} sends v")
+        return start_value(all_to_alls, value)
 
-    with mock.patch.object(session_module, "start_inputs", recording):
+    with mock.patch.object(ulysses.AttentionAllToAlls, "start_value", recording):
         for _ in range(5):
             events.clear()
             assert torch.equal(step(), expected)

@@ -12,8 +12,8 @@ import torch
 from tests import ranks
 from tests.xdit.attention.test_overlap import inputs_of, start, use_config
 from tests.xdit.session.test_session import GATHERED, config_of
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
 from xfuser_cocodiff.engine.comm import failure_detection
-from xfuser_cocodiff.xdit.session import session as session_module
 
 STEPS = 4
 
@@ -38,18 +38,18 @@ class Runs:
 
     @torch.no_grad()
     def run(self, declared: bool, transformer: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        send, results = session_module.start_inputs, []
+        start_value, results = AttentionAllToAlls.start_value, []
         self.sent.clear()
         self.gathered.clear()
         if declared:
             self.session.runs.begin(STEPS)
 
-        def noting(names: str, tensors: list, mesh: object, layer: str, *args: object, **options: object) -> object:
-            self.sent.append(layer)
-            self.gathered.append(options["gather"] is not None)
-            return send(names, tensors, mesh, layer, *args, **options)
+        def noting(all_to_alls: AttentionAllToAlls, value: torch.Tensor) -> object:
+            self.sent.append(all_to_alls._layer)
+            self.gathered.append(all_to_alls.gathers_kv)
+            return start_value(all_to_alls, value)
 
-        with mock.patch.object(session_module, "start_inputs", noting):
+        with mock.patch.object(AttentionAllToAlls, "start_value", noting):
             for step in range(STEPS):
                 given = self.given | {"hidden_states": self.given["hidden_states"] * (1 + 0.2 * step)}
                 results.append((transformer or self.transformer)(**given)[0])

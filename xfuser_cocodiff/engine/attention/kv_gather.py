@@ -19,8 +19,6 @@ from xfuser_cocodiff.engine.compression import coded_all_gather
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.compression.layer_codecs import LayerCodecs
 
-_GATHERED = "kv"
-
 
 def start(
     tensors: Sequence[torch.Tensor],
@@ -36,35 +34,27 @@ def start(
     Args:
         tensors: (B, H, T, D) each, of one dtype; they must not change before the handle has been waited for.
         partition: slow and fast axes; the slow ones must be the outermost.
-        label: letters of the tensors, q, k and v, and the layer's name.
+        label: letters of the tensors, q first if it is there, and the layer's name.
         head_group: part of each rank's heads to send.
         layer_codecs: codecs for the slow axes; lossless when not given. Of one head group, V must be sent before or
             together with K.
-        is_blocking: whether the caller waits right away and computes nothing meanwhile.
-        has_own_storage: whether each result needs a storage of its own, as outputs of a custom operator do.
+        is_blocking: see :func:`start_seq_to_heads`.
+        has_own_storage: likewise.
 
     Returns:
         A handle for Q (B, h, F * T, D), and K and V (B, h, S * F * T, D).
     """
-    names = label.tensors
-    gathered = [index for index, name in enumerate(names) if name in _GATHERED]
+    gathered = label.tensors.removeprefix("q")
+    num_kept = len(tensors) - len(gathered)
 
     def communicate() -> list[torch.Tensor]:
         if partition.fast:
             local = reshard_here(tensors, HEADS, SEQUENCE, partition.fast, head_group, has_own_storage)
         else:
             local = [head_group.of(tensor, HEADS) for tensor in tensors]
-            if has_own_storage:
-                local = [each if name in _GATHERED else each.clone() for name, each in zip(names, local, strict=True)]
-        wholes = coded_all_gather.gather_sequence(
-            "".join(names[index] for index in gathered),
-            [local[index] for index in gathered],
-            partition,
-            head_group,
-            layer_codecs,
-        )
-        for index, whole in zip(gathered, wholes, strict=True):
-            local[index] = whole
-        return local
+        kept, blocks = local[:num_kept], local[num_kept:]
+        if has_own_storage and not partition.fast:
+            kept = [tensor.clone() for tensor in kept]
+        return [*kept, *coded_all_gather.gather_sequence(gathered, blocks, partition, head_group, layer_codecs)]
 
     return partition.slow.start(label, communicate, lambda received: received, is_blocking)

@@ -5,7 +5,7 @@ Sizes in shapes: P ranks, B batch, S sequence, H heads, D head dim.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -54,16 +54,13 @@ def reshard(
     Returns:
         The resharded tensors, contiguous.
     """
-    plan = mesh.policy.plan_for(_nbytes(tensors))
-    pieces = [_by_destination(tensor, scatter_dim, plan, ALL_HEADS) for tensor in tensors]
-    message = _pack(pieces, plan)
     if torch.compiler.is_compiling():  # traced graphs have no comm stream and no timing
-        received = mesh.all_to_all(message, plan)
-    else:
-        span = mesh.traffic.span(label, tensors[0].device)
-        with span.record_wait():
-            received = mesh.comm_stream.run(lambda: mesh.timed_all_to_all(message, plan, span))
-    return _merge_all(received, pieces, gather_dim, plan)
+        return reshard_here(tensors, scatter_dim, gather_dim, mesh)
+    message, plan, merge = _message(tensors, scatter_dim, gather_dim, mesh)
+    span = mesh.traffic.span(label, tensors[0].device)
+    with span.record_wait():
+        received = mesh.comm_stream.run(lambda: mesh.timed_all_to_all(message, plan, span))
+    return merge(received)
 
 
 def reshard_here(
@@ -84,9 +81,8 @@ def reshard_here(
         head_group: part of each rank's share of `scatter_dim` to send.
         has_own_storage: whether each result needs a storage of its own.
     """
-    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
-    pieces = [_by_destination(tensor, scatter_dim, plan, head_group) for tensor in tensors]
-    return _merge_all(mesh.all_to_all(_pack(pieces, plan), plan), pieces, gather_dim, plan, has_own_storage)
+    message, plan, merge = _message(tensors, scatter_dim, gather_dim, mesh, head_group, has_own_storage)
+    return merge(mesh.all_to_all(message, plan))
 
 
 def start_seq_to_heads(
@@ -122,13 +118,7 @@ def start_seq_to_heads(
         ]
         targets = [_by_destination(result, SEQUENCE, plan, ALL_HEADS) for result in results]
         return coded_all_to_all.start(pieces, targets, mesh, layer_codecs, label, head_group, results, is_blocking)
-    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
-    pieces = [_by_destination(tensor, HEADS, plan, head_group) for tensor in tensors]
-    message = _pack(pieces, plan)
-
-    def merge(received: torch.Tensor) -> list[torch.Tensor]:
-        return _merge_all(received, pieces, SEQUENCE, plan, has_own_storage)
-
+    message, plan, merge = _message(tensors, HEADS, SEQUENCE, mesh, head_group, has_own_storage)
     return mesh.start_all_to_all(message, plan, label, merge, is_blocking)
 
 
@@ -171,6 +161,20 @@ def start_heads_to_seq(
     if on_stream:
         return mesh.start(label, lambda: mesh.all_to_all(message, plan), copy_to_target, is_blocking)
     return mesh.start_all_to_all(message, plan, label, copy_to_target, is_blocking)
+
+
+def _message(
+    tensors: Sequence[torch.Tensor],
+    scatter_dim: int,
+    gather_dim: int,
+    mesh: Mesh,
+    head_group: HeadGroup = ALL_HEADS,
+    has_own_storage: bool = False,
+) -> tuple[torch.Tensor, Plan, Callable[[torch.Tensor], list[torch.Tensor]]]:
+    """Return a lossless message of tensors, its plan, and the function that returns what arrives by tensor."""
+    plan = mesh.policy.plan_for(_nbytes(tensors) // head_group.count)
+    pieces = [_by_destination(tensor, scatter_dim, plan, head_group) for tensor in tensors]
+    return _pack(pieces, plan), plan, lambda received: _merge_all(received, pieces, gather_dim, plan, has_own_storage)
 
 
 def _split(tensor: torch.Tensor, dim: int, plan: Plan) -> torch.Tensor:

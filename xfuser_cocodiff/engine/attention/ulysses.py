@@ -66,9 +66,10 @@ class AttentionAllToAlls:
         """Whether K and V are gathered along some axes."""
         return self._gather is not None
 
-    def start_value(self, value: torch.Tensor) -> None:
-        """Start the all-to-all of V, or of its first head group, before Q and K are computed."""
+    def start_value(self, value: torch.Tensor) -> Handle[list[torch.Tensor]]:
+        """Start the all-to-all of V, or of its first head group, before Q and K are computed, and return its handle."""
         self._early_value = self._start("v", [value], self.head_groups[0])
+        return self._early_value
 
     def start_inputs(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_blocking: bool = False
@@ -89,17 +90,10 @@ class AttentionAllToAlls:
     def _start(
         self, names: str, tensors: list[torch.Tensor], head_group: HeadGroup, is_blocking: bool = False
     ) -> Handle[list[torch.Tensor]]:
-        return start_inputs(
-            names,
-            tensors,
-            self._mesh,
-            self._layer,
-            head_group,
-            self.layer_codecs,
-            is_blocking,
-            self._has_own_storage,
-            self._gather,
-        )
+        label, options = Label(names, self._layer), (head_group, self.layer_codecs, is_blocking, self._has_own_storage)
+        if self._gather:
+            return kv_gather.start(tensors, self._gather, label, *options)
+        return start_seq_to_heads(tensors, self._mesh, label, *options)
 
     def wait_inputs(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Wait for Q, K and V of a head group and return them, (B, h, S, D) each.
@@ -136,37 +130,6 @@ class AttentionAllToAlls:
         in_flight: list[Handle[Any]] = [*self._inputs, *self._outputs, *early]
         for handle in in_flight:
             handle.drain()
-
-
-def start_inputs(
-    names: str,
-    tensors: list[torch.Tensor],
-    mesh: Mesh,
-    layer: str,
-    head_group: HeadGroup,
-    layer_codecs: LayerCodecs | None,
-    is_blocking: bool = False,
-    has_own_storage: bool = False,
-    gather: AxisPartition | None = None,
-) -> Handle[list[torch.Tensor]]:
-    """Start to communicate some of Q, K and V of a head group: an all-to-all along all axes, or with `gather` one along
-    the fast axes and an all-gather of K and V along the slow ones.
-
-    Args:
-        names: a letter for each tensor.
-        tensors: (B, H, S/P, D) each.
-        mesh: ranks and their topology.
-        layer: name of the layer in traces.
-        head_group: the head group.
-        layer_codecs: codecs for slow axes; lossless when not given.
-        is_blocking: whether the caller waits right away and computes nothing meanwhile.
-        has_own_storage: whether each result needs a storage of its own.
-        gather: partition whose slow side is the axes along which K and V are gathered; None to reshard along all axes.
-    """
-    label = Label(names, layer)
-    if gather:
-        return kv_gather.start(tensors, gather, label, head_group, layer_codecs, is_blocking, has_own_storage)
-    return start_seq_to_heads(tensors, mesh, label, head_group, layer_codecs, is_blocking, has_own_storage)
 
 
 def output_like(output: torch.Tensor, groups: int, num_ranks: int) -> torch.Tensor:

@@ -7,8 +7,7 @@ other coordinate on the slow axes, rather than of the whole ring.
 Sizes in shapes: S coordinates on slow axes, F on fast axes; B batch, H heads, T tokens and D head dim of a block.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -46,72 +45,43 @@ def start(
     Returns:
         Handles that together return the blocks of all other ranks, those at the same slow coordinate first.
     """
-    shapes = [tensor.shape for tensor in tensors]
+    sizes, shapes = [tensor.numel() for tensor in tensors], [tensor.shape for tensor in tensors]
     block = torch.cat([tensor.flatten() for tensor in tensors])
+
+    def to_blocks(values: torch.Tensor, ranks: Iterable[int]) -> Blocks:
+        """Return values (ranks, n) as the tensors of each rank."""
+        return {
+            rank: tuple(part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True))
+            for rank, row in zip(ranks, values, strict=True)
+        }
+
     partition = layer_codecs.partition if layer_codecs else None
     if layer_codecs is None or partition is None:
         ranks = range(mesh.topology.size)
-        return [mesh.start(label, lambda: _gather(block, mesh), lambda values: _to_blocks(values, ranks, shapes))]
-    handles, fast = [], partition.fast
+        return [mesh.start(label, lambda: _gather(block, mesh), lambda values: to_blocks(values, ranks))]
+    fast = partition.fast
+
+    def gather_remote() -> torch.Tensor:
+        """Return the blocks of all fast coordinates, and for each of them of all other slow ones, (F * (S - 1), n)."""
+        blocks = block.new_empty(partition.num_slow, len(block))
+        targets = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
+        _gather_encoded(label.tensors, tensors, targets, partition, head_group, layer_codecs)
+        remote = rows.remote_slots(blocks, _local_slots(partition))
+        return _gather(remote, fast).flatten(0, 1) if fast else remote
+
+    handles = []
     if fast:
-        near_ranks = partition.ranks_by_slow_index[partition.slow_index]
-        handles.append(
-            fast.start(label, lambda: _gather(block, fast), lambda values: _to_blocks(values, near_ranks, shapes))
-        )
-    handles.append(_start_remote(tensors, shapes, partition, label, head_group, layer_codecs))
+        near = partition.ranks_by_slow_index[partition.slow_index]
+        handles.append(fast.start(label, lambda: _gather(block, fast), lambda values: to_blocks(values, near)))
+    by_fast_index = zip(*(partition.ranks_by_slow_index[index] for index in partition.remote_indices), strict=True)
+    far = [rank for remote_ranks in by_fast_index for rank in remote_ranks]
+    handles.append(partition.slow.start(label, gather_remote, lambda values: to_blocks(values, far)))
     return handles
 
 
 def _gather(block: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Return the blocks of all ranks of a mesh, (ranks, *block.shape)."""
     return mesh.all_gather(block, mesh.gather_plan(block.nbytes)).reshape(-1, *block.shape)
-
-
-def _to_blocks(values: torch.Tensor, ranks: Sequence[int], shapes: list[torch.Size]) -> Blocks:
-    """Return values (ranks, n) as the tensors of each rank."""
-    sizes = [math.prod(shape) for shape in shapes]
-    return {
-        rank: tuple(part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True))
-        for rank, row in zip(ranks, values, strict=True)
-    }
-
-
-def _start_remote(
-    tensors: Sequence[torch.Tensor],
-    shapes: list[torch.Size],
-    partition: AxisPartition,
-    label: Label,
-    head_group: HeadGroup,
-    layer_codecs: LayerCodecs,
-) -> Handle[Blocks]:
-    """Start to gather the blocks of ranks at other slow coordinates: along the slow axes encoded, then along the fast.
-
-    Args:
-        tensors: this rank's tensors.
-        shapes: their shapes, which are those of all ranks.
-        partition: slow and fast axes.
-        label: letters of the tensors, and the layer's name.
-        head_group: head group of the tensors.
-        layer_codecs: codecs of the layer.
-    """
-    ranks = [partition.ranks_by_slow_index[index] for index in partition.remote_indices]
-    sizes = [tensor.numel() for tensor in tensors]
-
-    def communicate() -> torch.Tensor:
-        """Return the blocks (F, S - 1, n); F is 1 if all axes are slow."""
-        blocks = tensors[0].new_empty(partition.num_slow, sum(sizes))
-        targets = [part.unflatten(1, shape) for part, shape in zip(blocks.split(sizes, 1), shapes, strict=True)]
-        _gather_encoded(label.tensors, tensors, targets, partition, head_group, layer_codecs)
-        remote = rows.remote_slots(blocks, _local_slots(partition))
-        return _gather(remote, partition.fast) if partition.fast else remote[None]
-
-    def finish(gathered: torch.Tensor) -> Blocks:
-        blocks: Blocks = {}
-        for values, of_index in zip(gathered.transpose(0, 1), ranks, strict=True):
-            blocks |= _to_blocks(values, of_index, shapes)
-        return blocks
-
-    return partition.slow.start(label, communicate, finish)
 
 
 def gather_sequence(

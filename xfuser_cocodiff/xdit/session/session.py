@@ -15,11 +15,10 @@ from xfuser_cocodiff.engine import kernels
 from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule, ScheduleCandidates
 from xfuser_cocodiff.engine.attention.reshard import pad_heads
 from xfuser_cocodiff.engine.attention.ring_attention import Ring
-from xfuser_cocodiff.engine.attention.ulysses import start_inputs
+from xfuser_cocodiff.engine.attention.ulysses import AttentionAllToAlls
 from xfuser_cocodiff.engine.autotune.plan_selection import CommSetup
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.comm.comm_stream import Handle
-from xfuser_cocodiff.engine.comm.head_group import HeadGroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.traffic import Traffic
 from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
@@ -309,8 +308,8 @@ class Session:
         codecs = self.layer_codecs(layer, signature.sizes, signature.gathers_kv)
         gathers_kv = codecs.gathers_kv if codecs else schedule.gathers_kv
         value, gather = pad_heads(value, self.head_degree(gathers_kv)), self.gather if gathers_kv else None
-        head_group = HeadGroup(0, schedule.groups)
-        return start_inputs("v", [value], self.mesh, layer.name, head_group, codecs, gather=gather)
+        all_to_alls = AttentionAllToAlls(self.mesh, schedule.groups, layer.name, layer_codecs=codecs, gather=gather)
+        return all_to_alls.start_value(value)
 
 
 def all_reduce(values: list[float], operation: str, timeout: float | None = None) -> list[float]:
