@@ -142,9 +142,11 @@ EXCHANGE_CASES = [
     quality.CodecCase("balanced", "exact=transformer_blocks.0", True, "a lossless layer"),
     quality.CodecCase("paper", None, False, "paper"),
     quality.CodecCase("balanced", "bits=4,bits_o=4", True, quality.COMPACTFUSION),
+    quality.CodecCase("balanced", None, True, quality.MODES_BY_HEADS),
+    quality.CodecCase("fast", None, True, quality.MODES_IN_RING),
 ]
 EXCHANGES = {
-    ("2x2", "auto"): [("kv",), ("heads",), ("heads", "kv"), ("heads",), ("ring",)],
+    ("2x2", "auto"): [("kv",), ("heads",), ("heads", "kv"), ("heads",), ("ring",), ("heads",), ("ring",)],
     ("2x2", "hierarchical"): [("heads",)],  # HEADS would repeat the first row
     ("4x1", "auto"): [("heads",)],
     ("4x1", "hierarchical:node=kv"): [("kv",), ("heads",)],
@@ -169,7 +171,7 @@ def test_rows_name_the_exchange_that_ran(virtual: str, a2a: str, tmp_path: Path,
         gathered, by_heads = (row["psnr_db_mean"] for row in record["rows"][:2])
         assert gathered > by_heads + 1, "Q and O are exact where K and V are gathered"
     if expected[-1] == ("ring",):
-        gathered, ring = record["rows"][0], record["rows"][-1]
+        gathered, ring = record["rows"][0], record["rows"][4]
         assert all(gathered[name] == ring[name] for name in ("psnr_db", "bytes_slow_fraction")), "docs/ring.md says so"
     quality.show(record)
     lines = capsys.readouterr().out.splitlines()[1:]

@@ -33,17 +33,24 @@ INT8 = "INT8 and FP8 as in FlashInfer"
 FP4 = "FP4 as in LightX2V"
 HEADS = "uniform bits by heads"
 COMPACTFUSION = "residuals in a ring as in CompactFusion"
+MODES_BY_HEADS, MODES_IN_RING = "modes by heads", "modes in a ring"
+MODES_IN = (MODES_BY_HEADS, MODES_IN_RING)
+"""Series of modes in other exchanges than their default one."""
 BASELINES = {
     FP8: baselines.Fp8,
     ROW_FP8: baselines.RowFp8,
     INT8: baselines.Int8,
     FP4: baselines.Fp4,
     HEADS: VirtualRanks,
+    MODES_BY_HEADS: VirtualRanks,
     COMPACTFUSION: VirtualRing,
+    MODES_IN_RING: VirtualRing,
 }
-"""By series, the class that replaces the virtual ranks; all of them but the last send by heads."""
+"""By series, the class that replaces the virtual ranks; all of them but the rings send by heads."""
 UNIFORM = "uniform bits"
 SWEEP: dict[str, list[tuple[str, str | None]]] = {
+    MODES_BY_HEADS: [("balanced", None), ("fast", None)],
+    MODES_IN_RING: [(mode, None) for mode in MODES[1:]],
     UNIFORM: [("balanced", _UNIFORM.format(bits)) for bits in (8, 4, 2.7, 2, 1.6, 1)],
     HEADS: [("balanced", _UNIFORM.format(bits)) for bits in (4, 2.7, 2, 1.6, 1)],
     COMPACTFUSION: [("balanced", f"first=exact,predictor=0,{_UNIFORM.format(bits)}") for bits in (4, 2, 1)],
@@ -270,8 +277,9 @@ def measure(
 
 def _repeats_default(case: CodecCase, rows: Sequence[dict[str, Any]]) -> bool:
     """Return whether a case by heads would repeat the same bits of an earlier row, whose default was by heads too."""
-    uniform = [row["exchanges"] for row in rows if row["series"] == UNIFORM]
-    return case.series == HEADS and bool(uniform) and all(each == [plans.HEADS] for each in uniform)
+    repeated = {HEADS: UNIFORM, MODES_BY_HEADS: case.mode}.get(case.series)
+    earlier = [row["exchanges"] for row in rows if row["series"] == repeated]
+    return bool(earlier) and all(each == [plans.HEADS] for each in earlier)
 
 
 def compare_images(images: np.ndarray, stock: np.ndarray) -> dict[str, Any]:
