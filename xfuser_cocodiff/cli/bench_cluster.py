@@ -55,7 +55,9 @@ def add_parser(subjects: Any) -> None:
         action="store_true",
         help="predict exposed communication by kind of block and tensor, of lossless variants (default: stock,exact)",
     )
-    parser.add_argument("--quality", type=Path, metavar="FILE", help="PSNR: what `cocodiff quality --json` wrote")
+    parser.add_argument(
+        "--quality", type=Path, nargs="+", default=[], metavar="FILE", help="PSNR: what `cocodiff quality --json` wrote"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot speedup by PSNR, one picture per machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the record to this file")
     parser.set_defaults(run=run, parser=parser)
@@ -155,7 +157,7 @@ def _conditions(options: argparse.Namespace) -> Any:
 
     if options.repeats < 1:
         raise ValueError(f"--repeats {options.repeats} is not valid; valid are numbers from 1")
-    quality = QualityRecord.read(options.quality) if options.quality else QualityRecord()
+    quality = QualityRecord.read_all(options.quality)
     return Conditions(options.dilation, options.repeats, options.predict, quality)
 
 

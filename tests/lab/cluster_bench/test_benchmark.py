@@ -173,6 +173,23 @@ def test_a_record_without_a_variant_does_not_clear_its_psnr(calls: list[str]) ->
     assert len(calls) == 2 * 3
 
 
+def test_the_psnr_of_an_unknown_exchange_is_not_kept() -> None:
+    """Records from before K and V were gathered have a PSNR by heads, whatever the mode did."""
+
+    def row(name: str, psnr_db: float | None, **known: list[str]) -> dict[str, Any]:
+        split = {"ulysses": 16, "ring": 1}
+        return {"variant": name, "split": split, "lossless": psnr_db is None, "psnr_db": psnr_db, **known}
+
+    rows = [row("exact", None), row("balanced", 53.6), row("paper", 45.7), row("fp4", 32.2)]
+    rows += [row("fast", 53.0, coded_exchanges=["kv"])]
+    cell = {"topology": "node=2,gpu=8", "slow_axes": ["node"], "rows": rows}
+    benchmark.set_psnr(cell, QualityRecord())
+    assert [each["psnr_db"] for each in rows] == [None, 53.6, 45.7, 32.2, 53.0]
+    benchmark.set_psnr(cell, QualityRecord(({"mode": "paper", "sweep": False, "psnr_db_mean": 45.6},)))
+    assert [each["psnr_db"] for each in rows] == [None, None, 45.6, 32.2, 53.0]
+    assert [each.get("coded_exchanges") for each in rows] == [None, ["kv"], ["heads"], [], ["kv"]]
+
+
 @pytest.fixture
 def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the command in this process, whose environment stays as it is."""

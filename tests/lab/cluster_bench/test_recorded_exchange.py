@@ -24,5 +24,6 @@ def test_recorded_traffic_of_the_plugin_is_that_of_the_simulator(mode: str, name
     (known,) = cell_rows.recorded_variants(cell, recorded, [variant])
     row, estimate = cell_rows.predicted_row(known, QualityRecord()), estimate_step(cell.scenario, variant.split, mode)
     assert estimate.exchange == {"node": name, "gpu": "heads"}
+    assert row["coded_exchanges"] == [name]
     assert row["bytes_per_link"] == {axis: pytest.approx(size, rel=0.01) for axis, size in estimate.sent_bytes.items()}
     assert row["predicted_seconds"] == pytest.approx(estimate.step_seconds, rel=0.05)

@@ -12,6 +12,7 @@ from xfuser_cocodiff.engine.topology.topology import FLAT, Topology
 from xfuser_cocodiff.lab.cluster_bench import cell_rows
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
 from xfuser_cocodiff.lab.cluster_bench.cell_rows import RecordedVariant
+from xfuser_cocodiff.lab.cluster_bench.coded_exchange import coded_exchanges
 from xfuser_cocodiff.lab.cluster_bench.measurement import Speed, measure_split
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recording import RecordedSplit, record_split
@@ -163,7 +164,7 @@ def run_all(
         if cell is None:
             missing.append(each)
         elif set(each.modes) <= set(cell["modes"]) and _has_repeats(cell, conditions.repeats):
-            _set_psnr(cell, each.variants, conditions.quality)
+            set_psnr(cell, conditions.quality)
         else:
             missing.append(add_modes(each, cell["modes"]))
     progress.set_total(conditions.items * sum(len(each.variants) for each in missing))
@@ -238,21 +239,32 @@ def _has_repeats(cell: dict[str, Any], repeats: int) -> bool:
     return all(len(row["step_seconds"]) >= repeats for row in cell["rows"] if row["step_seconds"])
 
 
-def _set_psnr(cell: dict[str, Any], variants: Sequence[Variant], quality: QualityRecord) -> None:
-    """Set the PSNR of the lossy variants of an earlier cell that the quality record has."""
-    by_name = {each.name: each for each in variants}
+def set_psnr(cell: dict[str, Any], quality: QualityRecord) -> None:
+    """Set the PSNR of the lossy rows of an earlier cell that the quality record has.
+
+    Rows of older records do not name their exchange: their PSNR may be that of another one, so it is not kept.
+    """
+    if not quality.rows:
+        return
     for row in cell["rows"]:
-        if not row["lossless"] and row["variant"] in by_name:
-            psnr_db = quality.psnr_db(by_name[row["variant"]])
-            row["psnr_db"] = row["psnr_db"] if psnr_db is None else psnr_db
+        if row["lossless"]:
+            continue
+        psnr_db, exchanges = quality.psnr_db(cell, row), list(coded_exchanges(cell, row))
+        if psnr_db is not None or row.get("coded_exchanges", []) != exchanges:
+            row["psnr_db"] = psnr_db
+        row["coded_exchanges"] = exchanges
 
 
 def _keep_psnr(cell: dict[str, Any], earlier: dict[str, Any] | None) -> None:
-    """Set the PSNR that only an earlier measurement of a cell has."""
-    known = {row["variant"]: row["psnr_db"] for row in earlier["rows"]} if earlier else {}
+    """Set the PSNR that only an earlier measurement of a cell has, of the same exchange."""
+    known = {_psnr_key(row): row["psnr_db"] for row in earlier["rows"]} if earlier else {}
     for row in cell["rows"]:
         if not row["lossless"] and row["psnr_db"] is None:
-            row["psnr_db"] = known.get(row["variant"])
+            row["psnr_db"] = known.get(_psnr_key(row))
+
+
+def _psnr_key(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["variant"], *row.get("coded_exchanges", ())
 
 
 def _speed(cell: Cell, recorded: Sequence[RecordedVariant], conditions: Conditions) -> Speed:

@@ -12,6 +12,7 @@ from xfuser_cocodiff.engine.settings.options import MODES
 from xfuser_cocodiff.lab.accelerator.transport import Outcome
 from xfuser_cocodiff.lab.cluster_bench import measurement
 from xfuser_cocodiff.lab.cluster_bench.cell import Cell
+from xfuser_cocodiff.lab.cluster_bench.coded_exchange import coded_exchanges
 from xfuser_cocodiff.lab.cluster_bench.measurement import MeasuredSplit, MeasuredVariant
 from xfuser_cocodiff.lab.cluster_bench.quality_record import QualityRecord
 from xfuser_cocodiff.lab.cluster_bench.recorded_times import predict_step, without_communication
@@ -77,11 +78,16 @@ class RecordedVariant:
         programs = self.recording.programs
         alone = {name: self._full_seconds(without_communication(each)) for name, each in programs.items()}
         totals = {name: full_step_totals(self.cell, self.counts, each) for name, each in programs.items()}
-        return {
+        cell = {"topology": str(self.cell.topology), "slow_axes": self.cell.profile.slow_axes}
+        row: dict[str, Any] = {
             "mode": self.variant.name,
             "variant": self.variant.name,
             "system": self.variant.rule.text if self.variant.rule else None,
             "split": {"ulysses": self.variant.split.ulysses, "ring": self.variant.split.ring},
+        }
+        row["coded_exchanges"] = list(coded_exchanges(cell, row, self.cell.workload.heads_per_kv_head))
+        return {
+            **row,
             "exchange": self._means({name: each.collectives for name, each in totals.items()}, chosen),
             "schedule": dict(chosen),
             "predicted_seconds": self._mean(self.predicted_seconds, chosen),
@@ -92,7 +98,7 @@ class RecordedVariant:
             "launches": self._mean({name: each.launches for name, each in totals.items()}, chosen),
             "bytes_per_link": self._means({name: each.link_bytes for name, each in totals.items()}, chosen),
             "lossless": self._is_lossless,
-            "psnr_db": None if self._is_lossless else quality.psnr_db(self.variant),
+            "psnr_db": None if self._is_lossless else quality.psnr_db(cell, row),
         }
 
     def _mean(self, values: Mapping[str, float], chosen: Mapping[str, str]) -> float:

@@ -1,17 +1,20 @@
-"""PSNR of variants, from a record of `cocodiff quality`."""
+"""PSNR of variants, from records of `cocodiff quality`: of modes by their exchange along slow axes."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xfuser_cocodiff.lab.cluster_bench.variants import Variant
-from xfuser_cocodiff.lab.comparison.quality import CodecCase
+from xfuser_cocodiff.engine.topology.plans import HEADS
+from xfuser_cocodiff.lab.cluster_bench import coded_exchange
+from xfuser_cocodiff.lab.cluster_bench.rules import RULES, Rule
+from xfuser_cocodiff.lab.comparison.quality import MODES_IN, CodecCase
 
 
 @dataclass(frozen=True)
 class QualityRecord:
-    """Rows of a record of `cocodiff quality`; none without a record."""
+    """Rows of records of `cocodiff quality`; none without a record."""
 
     rows: tuple[dict[str, Any], ...] = ()
 
@@ -33,25 +36,51 @@ class QualityRecord:
             ) from None
         return cls(rows)
 
-    def psnr_db(self, variant: Variant) -> float | None:
-        """Return the mean PSNR of a variant to lossless pictures; None if it was not measured."""
-        if variant.rule is not None:
-            return self._of_case(variant.rule.quality_case) if variant.rule.quality_case else None
-        name, *options = variant.mode.split("@")
-        schedules = [each.partition("=")[2] for each in options if each.startswith("schedule=")]
-        mode = name.partition("/")[0]
-        if schedules:
-            schedule = schedules[-1].replace(";", ",")
-            return self._of_case(CodecCase(mode, schedule, sweep=True, series=f"{mode}, changed"))
-        rows = [row for row in self.rows if row["mode"] == mode and not row["sweep"]]
-        return rows[0]["psnr_db_mean"] if rows else None
+    @classmethod
+    def read_all(cls, files: Sequence[Path]) -> "QualityRecord":
+        """Return the rows of several files; see :meth:`read`. The first row of a case counts."""
+        return cls(tuple(row for file in files for row in cls.read(file).rows))
 
-    def _of_case(self, case: CodecCase) -> float | None:
-        """Return the PSNR of the row of a case."""
+    def psnr_db(self, cell: dict[str, Any], row: dict[str, Any]) -> float | None:
+        """Return the mean PSNR of a variant to lossless pictures; None if it was not measured.
+
+        Args:
+            cell: `topology` and `slow_axes` of its cell.
+            row: its `variant` and `split`, and its `coded_exchanges` if they are known.
+        """
+        name = row["variant"].partition(" ")[0]
+        rule = RULES.get(name)
+        if rule and not rule.plugin_variant:
+            return self._of_rule(rule)
+        exchanges = row.get("coded_exchanges")
+        if exchanges is None:
+            exchanges = coded_exchange.coded_exchanges(cell, row)
+        return self._of_mode(name, tuple(exchanges))
+
+    def _of_rule(self, rule: Rule) -> float | None:
+        case = rule.quality_case
+        wanted = case and (case.mode, case.series, case.changes)
+        return next((row["psnr_db_mean"] for row in self.rows if row["sweep"] and _case_of(row) == wanted), None)
+
+    def _of_mode(self, name: str, exchanges: tuple[str, ...]) -> float | None:
+        """Return the PSNR of a mode, also with `schedule=`, by the exchanges that it encodes."""
+        main, *options = name.split("@")
+        mode = main.partition("/")[0]
+        changes = ([each.partition("=")[2] for each in options if each.startswith("schedule=")] or [""])[-1]
+        changed = CodecCase(mode, changes.replace(";", ","), sweep=True, series=f"{mode}, changed")
         for row in self.rows:
-            if row["sweep"] and (row["mode"], row.get("series"), row.get("codec")) == (
-                *(case.mode, case.series, case.changes),
-            ):
+            if row["mode"] != mode or tuple(row.get("exchanges", _BEFORE_GATHERS)) != exchanges:
+                continue
+            is_mode = not row["sweep"] or row.get("series") in MODES_IN
+            if _case_of(row) == (changed.mode, changed.series, changed.changes) if changes else is_mode:
                 psnr: float | None = row["psnr_db_mean"]
                 return psnr
         return None
+
+
+_BEFORE_GATHERS = (HEADS,)
+"""Exchanges of rows that do not name them: older records, from before modes gathered K and V."""
+
+
+def _case_of(row: dict[str, Any]) -> tuple[str, str | None, str | None]:
+    return row["mode"], row.get("series"), row.get("codec")

@@ -1,0 +1,44 @@
+"""How a lossy mode crosses the slow axes in a split, which decides its PSNR beside its codec."""
+
+from typing import Any
+
+from xfuser_cocodiff.engine.settings.options import EXACT, MODES, PAPER
+from xfuser_cocodiff.engine.settings.ring_placement import UlyssesRingSplit
+from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology.plans import GATHER, HEADS, KV
+from xfuser_cocodiff.engine.topology.topology import Topology
+from xfuser_cocodiff.xdit.launching.single_rank import RING
+
+
+def coded_exchanges(cell: dict[str, Any], row: dict[str, Any], heads_per_kv_head: int = 1) -> tuple[str, ...]:
+    """Return the exchanges along slow axes whose messages a mode encodes; none for a lossless mode or a rule.
+
+    Args:
+        cell: cell of a record, or its `topology` and `slow_axes`.
+        row: row of the cell, or its `variant` and `split`.
+        heads_per_kv_head: heads of Q for each head of K and V.
+
+    Returns:
+        Of plans.HEADS, plans.KV and single_rank.RING, as `cocodiff quality` names them.
+    """
+    main, *options = row["variant"].partition(" ")[0].split("@")
+    mode, _, plan = main.partition("/")
+    if mode not in MODES or mode == EXACT:
+        return ()
+    named = [each.partition("=")[2].split(";") for each in options if each.startswith("slow_axes=")]
+    slow_axes = named[-1] if named else cell["slow_axes"]
+    split = UlyssesRingSplit(row["split"]["ulysses"], row["split"]["ring"])
+    full = Topology.parse(cell["topology"], split.ulysses * split.ring)
+    group = split.ulysses_topology(full)
+    found = []
+    if planner.num_ranks_along(group, slow_axes) > 1:
+        if plan:
+            gathers = GATHER in plan
+        else:
+            num_slow = planner.num_ranks_along(group, slow_axes)
+            can_gather = mode != PAPER and split.ring == 1 and planner.has_outermost(group, slow_axes)
+            gathers = can_gather and planner.gathers_kv(num_slow, heads_per_kv_head)
+        found.append(KV if gathers else HEADS)
+    if planner.num_ranks_along(split.ring_topology(full), slow_axes) > 1:
+        found.append(RING)
+    return tuple(found)
