@@ -1,87 +1,31 @@
-"""Draws speedup over best stock against PSNR: one picture per machine, with the frontier of its variants."""
+"""Draws speedup over best stock against PSNR: a picture per machine, a panel per number of nodes, with the frontier."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
-from xfuser_cocodiff.engine.settings.options import MODES
-from xfuser_cocodiff.lab.cluster_bench.variants import BEST_MODES, BEST_STOCK, STOCK
+from xfuser_cocodiff.lab.cluster_bench import label_placement
+from xfuser_cocodiff.lab.cluster_bench.frontier_points import Panel, Point, frontier, panels
+from xfuser_cocodiff.lab.cluster_bench.label_placement import Box
+from xfuser_cocodiff.lab.cluster_bench.row_names import format_count, model_name
 from xfuser_cocodiff.lab.comparison.charts import AXIS_COLORS, INK, REST_COLOR
 
-_EDGE = 5.0
+_EDGE = 3.0
 """Distance of the lossless variants, at the right edge, from the largest PSNR in dB."""
-_MARGIN = 1.2
+_LABEL_SHARE = 0.35
+"""Share of a panel's width, on its right, for the labels of lossless variants."""
+_MARGIN = 1.15
 """Factor between the largest speedup and the upper edge, and between the smallest and the lower one."""
 _OWN_COLOR = AXIS_COLORS["node"]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A variant in the picture of a machine."""
-
-    variant: str
-    speedup: float
-    """Geometric mean over the cells of the speedup over best stock."""
-    psnr_db: float | None
-    """None if it is lossless."""
-    is_own: bool
-    """Whether it is a mode of the plugin, and no rule of another system."""
-
-    def dominates(self, other: "Point") -> bool:
-        """Return whether it is at least as fast and as near to the lossless picture as another, and better in one."""
-        own, their = (float("inf") if each.psnr_db is None else each.psnr_db for each in (self, other))
-        return own >= their and self.speedup >= other.speedup and (own, self.speedup) != (their, other.speedup)
-
-
-def points(cells: Iterable[dict[str, Any]]) -> list[Point]:
-    """Return the variants of a machine's cells that are lossless or have a PSNR, best stock included.
-
-    Invalid rows do not count, nor cells in which best stock is invalid, nor variants that only some of the cells have.
-    Flat stock is left out where it is best stock in all cells. A variant that is lossy in any cell has the lowest PSNR
-    of its lossy cells.
-    """
-    cells = [cell for cell in cells if _has_best_stock(cell)]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        for row in cell["rows"]:
-            if row["valid"] is not False and not _is_split(row["mode"]):
-                found.setdefault(row["mode"], []).append(row)
-    if all(row["speedup_over_best_stock"] == 1 for row in found.get(STOCK, [])):
-        found.pop(STOCK, None)
-    return [
-        Point(
-            mode,
-            geometric_mean(row["speedup_over_best_stock"] for row in rows),
-            min((row["psnr_db"] for row in rows if not row["lossless"]), default=None),
-            BEST_MODES.get(mode, mode).partition("/")[0].partition("@")[0] in MODES,
-        )
-        for mode, rows in found.items()
-        if len(rows) == len(cells) and all(row["lossless"] or row["psnr_db"] is not None for row in rows)
-    ]
-
-
-def _has_best_stock(cell: dict[str, Any]) -> bool:
-    return any(row["mode"] == BEST_STOCK and row["valid"] is not False for row in cell["rows"])
-
-
-def missing(cells: Iterable[dict[str, Any]], every: Iterable[Point]) -> list[str]:
-    """Return the variants of a machine's cells that are not drawn, other than splits of stock."""
-    drawn = {each.variant for each in every}
-    modes = dict.fromkeys(row["mode"] for cell in cells for row in cell["rows"])
-    return [mode for mode in modes if mode not in drawn and mode != STOCK and not _is_split(mode)]
-
-
-def _is_split(mode: str) -> bool:
-    """Return whether a row is one of several splits, such as 'stock-combined 12x2'; the fastest has another row."""
-    return " " in mode
-
-
-def frontier(every: Sequence[Point]) -> list[Point]:
-    """Return the points that no other point dominates, by PSNR, lossless ones last."""
-    best = [each for each in every if not any(other.dominates(each) for other in every)]
-    return sorted(best, key=lambda each: float("inf") if each.psnr_db is None else each.psnr_db)
+_FONT_SIZE = 7.5
+_DOTS_PER_INCH = 150
+_GAP = 0.075
+"""Distance of a label from its point, in inches."""
+_LEADER_GAPS = 2.0
+"""Distance of a label, in gaps, from which on a line leads to its point."""
+_LINE_SAMPLES = 40
+"""Rectangles along each part of the frontier that labels avoid."""
 
 
 def draw(record: dict[str, Any], file: Path) -> list[Path]:
@@ -95,56 +39,162 @@ def draw(record: dict[str, Any], file: Path) -> list[Path]:
     files = []
     for machine in machines:
         out = file if len(machines) == 1 else file.with_name(f"{file.stem}-{machine}{file.suffix}")
-        cells = [cell for cell in record["cells"] if cell["machine"] == machine]
-        if every := points(cells):
-            _draw(machine, every, missing(cells, every), out)
+        found = panels([cell for cell in record["cells"] if cell["machine"] == machine])
+        if drawn := [each for each in found if each.points]:
+            draw_machine(drawn).savefig(out, dpi=_DOTS_PER_INCH)
             files.append(out)
     return files
 
 
-def _draw(machine: str, every: Sequence[Point], left_out: Sequence[str], file: Path) -> None:
+def draw_machine(drawn: Sequence[Panel]) -> Any:
+    """Return the figure of a machine's panels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.4 * len(drawn) + 0.4), layout="constrained", dpi=_DOTS_PER_INCH)
+    FigureCanvasAgg(figure)
+    places = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
+    for axes, panel in zip(places, drawn, strict=True):
+        _draw_points(axes, panel)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=5, frameon=False, fontsize=_FONT_SIZE)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # labels are placed in pixels, so nothing may move any more
+    for axes, panel in zip(places, drawn, strict=True):
+        _label_points(axes, panel.points)
+    return figure
+
+
+def _draw_points(axes: Any, panel: Panel) -> None:
+    """Draw all points of a panel and the line of its frontier."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    decibels = [each.psnr_db for each in every if each.psnr_db is not None]
-    edge = max(decibels, default=40.0) + _EDGE
+    every, edge = panel.points, _edge(panel.points)
+    axes.axvline(edge, color=REST_COLOR, linewidth=1, linestyle=":", zorder=0)
     best = frontier(every)
-    axes.axhline(1, color=REST_COLOR, linewidth=1)
-    axes.axvline(edge, color=REST_COLOR, linewidth=1, linestyle=":")
     axes.plot([_x(each, edge) for each in best], [each.speedup for each in best], color=INK, linewidth=1, zorder=1)
-    lossless = sorted((each for each in every if each.psnr_db is None), key=lambda each: each.speedup)
     for each in every:
         color, marker = (_OWN_COLOR, "o") if each.is_own else (INK, "s")
-        face = color if each in best else "none"
-        axes.plot(_x(each, edge), each.speedup, marker, color=color, markerfacecolor=face, zorder=2)
-        label = each.variant.replace("best_", "best ")
-        is_left = each in lossless and lossless.index(each) % 2 == 1  # neighbors would hide each other's labels
-        offset, side = ((-6, -3), "right") if is_left else ((6, -3), "left")
-        axes.annotate(
-            label,
-            (_x(each, edge), each.speedup),
-            offset,
-            textcoords="offset points",
-            fontsize=8,
-            horizontalalignment=side,
-        )
-    speedups = [each.speedup for each in every]
+        face = color if each.is_valid else "white"
+        axes.plot(_x(each, edge), each.speedup, marker, color=color, markerfacecolor=face, markersize=6, zorder=2)
+        if each in best:
+            axes.plot(_x(each, edge), each.speedup, "o", color=INK, markerfacecolor="none", markersize=11, zorder=1)
+    lowest = min((each.psnr_db for each in every if each.psnr_db is not None), default=edge - 5)
+    width = (edge - lowest + 3) / (1 - _LABEL_SHARE)
+    axes.set_xlim(lowest - 3, lowest - 3 + width)
+    axes.plot([lowest - 3, edge], [1, 1], color=REST_COLOR, linewidth=1, zorder=0)
+    speedups = [1.0, *(each.speedup for each in every)]
     axes.set_yscale("log")
     axes.set_ylim(min(speedups) / _MARGIN, max(speedups) * _MARGIN)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_locator(LogLocator(subs=_subdivisions(max(speedups) / min(speedups))))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set_xlim(min(decibels, default=edge) - _EDGE, edge + _EDGE)
+    axes.yaxis.set_major_formatter("{x:.3g}x")
     ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick < edge - 1]
     axes.set_xticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "lossless"])
-    axes.set(xlabel="PSNR to lossless, dB", ylabel=f"speedup over best stock, {machine}")
-    notes = ["filled: on the frontier; circles: CoCoDiff; squares: others"]
-    if left_out:
-        notes.append(f"not in all cells, invalid or without PSNR: {', '.join(left_out)}")
-    axes.set_title("\n".join(notes), loc="left", fontsize=7, color=INK)
-    figure.savefig(file, dpi=150)
+    axes.tick_params(labelsize=_FONT_SIZE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("PSNR to lossless, dB", fontsize=_FONT_SIZE + 1)
+    axes.set_ylabel("speedup over best stock", fontsize=_FONT_SIZE + 1)
+    axes.set_title("\n".join(_title(panel)), loc="left", fontsize=_FONT_SIZE)
+
+
+def _label_points(axes: Any, every: Sequence[Point]) -> None:
+    """Label lossy points around them, and lossless ones in a column on their right."""
+    edge, best = _edge(every), frontier(every)
+    shown = axes.get_window_extent()
+    gap = _GAP * axes.figure.dpi
+    texts = {each.mode: _text(axes, each, each in best) for each in every}
+    sizes = {mode: (text.get_window_extent().width, text.get_window_extent().height) for mode, text in texts.items()}
+    pixels = {each.mode: tuple(axes.transData.transform((_x(each, edge), each.speedup))) for each in every}
+    column = axes.transData.transform((edge, 1))[0]
+    lossless = [each.mode for each in every if each.psnr_db is None]
+    height = max(height for _, height in sizes.values()) * 1.15
+    centers = label_placement.stack_labels(
+        [pixels[mode][1] for mode in lossless], height, shown.y0 + height / 2, shown.y1 - height / 2
+    )
+    left = column + 2.2 * gap
+    for mode, center in zip(lossless, centers, strict=True):
+        box = Box(left, center - height / 2, left + sizes[mode][0], center + height / 2)
+        _put(axes, texts[mode], box, pixels[mode], is_led=abs(center - pixels[mode][1]) > 0.3 * height)
+    lossy = [each.mode for each in every if each.psnr_db is not None]
+    area = Box(shown.x0, shown.y0, column - 0.5 * gap, shown.y1)
+    points, extents = [pixels[mode] for mode in lossy], [sizes[mode] for mode in lossy]
+    line = _along_frontier([pixels[each.mode] for each in best])
+    boxes = label_placement.place_labels(points, extents, area, gap, line)
+    for mode, place in zip(lossy, boxes, strict=True):
+        if place is None:
+            texts[mode].remove()
+            continue
+        x, y = pixels[mode]
+        distance = max(place.left - x, x - place.right, place.bottom - y, y - place.top)
+        _put(axes, texts[mode], place, pixels[mode], is_led=distance > _LEADER_GAPS * gap)
+
+
+def _text(axes: Any, point: Point, is_best: bool) -> Any:
+    weight = "bold" if is_best else "normal"
+    return axes.text(0, 0, point.name, fontsize=_FONT_SIZE, fontweight=weight, va="center", ha="left", zorder=3)
+
+
+def _put(axes: Any, text: Any, box: Box, point: tuple[float, float], is_led: bool) -> None:
+    """Move a label to a rectangle of pixels, with a line from its point if that is far."""
+    to_data = axes.transData.inverted().transform
+    middle = (box.bottom + box.top) / 2
+    text.set_position(to_data((box.left, middle)))
+    if is_led:
+        end = min(max(point[0], box.left), box.right), min(max(point[1], middle), middle)
+        (x, y), (end_x, end_y) = to_data(point), to_data(end)
+        axes.plot([x, end_x], [y, end_y], color=REST_COLOR, linewidth=0.6, zorder=0.5, scalex=False, scaley=False)
+
+
+def _along_frontier(pixels: Sequence[tuple[float, float]]) -> list[Box]:
+    """Return small rectangles along the line of the frontier."""
+    boxes = []
+    for (x, y), (next_x, next_y) in itertools.pairwise(pixels):
+        for step in range(_LINE_SAMPLES + 1):
+            share = step / _LINE_SAMPLES
+            at_x, at_y = x + share * (next_x - x), y + share * (next_y - y)
+            boxes.append(Box(at_x - 1, at_y - 1, at_x + 1, at_y + 1))
+    return boxes
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    def entry(color: str, marker: str, face: str, label: str, size: float = 6) -> Any:
+        return Line2D([], [], color=color, marker=marker, markerfacecolor=face, markersize=size, ls="", label=label)
+
+    return [
+        entry(_OWN_COLOR, "o", _OWN_COLOR, "CoCoDiff"),
+        entry(INK, "s", INK, "stock and other systems"),
+        entry(INK, "s", "white", "predicted or invalid"),
+        entry(INK, "o", "none", "on the frontier", 11),
+    ]
+
+
+def _title(panel: Panel) -> list[str]:
+    predicted = ", predicted" if panel.cells[0]["predicted"] else ""
+    ranks = f"{format_count(panel.nodes, 'node')}, {panel.cells[0]['ranks']} ranks"
+    mean = f"geometric mean of {len(panel.cells)} cells: " if len(panel.cells) > 1 else ""
+    resolutions: dict[str, list[str]] = {}
+    for cell in panel.cells:
+        resolutions.setdefault(model_name(cell["model"]), []).append(str(cell["resolution"]))
+    cells = "; ".join(f"{model} {', '.join(sizes)} px" for model, sizes in resolutions.items())
+    lines = [f"{panel.machine}, {ranks}{predicted}", f"{mean}{cells}"]
+    if panel.without_psnr:
+        lines.append(f"PSNR not measured: {', '.join(panel.without_psnr)}")
+    if panel.in_some_cells:
+        lines.append(f"not in all cells: {', '.join(panel.in_some_cells)}")
+    return lines
+
+
+def _subdivisions(ratio: float) -> tuple[float, ...]:
+    """Return the ticks of a decade, given the ratio of the largest to the smallest speedup."""
+    if ratio > 4:
+        return (1, 1.5, 2, 3, 5, 7)
+    return (1, 1.2, 1.5, 2, 3, 5, 6, 7, 8, 9) if ratio > 1.6 else (1, 1.05, 1.1, 1.2, 1.3, 1.5, 7, 8, 9, 9.5)
+
+
+def _edge(every: Sequence[Point]) -> float:
+    return max((each.psnr_db for each in every if each.psnr_db is not None), default=40.0) + _EDGE
 
 
 def _x(point: Point, edge: float) -> float:

@@ -32,6 +32,8 @@ class Rule:
     """Rule of another system. Bytes do not depend on the machine: a transport moves what the rule hands to it."""
 
     name: str
+    label: str
+    """Short name in tables and pictures: the technique, and the system that has it."""
     system: str
     """System that has the rule, as in "rule of ..."."""
     source: str
@@ -112,14 +114,27 @@ _KV_ALL_GATHER = "SGLang and vLLM-Omni: one K/V all-gather in place of the ring"
 RULES = {
     rule.name: rule
     for rule in (
-        Rule("stock", "stock xDiT", "xDiT 0.7.0, usp.py"),
+        Rule("stock", "stock, flat Ulysses", "stock xDiT", "xDiT 0.7.0, usp.py"),
         # FLUX.1, FLUX.2 and Lumina2 set combine_qkv_a2a, other models do not.
-        Rule("stock-combined", "stock xDiT, Q, K and V in one message", "xDiT 0.7.0, usp.py", combined=True),
-        Rule("stock-separate", "stock xDiT, Q, K and V in three messages", "xDiT 0.7.0, usp.py", combined=False),
+        Rule(
+            "stock-combined",
+            "stock, QKV in one message",
+            "stock xDiT, Q, K and V in one message",
+            "xDiT 0.7.0, usp.py",
+            combined=True,
+        ),
+        Rule(
+            "stock-separate",
+            "stock, QKV in three messages",
+            "stock xDiT, Q, K and V in three messages",
+            "xDiT 0.7.0, usp.py",
+            combined=False,
+        ),
         # One message after another; scales are fixed or calibrated before, and not sent. xDiT hands FP8 values to the
         # attention kernels of AITER (AMD only), which is not done here.
         Rule(
             "fp8",
+            "FP8 (xDiT)",
             "xDiT's --use_fp8_comms",
             "xDiT 0.7.0, core/distributed/fp8_comms.py",
             UlyssesCodes(dict.fromkeys("qkvo", STATIC_FP8.name), one_message=False, rotates=True),
@@ -128,6 +143,7 @@ RULES = {
         # K stays in bf16; all-to-alls are asynchronous.
         Rule(
             "fp8-rows",
+            "FP8 (cache-dit)",
             "cache-dit's ulysses_float8",
             "vipshop/cache-dit@37ef278, src/cache_dit/distributed/core/_distributed_primitives.py, _All2AllComm",
             UlyssesCodes(
@@ -137,6 +153,7 @@ RULES = {
         ),
         Rule(
             "fp4",
+            "FP4 (LightX2V)",
             "LightX2V's FP4 communication",
             "ModelTC/LightX2V@3d2bd26, lightx2v/common/ops/attn/utils/seq_p.py; introduced in ModelTC/LightX2V#917",
             UlyssesCodes(dict.fromkeys("qkvo", FP4.name)),
@@ -145,6 +162,7 @@ RULES = {
         # O stays in bf16. INT8 scales are of rows here; SageAttention2's are of larger groups, 3 % fewer bytes.
         Rule(
             "int8",
+            "INT8 (FlashInfer)",
             "FlashInfer's INT8 Q and K, FP8 V",
             "flashinfer-ai/flashinfer#4924, open",
             UlyssesCodes(
@@ -152,9 +170,16 @@ RULES = {
             ),
             quality_case=_case(quality.INT8),
         ),
-        Rule("kv-gather", _KV_ALL_GATHER, "sgl-project/sglang#32667, vllm-project/vllm-omni#7641", ring=GATHER),
+        Rule(
+            "kv-gather",
+            "K/V all-gather (SGLang)",
+            _KV_ALL_GATHER,
+            "sgl-project/sglang#32667, vllm-project/vllm-omni#7641",
+            ring=GATHER,
+        ),
         Rule(
             "compact-ring",
+            "2-bit ring (CompactFusion)",
             "CompactFusion: 2-bit residuals of K and V in a ring",
             "Cobalt-27/CompactFusion, xfuser/compact/ring.py and fastpath.py (int2)",
             ring=RESIDUALS,
@@ -162,6 +187,7 @@ RULES = {
         ),
         Rule(
             "v-first",
+            "V-First (cache-dit)",
             "cache-dit's ulysses_async: V first",
             "vipshop/cache-dit@8987d3d, src/cache_dit/distributed/async_ulysses",
             plugin_variant="exact/flat@v_first=on",
