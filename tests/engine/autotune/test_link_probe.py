@@ -1,6 +1,7 @@
 """The link probe on real ranks: the same profile on all of them, used by the planner."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from xfuser_cocodiff.engine.autotune import link_probe, plan_selection
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.comm.stages import Stages
+from xfuser_cocodiff.engine.compression import codecs
 from xfuser_cocodiff.engine.settings.config import CocoDiffConfig
-from xfuser_cocodiff.engine.topology import planner
+from xfuser_cocodiff.engine.topology import devices, planner
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.plans import Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -36,6 +38,7 @@ def test_all_ranks_measure_the_same_valid_profile() -> None:
     assert Profile.from_json(first.to_json()) == first
     assert [link.name for link in first.links] == ["node", "gpu"]
     assert first.direct is not None  # gloo
+    assert first.coding_host_seconds == 0.0  # on a CPU it is part of the codec's speed
 
 
 def test_topologies_of_one_axis() -> None:
@@ -82,8 +85,6 @@ def test_without_a_profile_the_links_are_probed() -> None:
 
 def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are large, and several calls are timed per synchronization, else fast axes would be classified as slow."""
-    from xfuser_cocodiff.engine.topology import devices
-
     monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
     timed_calls: list[int] = []
     stages = Stages({(0,): None})
@@ -91,3 +92,27 @@ def test_speeds_on_an_accelerator_are_not_dominated_by_launches(monkeypatch: pyt
     monkeypatch.setattr(probe, "_fastest", lambda work, calls: timed_calls.append(calls) or 1.0)
     assert probe._codec_speed() >= 2**26 and probe._copy_speed() >= 2**26  # bytes per call of one second
     assert min(timed_calls) > 1
+
+
+def test_host_time_of_coding_is_per_tensor_and_of_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time later steps, whose tensors have references, on an accelerator only."""
+    stages = Stages({(0,): None})
+    probe = link_probe.Probe(Mesh(Topology.flat(2), stages, PlanPolicy(lambda size: None)), CPU)
+    bits: list[float | None] = []
+    original = codecs.kernels.encode
+
+    def encode(values: torch.Tensor, prediction: object, number: float | None, *rest: object) -> object:
+        bits.append(number)
+        return original(values, prediction, number, *rest)
+
+    def fastest(work: Callable[[], None], calls: int) -> float:
+        bits.clear()
+        work()
+        return 8.0
+
+    monkeypatch.setattr(codecs.kernels, "encode", encode)
+    monkeypatch.setattr(probe, "_fastest", fastest)
+    assert probe._coding_host_seconds() == 0.0 and not bits
+    monkeypatch.setattr(devices, "capabilities", lambda device_type: devices.Capabilities())
+    assert probe._coding_host_seconds() == 2.0
+    assert bits == [2, 2, 2, 2]

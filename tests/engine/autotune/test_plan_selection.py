@@ -15,6 +15,7 @@ from xfuser_cocodiff.engine.autotune.tuning_cache import TuningCache
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.comm.policy import PlanPolicy
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.plans import Plan
 
 CPU, XPU = torch.device("cpu"), torch.device("xpu", 0)
@@ -102,6 +103,31 @@ def test_axis_that_is_slow_for_one_ulysses_group_is_slow_for_all() -> None:
     results = ranks.run(slow_axes_of_groups, 8)
     assert len({str(measured) for measured, _ in results}) == 2
     assert all(used == results[0][1] for _, used in results)
+
+
+def coding_costs(rank: int) -> list[CodingCost | None]:
+    """Return the costs in use where the slow axis is measured and where it is named; each rank has its own profile."""
+    profile = profile_of([2, 2], [1e6 * (rank + 1), 1e12], latency=1e-3, launch=1e-6)
+    profile = dataclasses.replace(profile, codec_bytes_per_second=1e9, coding_host_seconds=1e-4 * (rank + 1))
+
+    def max_over_all(values: list[float]) -> list[float]:
+        maxima = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
+
+    configs = [
+        CocoDiffConfig(topology=MACHINE.topology, mode="balanced", slow_axes=slow_axes)
+        for slow_axes in (MEASURED_SLOW_AXES, ("node",))
+    ]
+    setups = [
+        plan_selection.set_up_comm(dist.group.WORLD, config, CPU, TuningCache({}, profile), max_over_all)
+        for config in configs
+    ]
+    return [setup.partition.coding_cost for setup in setups]
+
+
+def test_host_time_counts_where_slow_axes_are_measured_and_is_agreed_on() -> None:
+    assert ranks.run(coding_costs, 4) == [[CodingCost(1e-6, 4e-4), None]] * 4
 
 
 def single_stages(rank: int) -> list[list[bool]]:

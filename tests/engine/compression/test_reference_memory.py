@@ -65,6 +65,7 @@ class Run:
             slow=slow,
             fast=None,
             is_single_stage=lambda message_bytes: False,
+            coding_cost=None,
         )
         self.runtime = CodecRuntime(
             partition,

@@ -14,6 +14,7 @@ from xfuser_cocodiff.engine.compression.link_reference import LinkReference
 from xfuser_cocodiff.engine.compression.modes import preset
 from xfuser_cocodiff.engine.compression.reference_memory import LayerSizes, ReferenceBytes
 from xfuser_cocodiff.engine.compression.runtime import CodecRuntime
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 
 SIZES = LayerSizes(num_values=64, num_v_values=16, head_dim=8, value_bytes=4)
 
@@ -25,6 +26,8 @@ def partition_on(device: str) -> SimpleNamespace:
         num_slow=2,
         slow=slow,
         is_single_stage=lambda message_bytes: message_bytes > 128,
+        coding_cost=None,
+        slow_axis_names=("node",),
     )
 
 
@@ -84,6 +87,41 @@ def test_the_schedule_depends_on_the_number_of_steps() -> None:
             fractions.append(one.layer_codecs("a", 1, 0, SIZES).codecs["v"].token_fraction)
             one.end_step()
         assert fractions == pytest.approx([1, *(1 - step / (total - 1) for step in range(1, total))])
+
+
+@pytest.mark.parametrize(("gathers_kv", "tensors"), [(False, 4), (True, 2)])
+def test_layers_are_coded_where_links_save_more_than_the_host_adds(gathers_kv: bool, tensors: int) -> None:
+    """Without codecs, half of Q, K, V and O crosses two nodes; a coded message has a tenth of the bytes."""
+    logged: list[str] = []
+    partition = partition_on("cuda")
+    partition.coding_cost = CodingCost(link_seconds_per_byte=1e-6, host_seconds_per_tensor=1e-3)
+    one = CodecRuntime(partition, "balanced", None, None, list, info=logged.append)
+    for _ in range(2):
+        one.begin_run(3)
+        coded = []
+        boundary = tensors * 1e-3 / (0.9e-6 * 0.5 * 4)  # values whose bytes save as much time as the host needs
+        for number, values in enumerate((boundary - 40, boundary + 40)):
+            sizes = SIZES._replace(num_values=round(values) // 4 * 4, num_v_values=round(values) // 4)
+            coded.append(one.layer_codecs(f"blocks.{number}", number, 0, sizes, gathers_kv=gathers_kv) is not None)
+        assert coded == [False, True]
+        one.end_step()
+        assert [report.exact_layers for report in one.reports] == [1]
+    [message] = [line for line in logged if "host time" in line]
+    assert message.startswith("1 of 2 layers are lossless") and "--cocodiff_slow_axes node" in message
+    assert f"add {tensors:g} ms" in message
+    assert any(line.startswith("link references of 2 layers") for line in logged)
+
+
+def test_ring_and_ulysses_group_are_weighed_together() -> None:
+    """The ring alone would save too little: both are coded, or none."""
+    cheap, dear = CodingCost(1e-3, 1e-6), CodingCost(1e-12, 1e-3)
+    for ulysses_cost, is_coded in ((cheap, True), (dear, False)):
+        ulysses, ring = partition_on("cuda"), partition_on("cuda")
+        ulysses.coding_cost, ring.coding_cost = ulysses_cost, dear
+        one = CodecRuntime(ulysses, "balanced", None, None, list, ring_partition=ring)
+        one.begin_run(3)
+        assert (one.layer_codecs("a", 1, 0, SIZES) is not None) == is_coded
+        assert (one.ring_codecs("a", 1, 0, SIZES) is not None) == is_coded
 
 
 def test_layers_in_exact_are_lossless() -> None:

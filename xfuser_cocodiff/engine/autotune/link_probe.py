@@ -12,9 +12,12 @@ from typing import NamedTuple
 import torch
 
 from xfuser_cocodiff.engine.autotune.interleaved_timing import calls_per_sample, time_calls
+from xfuser_cocodiff.engine.comm.head_group import ALL_HEADS
 from xfuser_cocodiff.engine.comm.mesh import Mesh
 from xfuser_cocodiff.engine.compression.codecs import Codec, decode, encode
-from xfuser_cocodiff.engine.compression.link_reference import LinkReference
+from xfuser_cocodiff.engine.compression.layer_codecs import CodecStats, LayerCodecs
+from xfuser_cocodiff.engine.compression.link_reference import ADAPTIVE, LinkReference
+from xfuser_cocodiff.engine.compression.message import Message
 from xfuser_cocodiff.engine.topology import devices
 from xfuser_cocodiff.engine.topology.link_profile import AxisLink, Profile
 from xfuser_cocodiff.engine.topology.planner import stage_cost
@@ -34,6 +37,8 @@ _COPIED_BYTES = {False: 2**20, True: 2**27}
 _CODED_TOKENS, _CODED_CALLS = {False: 2**11, True: 2**18}, {False: 1, True: 8}
 """Sizes by which copies and the codec are timed, and calls in a row, by whether the device is asynchronous; a token has
 128 values. On such a device, smaller sizes would show the launch overhead, which is hidden while the host is ahead."""
+_HOST_CODEC, _HOST_TOKENS, _HOST_CALLS = Codec(bits=2, predictor=ADAPTIVE), 2, 8
+"""Codec whose host time is measured, tokens, so few that the host is the slower one, and calls in a row."""
 
 
 class Sample(NamedTuple):
@@ -74,22 +79,22 @@ class Probe:
 
     def measure(self) -> Profile:
         """Measure and return the profile."""
-        speeds = self._copy_speed(), self._codec_speed()
-        profile = self._measure_links(speeds, direct=False)
+        speeds, host_seconds = (self._copy_speed(), self._codec_speed()), self._coding_host_seconds()
+        profile = self._measure_links(speeds, host_seconds, direct=False)
         if devices.capabilities(self.device.type).supports_direct_sends:
             # Direct sends can only be faster than gloo's collective, which is that of CPUs.
-            return dataclasses.replace(profile, direct=self._measure_links(speeds, direct=True))
+            return dataclasses.replace(profile, direct=self._measure_links(speeds, host_seconds, direct=True))
         return profile
 
-    def _measure_links(self, speeds: tuple[float, float], direct: bool) -> Profile:
-        """Measure the profile of collectives or of direct sends, given the speeds of copies and of the codec."""
+    def _measure_links(self, speeds: tuple[float, float], host_seconds: float, direct: bool) -> Profile:
+        """Measure the profile of collectives or of direct sends, given speeds of copies and codec, and host time."""
         topology = self.mesh.topology
         samples = [self._sample(stage, direct) if stage else None for stage in self._axes]
         flat = Plan.flat(topology).stages[0]
         flat_sample = self._sample(flat, direct) if len(flat) > 1 else None
         launch = _launch_seconds(topology.shape, samples, flat_sample)
         links = tuple(_link(axis, sample, launch) for axis, sample in zip(topology.axes, samples, strict=True))
-        profile = Profile(topology, links, launch, *speeds)
+        profile = Profile(topology, links, launch, *speeds, coding_host_seconds=host_seconds)
         if flat_sample is None:
             return profile
         predicted = stage_cost(profile, flat, flat_sample.more_bytes).wire
@@ -137,6 +142,23 @@ class Probe:
             decode(payload, received, _CODEC, None, target)
 
         return values.nbytes / self._fastest(encode_and_decode, _CODED_CALLS[is_asynchronous])
+
+    def _coding_host_seconds(self) -> float:
+        """Return the host time that encoding and decoding a tensor takes; 0 where the host itself computes."""
+        if not devices.capabilities(self.device.type).is_asynchronous:
+            return 0.0
+        values = torch.randn(2, 1, 1, _HOST_TOKENS, 2**7, device=self.device).to(torch.bfloat16)
+        targets = [torch.empty_like(values) for _ in "qkvo"]
+        link_states: dict = {}
+
+        def code_layer() -> None:
+            layer_codecs = LayerCodecs(None, dict.fromkeys("qkvo", _HOST_CODEC), link_states, CodecStats())
+            for names in ("qkv", "o"):
+                message = Message(names, [values] * len(names), layer_codecs, ALL_HEADS, range(1))
+                message.decode(message.encode(), targets[: len(names)], lambda sent: sent)
+
+        code_layer()  # the keyframe that creates the references
+        return self._fastest(code_layer, _HOST_CALLS) / len(targets)
 
     def _seconds(self, stage: Stage, direct: bool, message_bytes: int, calls: int, rounds: int | None = None) -> float:
         """Return the time of a message along a stage; `rounds` is given if the stage is warmed up."""

@@ -17,6 +17,7 @@ from xfuser_cocodiff.engine.compression.axis_partition import AxisPartition
 from xfuser_cocodiff.engine.settings.config import MEASURED_SLOW_AXES, CocoDiffConfig
 from xfuser_cocodiff.engine.settings.options import EXACT, PAPER
 from xfuser_cocodiff.engine.topology import devices, head_groups, planner
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 from xfuser_cocodiff.engine.topology.plans import DIRECT, Plan
 from xfuser_cocodiff.engine.topology.topology import Topology
@@ -93,7 +94,7 @@ def set_up_comm(
         cache: tuning results of the machine. If it has no link profile and one is needed, the links are probed and the
             profile is stored in it.
         max_over_all: elementwise maximum over all ranks of the run. A measured axis is slow if it is slow for any rank:
-            with a ring there are several Ulysses groups, which must compress the same axes.
+            with a ring there are several Ulysses groups, which must compress the same axes in the same layers.
         parent: mesh whose comm stream and traffic statistics the new mesh shares.
         may_gather: whether layers may gather K and V along some axes; not in a ring, nor beside one.
     """
@@ -113,8 +114,13 @@ def set_up_comm(
     if profile and not config.synchronous and devices.capabilities(device.type).is_asynchronous:
         setup.mesh = _with_head_groups(setup.mesh, profile)
     if config.mode != EXACT:
-        slow_axes = _measured_slow_axes(profile, max_over_all) if _measures_slow_axes(config) else config.slow_axes
+        is_measured = _measures_slow_axes(config)
+        slow_axes = _measured_slow_axes(profile, max_over_all) if is_measured else config.slow_axes
         setup.partition = _partition(group, config, device, setup.mesh, profile, slow_axes)
+        if setup.partition and is_measured:
+            cost = CodingCost.of(profile, setup.partition.slow_axis_names)
+            agreed = CodingCost(*max_over_all([cost.link_seconds_per_byte, cost.host_seconds_per_tensor]))
+            setup.partition = replace(setup.partition, coding_cost=agreed)
     if not may_gather:
         return setup
     if setup.partition:

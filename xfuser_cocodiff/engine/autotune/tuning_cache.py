@@ -17,7 +17,7 @@ from xfuser_cocodiff.engine.attention.overlap_schedule import OverlapSchedule
 from xfuser_cocodiff.engine.comm import failure_detection
 from xfuser_cocodiff.engine.topology.link_profile import Profile
 
-_SCHEMA = 6
+_SCHEMA = 7
 
 
 @dataclass

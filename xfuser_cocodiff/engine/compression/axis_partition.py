@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from xfuser_cocodiff.engine.comm.groups import subgroup
 from xfuser_cocodiff.engine.comm.mesh import Mesh
+from xfuser_cocodiff.engine.topology.coding_cost import CodingCost
 from xfuser_cocodiff.engine.topology.topology import Topology
 
 
@@ -102,6 +103,8 @@ class AxisPartition(AxisLayout):
     """Rank of this process in the mesh of all axes."""
     is_single_stage: Callable[[int], bool] = lambda message_bytes: False
     """Whether messages of some bytes take one stage rather than several, see :mod:`coded_all_to_all`."""
+    coding_cost: CodingCost | None = None
+    """Cost by which layers are coded or not; None to code all of them, as where the user names the slow axes."""
     fast_index: int = field(init=False, repr=False, compare=False)
     """Coordinate of this rank on the fast axes."""
 

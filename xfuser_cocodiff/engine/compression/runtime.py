@@ -24,6 +24,8 @@ from xfuser_cocodiff.engine.topology import devices
 
 _MESSAGES_PER_LAYER = 2
 """Number of messages of a layer: Q, K and V, and O. Their number of stages is chosen for their mean size."""
+_TENSORS, _GATHERED_TENSORS = 4, 2
+"""Number of tensors of a layer that are coded: Q, K, V and O, or K and V where these are gathered."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class _LayerState:
     """Whether all-to-alls take one stage, see :mod:`coded_all_to_all`."""
     gathers_kv: bool = False
     """Whether K and V are gathered along the slow axes of the Ulysses group."""
+    coding_seconds: tuple[float, float] = (0.0, 0.0)
+    """Link time that coding saves, and host time that it adds; the layer is lossless if it does not save more."""
     link_states: dict = field(default_factory=dict)
     """Link states of the Ulysses group."""
     ring_link_states: dict = field(default_factory=dict)
@@ -50,6 +54,12 @@ class _LayerState:
     """Statistics of the current step."""
     last_step: int = 0
     """Step of the layer's last call."""
+
+    @property
+    def saves_time(self) -> bool:
+        """Whether coding saves more link time than it adds host time."""
+        saved, added = self.coding_seconds
+        return saved >= added
 
 
 @dataclass
@@ -349,13 +359,31 @@ class CodecRuntime:
             self._drop_finished_transformers()
             self._transformers.add(transformer)
         planned_bytes = ReferenceBytes.of(sizes, self.schedule, *self._coordinates(gathers_kv))
-        is_exact = self.schedule.is_lossless_layer(layer)
+        saved, added = coding_seconds = self._coding_seconds(sizes, gathers_kv)
+        is_exact = self.schedule.is_lossless_layer(layer) or saved < added
         if not is_exact and not self._fits_budget(planned_bytes):
             self._convert_to_int8()
             is_exact = not self._fits_budget(planned_bytes)
         message_bytes = sizes.num_values // _MESSAGES_PER_LAYER * sizes.value_bytes
         single_stage = self._partition is not None and self._partition.is_single_stage(message_bytes)
-        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage, gathers_kv)
+        return _LayerState(layer, transformer, planned_bytes, is_exact, single_stage, gathers_kv, coding_seconds)
+
+    def _coding_seconds(self, sizes: LayerSizes, gathers_kv: bool) -> tuple[float, float]:
+        """Return the link time that coding a layer saves and the host time that it adds, over Ulysses group and ring.
+
+        Both are 0 where the slow axes were not measured. A lossless layer would send by heads, also if it gathers K and
+        V here.
+        """
+        parts = [
+            (self._partition, (self._num_slow, 1), _GATHERED_TENSORS if gathers_kv else _TENSORS),
+            (self._ring_partition, (1, self._ring_num_slow), _GATHERED_TENSORS),
+        ]
+        saved = added = 0.0
+        for partition, coordinates, num_tensors in parts:
+            if partition and partition.coding_cost:
+                saved += partition.coding_cost.saved_link_seconds(sizes.slow_axis_bytes(*coordinates))
+                added += partition.coding_cost.added_host_seconds(num_tensors)
+        return saved, added
 
     def _fits_budget(self, planned_bytes: ReferenceBytes) -> bool:
         """Return whether the references of another layer fit the memory budget."""
@@ -399,6 +427,7 @@ class CodecRuntime:
     def _log(self, report: StepReport) -> None:
         """Log memory, unmatched layer names and the schedule, each unless it was logged before."""
         if len(self._states) > self._logged_states:
+            self._log_uncoded()
             self._log_references()
             self._log_unmatched_layers()
             self._logged_states = len(self._states)
@@ -410,9 +439,30 @@ class CodecRuntime:
                 f"it with cocodiff quality --model NAME --steps {self.total or 'N'} --mode {mode!r}",
             )
 
+    @property
+    def _lossy_states(self) -> list[_LayerState]:
+        """States of the layers that are lossy by the schedule."""
+        return [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
+
+    def _log_uncoded(self) -> None:
+        """Say which layers are lossless because the host would take longer to encode them than the links save."""
+        lossy = self._lossy_states
+        uncoded = [state.coding_seconds for state in lossy if not state.saves_time]
+        if uncoded:
+            saved, added = max(uncoded)
+            axes = [name for part in (self._partition, self._ring_partition) if part for name in part.slow_axis_names]
+            self._log_once(
+                self._info,
+                f"{len(uncoded)} of {len(lossy)} layers are lossless: coding would save {1e3 * saved:.2g} ms of "
+                f"communication and add {1e3 * added:.2g} ms of host time to a layer; --cocodiff_slow_axes "
+                f"{','.join(dict.fromkeys(axes))} compresses them anyway",
+            )
+
     def _log_references(self) -> None:
         """Log the memory of references, and warn of layers that are lossless for lack of memory."""
-        lossy = [state for state in self._states.values() if not self.schedule.is_lossless_layer(state.layer)]
+        lossy = [state for state in self._lossy_states if state.saves_time]
+        if not lossy:
+            return
         full, int8 = (sum(state.planned_bytes[is_int8] for state in lossy) for is_int8 in (False, True))
         in_use = " (in use)" if self._int8_references else ""
         limit = "; --cocodiff_memory_budget sets a limit" if self._memory_budget is None else ""

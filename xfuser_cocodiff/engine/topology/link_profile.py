@@ -43,6 +43,9 @@ class Profile:
     contention: float = 1.0
     """Factor by which link times grow when several axes are busy at once: 1 if they share nothing, below 1 if one
     collective uses them better than separate ones do."""
+    coding_host_seconds: float = 0.0
+    """Host time that encoding and decoding a tensor of a layer takes on an asynchronous device; 0 if unknown, and on
+    CPUs, where it is part of the codec's speed."""
     direct: "Profile | None" = None
     """Profile of the same machine with direct sends; None where they cannot be faster than the backend's collective."""
 
@@ -76,6 +79,7 @@ class Profile:
             topology = Topology.parse(values["topology"], int(values["ranks"]))
             links = tuple(AxisLink(**link) for link in values["links"])
             figures = {name: float(values[name]) for name in ("launch_seconds", "contention", *_SPEEDS)}
+            figures["coding_host_seconds"] = float(values.get("coding_host_seconds", 0.0))
             direct = values["direct"] and cls.from_json(values["direct"])
         except KeyError as error:
             raise ValueError(f"not a link profile: {error} is missing") from None
@@ -88,7 +92,7 @@ class Profile:
             *(figures[name] for name in _SPEEDS),
             *(link.bytes_per_second for link in links),
         ]
-        times = [figures["launch_seconds"], *(link.latency_seconds for link in links)]
+        times = [figures["launch_seconds"], figures["coding_host_seconds"], *(link.latency_seconds for link in links)]
         if not all(speed > 0 for speed in speeds) or not all(0 <= time < math.inf for time in times):
             raise ValueError("not a link profile: speeds must be positive, and times finite and not negative")
         return cls(topology, links, **figures, direct=direct)
